@@ -1,0 +1,142 @@
+"""The one registry that every plug-in point uses, and the one way to import what a user names.
+
+Invariant: a name in a registry means one object for the life of the process; registering a different object under a
+taken name is an error, registering the same one again (a module imported twice) is not.
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import inspect
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import ModuleType
+from typing import Any, Generic, TypeVar
+
+from etude.errors import ConfigError, one_line
+
+T = TypeVar("T")
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """`"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
+    near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
+    return f"; did you mean '{near[0]}'?" if near else ""
+
+
+class Registry(Generic[T]):
+    """Names of one kind of thing (`kind` is the noun that errors use) and the objects they stand for."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+        self._items: dict[str, T] = {}
+
+    def register(self, *names: str) -> Callable[[T], T]:
+        """Decorator that enters an object under one or more names.
+
+        Raises:
+            ConfigError: a name is taken by a different object.
+        """
+
+        def enter(item: T) -> T:
+            for name in names:
+                held = self._items.get(name)
+                if held is not None and not _same_definition(held, item):
+                    raise ConfigError(f"{self.kind} '{name}' is already registered by {_where(held)}")
+                self._items[name] = item
+            return item
+
+        return enter
+
+    def get(self, name: str) -> T:
+        """The object registered as `name`.
+
+        Raises:
+            ConfigError: nothing has that name; the message lists the known names and the nearest.
+        """
+        if name not in self._items:
+            hint = did_you_mean(name, self._items)
+            raise ConfigError(f"unknown {self.kind} '{name}'{hint} (known: {', '.join(self.names()) or 'none'})")
+        return self._items[name]
+
+    def names(self) -> list[str]:
+        """All registered names, sorted."""
+        return sorted(self._items)
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._items
+
+
+def _where(item: object) -> str:
+    return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
+
+
+def _same_definition(a: object, b: object) -> bool:
+    """True for one object, and for a class or function that was defined again by re-importing its file."""
+    if a is b:
+        return True
+    try:
+        return _where(a) == _where(b) and inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
+    except TypeError:
+        return False
+
+
+def import_module(target: str) -> ModuleType:
+    """Imports `path/to/file.py` or `dotted.module`, once per process.
+
+    Raises:
+        ConfigError: the file does not exist or the import fails; the message names it.
+    """
+    is_file = target.endswith(".py") or "/" in target
+    try:
+        return _import_file(Path(target).expanduser()) if is_file else importlib.import_module(target)
+    except ConfigError:
+        raise
+    except Exception as error:  # whatever a user's module raises while it is imported is theirs to read
+        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}") from error
+
+
+def _import_file(path: Path) -> ModuleType:
+    path = path.resolve()
+    if not path.is_file():
+        raise ConfigError(f"file not found: {path}")
+    name = f"etude_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    if name in sys.modules:
+        return sys.modules[name]
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # before execution, so that dataclasses and pickles of the module resolve
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[name]
+        raise
+    return module
+
+
+def import_object(target: str) -> Any:
+    """The object named `pkg.module.Name` or `path/to/file.py:Name`.
+
+    Raises:
+        ConfigError: the module, the file or the name in it does not exist.
+    """
+    module_name, _, name = target.rpartition(":") if ":" in target else target.rpartition(".")
+    if not module_name or not name:
+        raise ConfigError(f"'{target}' is not of the form 'package.module.Name' or 'path/to/file.py:Name'")
+    module = import_module(module_name)
+    if not hasattr(module, name):
+        public = [n for n in vars(module) if not n.startswith("_")]
+        raise ConfigError(f"'{module_name}' has no '{name}'{did_you_mean(name, public)}")
+    return getattr(module, name)
+
+
+def load_plugins(targets: Iterable[str]) -> None:
+    """Imports every entry of the `plugins` key, so that its `@register` lines take effect in this process."""
+    for target in targets:
+        import_module(target)

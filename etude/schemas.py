@@ -1,0 +1,120 @@
+"""Tool schemas, tool responses and tool calls: what passes between the model, the chat room and the tools.
+
+Invariant: a schema keeps the *whole* JSON Schema it was given (items, nested properties, enum, default, $defs …), so
+that what the model is shown is what the tool's author wrote.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+
+class OpenAIFunctionPropertySchema(BaseModel):
+    """One property of a parameter object; every JSON Schema keyword is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str | list[str] | None = None
+    description: str | None = None
+    enum: list[Any] | None = None
+
+
+class OpenAIFunctionParametersSchema(BaseModel):
+    """The parameter object of a function; every JSON Schema keyword ($defs, additionalProperties …) is kept."""
+
+    model_config = ConfigDict(extra="allow")
+
+    type: str = "object"
+    properties: dict[str, OpenAIFunctionPropertySchema] = Field(default_factory=dict)
+    required: list[str] = Field(default_factory=list)
+
+
+class OpenAIFunctionSchema(BaseModel):
+    """Name, description and parameters of one function."""
+
+    model_config = ConfigDict(extra="allow")
+
+    name: str = Field(min_length=1)
+    description: str = ""
+    parameters: OpenAIFunctionParametersSchema = Field(default_factory=OpenAIFunctionParametersSchema)
+
+
+class OpenAIFunctionToolSchema(BaseModel):
+    """A tool as the chat template sees it."""
+
+    type: str = "function"
+    function: OpenAIFunctionSchema
+
+    def to_openai(self) -> dict[str, Any]:
+        """The schema as the plain dictionary it was made from: only keys that were set."""
+        return self.model_dump(exclude_unset=True, exclude_none=True) | {"type": self.type}
+
+
+class OpenAIFunctionParsedSchema(BaseModel):
+    """A call as a parser finds it: arguments still text."""
+
+    name: str
+    arguments: str
+
+
+class OpenAIFunctionCallSchema(BaseModel):
+    """A call with decoded arguments."""
+
+    name: str
+    arguments: dict[str, Any]
+
+    @staticmethod
+    def from_openai_function_parsed_schema(
+        parsed: OpenAIFunctionParsedSchema,
+    ) -> tuple[OpenAIFunctionCallSchema, bool]:
+        """Decodes the arguments; returns (call, has_decode_error), the arguments empty on an error."""
+        try:
+            arguments = json.loads(parsed.arguments)
+        except ValueError:
+            arguments = None
+        if not isinstance(arguments, dict):
+            return OpenAIFunctionCallSchema(name=parsed.name, arguments={}), True
+        return OpenAIFunctionCallSchema(name=parsed.name, arguments=arguments), False
+
+
+class OpenAIFunctionToolCall(BaseModel):
+    """A call with its identifier, as chat messages carry it."""
+
+    id: str
+    type: str = "function"
+    function: OpenAIFunctionCallSchema
+
+
+class FunctionCall(BaseModel):
+    """A tool call of the model: `arguments` is the JSON text of an object."""
+
+    model_config = ConfigDict(frozen=True)
+
+    name: str
+    arguments: str
+
+
+class ToolResponse(BaseModel):
+    """What a tool answers: text, and images or videos where the model can see them."""
+
+    text: str | None = None
+    image: list[Any] | None = None
+    video: list[Any] | None = None
+
+    @field_validator("image", "video", mode="before")
+    @classmethod
+    def _must_be_list(cls, value: Any) -> Any:
+        if value is not None and not isinstance(value, list):
+            raise ValueError(f"must be a list, got {type(value).__name__}")
+        return value
+
+    def is_empty(self) -> bool:
+        """True when there is nothing to show the model."""
+        return not self.text and not self.image and not self.video
+
+    def is_text_only(self) -> bool:
+        """True when the response holds text and no media."""
+        return bool(self.text) and not self.image and not self.video

@@ -1,0 +1,238 @@
+"""`Trajectory`: everything one rollout produced, with the provenance of every token.
+
+Invariant: the concatenation of the segments' token ids is exactly what followed the prompt in the model's context, and
+`response_mask` is 1 precisely where a segment's provenance is `SAMPLED`. Nothing here looks at text to decide a mask,
+and no id is ever encoded again.
+
+`AgentLoopOutput` is the flat view that agent loops return; a loop written by a user may build one directly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from enum import Enum
+from itertools import groupby
+from typing import Any
+
+
+class Provenance(str, Enum):
+    """Who wrote a token: the policy, the chat template's glue, a tool, or a user (an interaction)."""
+
+    SAMPLED = "sampled"
+    TEMPLATE = "template"
+    TOOL = "tool"
+    USER = "user"
+
+
+class StopReason(str, Enum):
+    """Why a trajectory ended."""
+
+    COMPLETED = "completed"  # the model answered without calling a tool
+    MAX_ASSISTANT_TURNS = "max_assistant_turns"
+    MAX_USER_TURNS = "max_user_turns"
+    RESPONSE_LENGTH = "response_length"  # no room left in data.max_response_length
+    TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fitted
+    TIME_LIMIT = "time_limit"
+    PROMPT_TOO_LONG = "prompt_too_long"
+    INFRASTRUCTURE = "infrastructure"  # dropped after its retries: never trained on
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of tokens of one provenance.
+
+    `log_probs` has one entry a token for sampled segments (natural log, of the distribution sampled from) and is None
+    otherwise; `weight_versions` likewise; `turn` counts assistant turns from 0.
+    """
+
+    token_ids: tuple[int, ...]
+    provenance: Provenance
+    turn: int
+    log_probs: tuple[float, ...] | None = None
+    weight_versions: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise ValueError(f"{len(self.log_probs)} log-probs for {len(self.token_ids)} tokens")
+
+
+@dataclass(frozen=True)
+class ToolCallRecord:
+    """One executed (or refused) tool call: what was asked, what was answered, how long it took."""
+
+    turn: int
+    name: str
+    arguments: str
+    response: str
+    reward: float = 0.0
+    seconds: float = 0.0
+    error: str | None = None  # None | "tool" | "exception" | "timeout" | "unknown_tool" | "malformed"
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Rewards:
+    """A trajectory's rewards by source.
+
+    `steps` holds (assistant turn, tool name, value) for every reward an execute returned, `final` the value of each
+    tool's `calc_reward`, `score` the reward manager's score (None when no manager ran).
+    """
+
+    steps: list[tuple[int, str, float]] = field(default_factory=list)
+    final: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
+    score_info: dict[str, Any] = field(default_factory=dict)
+
+    def total(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> float:
+        """tool_weight · (Σ step rewards + Σ calc_reward) + score_weight · score."""
+        tools = sum(value for _, _, value in self.steps) + sum(self.final.values())
+        return tool_weight * tools + score_weight * (self.score or 0.0)
+
+
+@dataclass
+class Trajectory:
+    """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity."""
+
+    request_id: str
+    prompt_ids: list[int]
+    segments: list[Segment] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    tool_calls: list[ToolCallRecord] = field(default_factory=list)
+    rewards: Rewards = field(default_factory=Rewards)
+    stop_reason: StopReason = StopReason.COMPLETED
+    assistant_turns: int = 0
+    user_turns: int = 0
+    timings: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    def append(
+        self,
+        token_ids: Sequence[int],
+        provenance: Provenance,
+        *,
+        log_probs: Sequence[float] | None = None,
+        weight_versions: Sequence[int] | None = None,
+    ) -> None:
+        """Adds tokens at the end of the context; an empty run adds nothing."""
+        if token_ids:
+            turn = self.assistant_turns
+            versions = None if weight_versions is None else tuple(weight_versions)
+            probs = None if log_probs is None else tuple(log_probs)
+            self.segments.append(Segment(tuple(token_ids), provenance, turn, probs, versions))
+
+    @property
+    def response_ids(self) -> list[int]:
+        """All ids after the prompt."""
+        return [token for segment in self.segments for token in segment.token_ids]
+
+    @property
+    def response_mask(self) -> list[int]:
+        """1 where the policy sampled the token, 0 elsewhere."""
+        return [int(s.provenance is Provenance.SAMPLED) for s in self.segments for _ in s.token_ids]
+
+    @property
+    def response_log_probs(self) -> list[float]:
+        """Log-probs of the sampled tokens, 0.0 elsewhere."""
+        return [p for s in self.segments for p in (s.log_probs or (0.0,) * len(s.token_ids))]
+
+    @property
+    def response_length(self) -> int:
+        """Number of ids after the prompt."""
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+    @property
+    def num_turns(self) -> int:
+        """User and assistant messages, the prompt's included."""
+        return self.user_turns + self.assistant_turns + 1
+
+    def turn_ends(self) -> dict[int, int]:
+        """Assistant turn → response position of its last sampled token."""
+        ends: dict[int, int] = {}
+        position = 0
+        for segment in self.segments:
+            position += len(segment.token_ids)
+            if segment.provenance is Provenance.SAMPLED:
+                ends[segment.turn] = position - 1
+        return ends
+
+    def token_level_scores(self, tool_weight: float = 1.0, score_weight: float = 1.0) -> list[float]:
+        """Rewards placed on tokens: each step reward where its turn ended, the rest on the last sampled token."""
+        scores = [0.0] * self.response_length
+        ends = self.turn_ends()
+        if not ends:
+            return scores
+        last = max(ends.values())
+        for turn, _, value in self.rewards.steps:
+            scores[ends.get(turn, last)] += tool_weight * value
+        scores[last] += tool_weight * sum(self.rewards.final.values()) + score_weight * (self.rewards.score or 0.0)
+        return scores
+
+    def to_output(self) -> AgentLoopOutput:
+        """The flat view."""
+        return AgentLoopOutput(
+            prompt_ids=list(self.prompt_ids),
+            response_ids=self.response_ids,
+            response_mask=self.response_mask,
+            response_logprobs=self.response_log_probs,
+            num_turns=self.num_turns,
+            metrics=dict(self.timings),
+            trajectory=self,
+        )
+
+    def to_record(self) -> dict[str, Any]:
+        """Plain JSON-serialisable form, for rollout dumps."""
+        return {
+            "request_id": self.request_id,
+            "prompt_ids": list(self.prompt_ids),
+            "segments": [
+                {k: v for k, v in asdict(s).items() if v is not None} | {"provenance": s.provenance.value}
+                for s in self.segments
+            ],
+            "messages": self.messages,
+            "tool_calls": [asdict(call) for call in self.tool_calls],
+            "rewards": asdict(self.rewards),
+            "stop_reason": self.stop_reason.value,
+            "num_turns": self.num_turns,
+            "timings": self.timings,
+        }
+
+
+@dataclass
+class AgentLoopOutput:
+    """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal."""
+
+    prompt_ids: list[int]
+    response_ids: list[int]
+    response_mask: list[int]
+    response_logprobs: list[float] | None = None
+    reward_score: float | None = None
+    num_turns: int = 0
+    metrics: dict[str, float] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    trajectory: Trajectory | None = None
+
+    def to_trajectory(self, request_id: str) -> Trajectory:
+        """The trajectory behind this view; for a view built by hand, one made from runs of equal mask.
+
+        Raises:
+            ValueError: the response lists differ in length, or a mask value is not 0 or 1.
+        """
+        if self.trajectory is not None:
+            return self.trajectory
+        lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
+        if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
+            raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
+        made = Trajectory(request_id, list(self.prompt_ids), timings=dict(self.metrics))
+        made.rewards.score = self.reward_score
+        position = 0
+        for sampled, run in groupby(self.response_mask):
+            end = position + len(list(run))
+            probs = self.response_logprobs[position:end] if sampled and self.response_logprobs else None
+            provenance = Provenance.SAMPLED if sampled else Provenance.TOOL
+            made.append(self.response_ids[position:end], provenance, log_probs=probs)
+            made.assistant_turns += sampled
+            position = end
+        made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
+        return made
