@@ -1,0 +1,31 @@
+"""`single_turn_agent`: one prompt, one answer, no tools."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etude.agents.base import AgentLoopBase, register
+from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
+
+
+@register("single_turn_agent")
+class SingleTurnAgentLoop(AgentLoopBase):
+    """Samples once."""
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+        """See `AgentLoopBase.run`."""
+        messages = list(row["raw_prompt"])
+        prompt_ids = self.chat.initial_ids(messages)
+        trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages)
+        if len(prompt_ids) > self.context.options.prompt_length:
+            trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
+            return trajectory.to_output()
+        output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
+        trajectory.append(
+            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
+        )
+        trajectory.assistant_turns = 1
+        if output.stop_reason != "stop":
+            trajectory.stop_reason = StopReason.RESPONSE_LENGTH
+        trajectory.messages = [*messages, {"role": "assistant", "content": self.chat.decode(output.token_ids)}]
+        return trajectory.to_output()

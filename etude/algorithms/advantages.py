@@ -1,0 +1,141 @@
+"""Advantage estimators: from rewards (and values) to how much better than expected each token was.
+
+Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and
+their advantages are 0. Masked tokens (tool output, template glue) have advantage 0.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.registry import Registry
+
+
+class AdvantageEstimator(Protocol):
+    """(batch, response_len) rewards and mask → advantages and returns of the same shape."""
+
+    def __call__(
+        self,
+        *,
+        token_level_rewards: Tensor,
+        response_mask: Tensor,
+        index: Any,
+        values: Tensor | None,
+        gamma: float,
+        lam: float,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
+
+
+def compute_advantage(
+    name: str,
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any = None,
+    values: Tensor | None = None,
+    gamma: float = 1.0,
+    lam: float = 1.0,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """Advantages and returns, each (batch, response_len), by the estimator registered as `name`.
+
+    Args:
+        token_level_rewards: (batch, response_len).
+        response_mask: (batch, response_len), 1 for sampled tokens.
+        index: (batch,) group ids of any hashable kind; rows of one prompt share an id.
+        values: (batch, response_len), for estimators that need a critic.
+
+    Raises:
+        ConfigError: unknown estimator, or an argument that it needs is missing.
+    """
+    advantages, returns = ADVANTAGE_ESTIMATORS.get(name)(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        values=values,
+        gamma=gamma,
+        lam=lam,
+        **options,
+    )
+    return advantages, returns
+
+
+@ADVANTAGE_ESTIMATORS.register("grpo")
+def grpo(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: Any,
+    norm_adv_by_std_in_grpo: bool = True,
+    epsilon: float = 1e-6,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε), the spread
+    unbiased; without the division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO). A group with fewer than two valid
+    rows contributes nothing: there is nothing to compare with."""
+    if index is None:
+        raise ConfigError("algorithm.adv_estimator=grpo needs group ids")
+    mask = response_mask.to(token_level_rewards.dtype)
+    scores = token_level_rewards.sum(dim=-1)
+    advantages = torch.zeros_like(scores)
+    valid = (response_mask.sum(dim=-1) > 0).cpu().numpy()
+    groups = np.asarray(index, dtype=object)
+    for group in dict.fromkeys(groups.tolist()):
+        rows = torch.from_numpy(np.flatnonzero((groups == group) & valid)).to(scores.device)
+        if len(rows) < 2:
+            continue
+        centred = scores[rows] - scores[rows].mean()
+        advantages[rows] = centred / (scores[rows].std() + epsilon) if norm_adv_by_std_in_grpo else centred
+    spread = advantages[:, None] * mask
+    return spread, spread
+
+
+@ADVANTAGE_ESTIMATORS.register("gae")
+def gae(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    values: Tensor | None,
+    gamma: float,
+    lam: float,
+    whiten: bool = True,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the *sampled* tokens: masked tokens are stepped
+    over, so that a tool's answer costs no discount. Returns are advantages + values; advantages are then whitened over
+    the mask. A reward on a masked token counts at the sampled token before it."""
+    if values is None:
+        raise ConfigError("algorithm.adv_estimator=gae needs values from a critic")
+    mask = response_mask.to(values.dtype)
+    width = values.shape[1]
+    advantages = torch.zeros_like(values)
+    next_value = torch.zeros_like(values[:, 0])
+    next_advantage, pending = next_value.clone(), next_value.clone()
+    for t in range(width - 1, -1, -1):
+        m = mask[:, t]
+        reward = token_level_rewards[:, t] + pending
+        delta = reward + gamma * next_value - values[:, t]
+        advantage = delta + gamma * lam * next_advantage
+        advantages[:, t] = advantage * m
+        pending = reward * (1 - m)
+        next_value = torch.where(m > 0, values[:, t], next_value)
+        next_advantage = torch.where(m > 0, advantage, next_advantage)
+    returns = (advantages + values) * mask
+    return (whiten_masked(advantages, mask) if whiten else advantages), returns
+
+
+def whiten_masked(values: Tensor, mask: Tensor) -> Tensor:
+    """Zero mean and unit (unbiased) variance over the mask; 0 elsewhere."""
+    count = mask.sum().clamp(min=1)
+    mean = (values * mask).sum() / count
+    variance = (((values - mean) ** 2) * mask).sum() / (count - 1).clamp(min=1)
+    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask

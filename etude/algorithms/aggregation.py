@@ -1,0 +1,64 @@
+"""From a loss a token to one number.
+
+Invariant: with `batch_num_tokens` and `global_batch_size` of the whole mini-batch, the sum of the results over
+micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was cut. Rows whose mask is
+all zero count neither as tokens nor as sequences.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.registry import did_you_mean
+
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+
+
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Mean of `values` where `mask` is 1, as a scalar; 0 where the mask is empty."""
+    return (values * mask).sum() / mask.sum().clamp(min=1)
+
+
+def agg_loss(
+    loss_mat: Tensor,
+    loss_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    *,
+    dp_size: int = 1,
+    batch_num_tokens: float | None = None,
+    global_batch_size: float | None = None,
+    loss_scale_factor: float | None = None,
+) -> Tensor:
+    """Aggregates a loss a token.
+
+    Args:
+        loss_mat: (batch, response_len).
+        loss_mask: (batch, response_len), 1 where a token counts.
+        loss_agg_mode: `token-mean` (DAPO, arXiv 2503.14476, eq. 8), `token-sum`, `seq-mean-token-sum` (Dr. GRPO, arXiv
+            2503.20783), `seq-mean-token-sum-norm` (the same divided by `loss_scale_factor`, by default the width),
+            `seq-mean-token-mean` (GRPO, arXiv 2402.03300, eq. 3).
+        dp_size: data-parallel ranks whose results will be averaged.
+        batch_num_tokens: tokens of the whole mini-batch over all ranks (default: this mask's).
+        global_batch_size: sequences of the whole mini-batch over all ranks (default: this mask's non-empty rows).
+
+    Raises:
+        ConfigError: unknown mode.
+    """
+    mask = loss_mask.to(loss_mat.dtype)
+    # where() rather than a product: a masked infinity must not become NaN.
+    losses = torch.where(mask > 0, loss_mat, torch.zeros_like(loss_mat))
+    lengths = mask.sum(dim=-1)
+    sequences = float((lengths > 0).sum()) if global_batch_size is None else global_batch_size
+    if loss_agg_mode == "token-mean":
+        tokens = float(mask.sum()) if batch_num_tokens is None else batch_num_tokens
+        return losses.sum() / max(tokens, 1.0) * dp_size
+    if loss_agg_mode == "token-sum":
+        return losses.sum() * dp_size
+    if loss_agg_mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
+        loss = losses.sum() / max(sequences, 1.0) * dp_size
+        return loss if loss_agg_mode == "seq-mean-token-sum" else loss / (loss_scale_factor or loss_mask.shape[-1])
+    if loss_agg_mode == "seq-mean-token-mean":
+        return (losses.sum(dim=-1) / lengths.clamp(min=1)).sum() / max(sequences, 1.0) * dp_size
+    raise ConfigError(f"unknown loss_agg_mode '{loss_agg_mode}'{did_you_mean(loss_agg_mode, LOSS_AGG_MODES)}")

@@ -1,0 +1,65 @@
+"""KL penalties between the policy and a reference, and the controllers of their coefficient.
+
+All estimators are of KL(π || π_ref) from samples of π (J. Schulman, "Approximating KL divergence", 2020).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.registry import did_you_mean
+
+KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+
+
+def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
+    """The penalty a token, of the inputs' shape (batch, response_len).
+
+    With d = log_prob − ref_log_prob: `kl`/`k1` d, `abs` |d|, `mse`/`k2` d²/2, `low_var_kl`/`k3` exp(−d) − 1 + d, with d
+    bounded to ±20 and the result to ±10 against overflow. A trailing `+` keeps the value and takes the gradient of `k2`,
+    the unbiased one.
+
+    Raises:
+        ConfigError: unknown kind.
+    """
+    base = kind.removesuffix("+")
+    difference = log_prob - ref_log_prob
+    if base in ("kl", "k1"):
+        value = difference
+    elif base == "abs":
+        value = difference.abs()
+    elif base in ("mse", "k2"):
+        value = 0.5 * difference.square()
+    elif base in ("low_var_kl", "k3"):
+        bounded = difference.clamp(-20.0, 20.0)
+        value = (torch.exp(-bounded) - 1 + bounded).clamp(-10.0, 10.0)
+    else:
+        raise ConfigError(f"unknown kl_loss_type or kl_penalty '{kind}'{did_you_mean(kind, KL_KINDS)}")
+    if not kind.endswith("+"):
+        return value
+    surrogate = 0.5 * difference.square()
+    return surrogate + (value - surrogate).detach()
+
+
+@dataclass
+class KLController:
+    """The coefficient of a KL penalty: constant, or steered towards `target_kl` (arXiv 1909.08593, section 2.2)."""
+
+    kl_coef: float = 0.001
+    type: str = "fixed"
+    horizon: int = 10_000
+    target_kl: float = 0.1
+
+    def __post_init__(self) -> None:
+        if self.type not in ("fixed", "adaptive"):
+            raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, not '{self.type}'")
+
+    def update(self, current_kl: float, n_steps: int) -> None:
+        """Adapts the coefficient after `n_steps` trajectories whose mean KL was `current_kl`."""
+        if self.type == "adaptive":
+            error = max(-0.2, min(0.2, current_kl / self.target_kl - 1))
+            self.kl_coef *= 1 + error * n_steps / self.horizon

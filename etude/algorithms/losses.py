@@ -1,0 +1,119 @@
+"""Policy and value losses as pure functions of log-probs, advantages and values.
+
+Invariant: nothing at a masked position, label, log-prob, advantage or value, reaches the loss or its gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from etude.algorithms.aggregation import agg_loss, masked_mean
+from etude.registry import Registry
+
+
+class PolicyLoss(Protocol):
+    """(batch, response_len) log-probs, advantages and mask → scalar loss and named figures."""
+
+    def __call__(
+        self,
+        *,
+        old_log_prob: Tensor,
+        log_prob: Tensor,
+        advantages: Tensor,
+        response_mask: Tensor,
+        loss_agg_mode: str,
+        **options: Any,
+    ) -> tuple[Tensor, dict[str, float]]: ...
+
+
+POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
+
+
+def policy_loss(
+    name: str,
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str = "token-mean",
+    **options: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its figures.
+
+    `options` go to the loss; those that `agg_loss` takes (`dp_size`, `batch_num_tokens`, `global_batch_size`,
+    `loss_scale_factor`) go on to it.
+
+    Raises:
+        ConfigError: unknown loss or aggregation mode.
+    """
+    return POLICY_LOSSES.get(name)(
+        old_log_prob=old_log_prob,
+        log_prob=log_prob,
+        advantages=advantages,
+        response_mask=response_mask,
+        loss_agg_mode=loss_agg_mode,
+        **options,
+    )
+
+
+@POLICY_LOSSES.register("vanilla")
+def vanilla(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    clip_ratio: float = 0.2,
+    clip_ratio_low: float | None = None,
+    clip_ratio_high: float | None = None,
+    clip_ratio_c: float = 3.0,
+    **scaling: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO) and, for negative advantages, the
+    dual clip at `clip_ratio_c` (arXiv 1912.09729, eq. 5). `clip_ratio` fills in for a bound that is None."""
+    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
+    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    mask = response_mask.bool()
+    # Masked positions get a log-ratio of exactly 0, so that whatever stands there moves nothing.
+    log_ratio = torch.where(mask, log_prob - old_log_prob, torch.zeros_like(log_prob)).clamp(-20.0, 20.0)
+    ratio = log_ratio.exp()
+    unclipped = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    pessimistic = torch.maximum(unclipped, clipped)
+    dual = torch.minimum(pessimistic, -advantages * clip_ratio_c)
+    losses = torch.where(advantages < 0, dual, pessimistic)
+    with torch.no_grad():
+        metrics = {
+            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).float(), mask)),
+            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).float(), mask)),
+            "actor/ppo_kl": float(masked_mean(-log_ratio, mask)),
+        }
+    return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
+
+
+def value_loss(
+    *,
+    vpreds: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    response_mask: Tensor,
+    cliprange_value: float = 0.5,
+    loss_agg_mode: str = "token-mean",
+    **scaling: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), aggregated; the clipped value loss of the PPO implementations
+    (Huang et al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
+    clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
+    plain, bounded = (vpreds - returns).square(), (clipped - returns).square()
+    loss = 0.5 * agg_loss(torch.maximum(plain, bounded), response_mask, loss_agg_mode, **scaling)
+    with torch.no_grad():
+        metrics = {
+            "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), response_mask)),
+            "critic/vpred_mean": float(masked_mean(vpreds, response_mask)),
+        }
+    return loss, metrics

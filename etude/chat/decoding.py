@@ -1,0 +1,31 @@
+"""Token ids to the text that parsers, scorers and readers see.
+
+Invariant: structural special tokens (ends of turns, padding) vanish; the tags a model writes on purpose (tool calls,
+tool responses, thoughts) stay, also under a tokenizer that declares them special. Decoded text is for reading: no id
+sequence is ever made from it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TAG = re.compile(r"</?(?:tool_call|tool_response|tool_calls|think)>")
+
+
+class Decoder:
+    """Decodes with one tokenizer."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._tokenizer = tokenizer
+        special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
+        self._hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token))
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """The text of `ids` without structural special tokens."""
+        kept = [number for number in ids if number not in self._hidden]
+        return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)

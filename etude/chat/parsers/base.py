@@ -1,0 +1,152 @@
+"""`ToolParser`: from what a model wrote to the calls it made.
+
+Invariant: a call that cannot be read is an entry of `ParsedResponse.errors`, in words the model can act on; nothing
+that looks like a call vanishes. A parser works on text and needs no tokenizer for that; ids are decoded here, once.
+
+A parser defines `parse`, or, as in the documents, only `async extract_tool_calls(ids)`, which may return the calls or
+`(content, calls)`. `parse_ids` is what agent loops call and accepts either.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from etude.chat.decoding import Decoder
+from etude.errors import ConfigError
+from etude.registry import Registry
+from etude.schemas import FunctionCall
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Tools = Sequence[Any]
+P = TypeVar("P", bound="type[ToolParser]")
+
+
+@dataclass(frozen=True)
+class ParsedResponse:
+    """One assistant turn: the text outside its calls, the calls in order, one line for each unreadable call."""
+
+    content: str
+    calls: list[FunctionCall] = field(default_factory=list)
+    errors: list[str] = field(default_factory=list)
+
+
+class ToolParser:
+    """Base of all parsers; `tokenizer` may be None where only text is parsed."""
+
+    tokenizer: PreTrainedTokenizerBase | None = None
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        self.tokenizer = tokenizer
+
+    @staticmethod
+    def register(*names: str) -> Callable[[P], P]:
+        """Class decorator: the parser that `rollout.multi_turn.format` selects by one of `names`.
+
+        Raises:
+            ConfigError: a name is taken, or the class defines neither `parse` nor `extract_tool_calls`.
+        """
+
+        def enter(parser: P) -> P:
+            if parser.parse is ToolParser.parse and parser.extract_tool_calls is ToolParser.extract_tool_calls:
+                raise ConfigError(f"tool parser {parser.__name__} defines neither parse nor extract_tool_calls")
+            TOOL_PARSERS.register(*names)(parser)
+            return parser
+
+        return enter
+
+    @staticmethod
+    def get_tool_parser(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> ToolParser:
+        """A new parser of the class registered as `name`.
+
+        Raises:
+            ConfigError: nothing has that name.
+        """
+        parser = TOOL_PARSERS.get(name)(tokenizer)
+        if parser.tokenizer is None:  # a subclass may forget to call super().__init__
+            parser.tokenizer = tokenizer
+        return parser
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]:
+        """Ids, besides the template's, that end a turn of this format."""
+        return ()
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """The calls in `text`; `tools` are the schemas on offer, for formats whose arguments have no types.
+
+        Raises:
+            NotImplementedError: this parser reads ids only.
+        """
+        raise NotImplementedError(f"{type(self).__name__} reads token ids only")
+
+    async def extract_tool_calls(
+        self, response_ids: list[int], tools: Tools | None = None
+    ) -> tuple[str, list[FunctionCall]]:
+        """Content and calls of a turn given as ids; unreadable calls are only in `parse_ids`."""
+        parsed = self.parse(self.decode(response_ids), tools)
+        return parsed.content, parsed.calls
+
+    async def parse_ids(self, response_ids: list[int], tools: Tools | None = None) -> ParsedResponse:
+        """One assistant turn given as ids.
+
+        Raises:
+            ConfigError: a parser of the user's returned something that is no list of calls.
+        """
+        owner = next(cls for cls in type(self).__mro__ if {"parse", "extract_tool_calls"} & vars(cls).keys())
+        if "parse" in vars(owner):
+            return self.parse(self.decode(response_ids), tools)
+        extract: Callable[..., Any] = self.extract_tool_calls
+        returned = extract(response_ids, tools) if _takes_tools(extract) else extract(response_ids)
+        if inspect.isawaitable(returned):
+            returned = await returned
+        if isinstance(returned, tuple) and len(returned) == 2:
+            content, calls = returned
+        else:
+            content, calls = self.decode(response_ids), returned
+        return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
+
+    def decode(self, response_ids: Sequence[int]) -> str:
+        """Text of `response_ids`, tool tags kept and ends of turns dropped.
+
+        Raises:
+            ConfigError: the parser was made without a tokenizer.
+        """
+        if self.tokenizer is None:
+            raise ConfigError(f"tool parser {type(self).__name__} was made without a tokenizer and can only parse text")
+        return Decoder(self.tokenizer).decode(response_ids)
+
+    def _as_list(self, calls: Any) -> Sequence[Any]:
+        if calls is None:
+            return []
+        if isinstance(calls, (list, tuple)):
+            return calls
+        raise ConfigError(f"tool parser {type(self).__name__} must return a list of calls, not {type(calls).__name__}")
+
+    def _as_call(self, call: Any) -> FunctionCall:
+        """A call as the user's parser made it: a FunctionCall, a mapping, or an object with the same two attributes."""
+        if isinstance(call, FunctionCall):
+            return call
+        fields = call if isinstance(call, Mapping) else getattr(call, "__dict__", {})
+        name, arguments = fields.get("name"), fields.get("arguments")
+        if isinstance(arguments, Mapping):
+            arguments = json.dumps(arguments, ensure_ascii=False)
+        if not isinstance(name, str) or not isinstance(arguments, str):
+            raise ConfigError(f"tool parser {type(self).__name__} returned a call without a name or arguments")
+        return FunctionCall(name=name, arguments=arguments)
+
+
+TOOL_PARSERS: Registry[type[ToolParser]] = Registry("tool parser")
+
+
+def _takes_tools(extract: Callable[..., Any]) -> bool:
+    try:
+        inspect.signature(extract).bind([], None)
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,113 @@
+"""`etude config`: a configuration as a run would see it, and where each value came from.
+
+Invariant: it shows exactly what `compose` would hand to a run with the same arguments, its errors included; it loads no
+model and no data.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import click
+
+if TYPE_CHECKING:
+    from omegaconf import DictConfig
+    from rich.text import Text
+
+    from etude.config import Composition
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+PLAIN_SETTINGS = {"ignore_unknown_options": True}
+"""Click settings that let an override start with a dash or a plus sign."""
+
+
+def configuration_arguments(function: F) -> F:
+    """Adds what names a configuration: `--config-name`, `--config-path`, then key=value overrides."""
+    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(function)
+    function = click.option(
+        "-cp", "--config-path", metavar="FOLDER", help="Folder of your YAML file (else ./config, then the current one)."
+    )(function)
+    return click.option(
+        "-cn", "--config-name", metavar="NAME", help="Your YAML file, or a configuration that comes with Étude."
+    )(function)
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@configuration_arguments
+@click.option("--yaml", "as_yaml", is_flag=True, help="Plain YAML, fit for a file; no column of sources.")
+@click.option("--resolve/--no-resolve", default=True, help="Fill in ${…} interpolations (default) or show them.")
+def config(
+    config_name: str | None, config_path: str | None, overrides: tuple[str, ...], as_yaml: bool, resolve: bool
+) -> None:
+    """Show a configuration and where each value came from.
+
+    OVERRIDES are key=value arguments, for example  data.train_batch_size=32
+    """
+    from etude.config import compose_with_sources
+
+    composition = compose_with_sources(config_name, overrides, config_path, resolve=resolve)
+    if as_yaml:
+        from omegaconf import OmegaConf
+
+        click.echo(OmegaConf.to_yaml(composition.config), nl=False)
+    else:
+        _print_table(composition)
+
+
+def _print_table(composition: Composition) -> None:
+    """Writes the tree, what the user set in green, with its sources in a dim second column (piped: after a tab)."""
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    rows = _rows(composition)
+    if not console.is_terminal:
+        for text, source in rows:
+            click.echo(f"{text.plain}\t{source}".rstrip())
+        return
+    table = Table.grid(padding=(0, 3))
+    table.add_column(overflow="fold")
+    table.add_column(style="dim", overflow="fold")
+    for text, source in rows:
+        table.add_row(text, source)
+    console.print(table)
+
+
+def _rows(composition: Composition) -> list[tuple[Text, str]]:
+    """One row a line of the tree: (the key and its value, the source of that value)."""
+    rows: list[tuple[Text, str]] = []
+    _add_rows(rows, composition.config, composition.sources, "", 0)
+    return rows
+
+
+def _add_rows(
+    rows: list[tuple[Text, str]], section: DictConfig, sources: dict[str, str], prefix: str, depth: int
+) -> None:
+    from omegaconf import DictConfig
+    from rich.text import Text
+
+    from etude.config import COMMAND_LINE
+
+    for name, value in section.items_ex(resolve=False):
+        key = prefix + str(name)
+        label = Text("  " * depth).append(str(name) + ":", style="bold" if isinstance(value, DictConfig) else "")
+        if isinstance(value, DictConfig) and len(value):
+            rows.append((label, ""))
+            _add_rows(rows, value, sources, f"{key}.", depth + 1)
+        else:
+            source = sources.get(key, "")
+            is_set_by_user = source == COMMAND_LINE or Path(source).is_absolute()
+            rows.append((label.append(f" {_shown(value)}", style="green" if is_set_by_user else "cyan"), source))
+
+
+def _shown(value: Any) -> str:
+    """A leaf as one line of YAML."""
+    import yaml
+    from omegaconf import OmegaConf
+
+    plain = OmegaConf.to_container(value, resolve=False) if OmegaConf.is_config(value) else value
+    dumped: str = yaml.safe_dump(plain, default_flow_style=True, allow_unicode=True, width=10_000)
+    return dumped.removesuffix("\n...\n").strip()

@@ -1,0 +1,127 @@
+"""`etude`: the group of all commands.
+
+Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that
+a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130; anything else keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import click
+
+from etude import __version__
+from etude.errors import ConfigError, EtudeError
+from etude.registry import did_you_mean
+
+
+@dataclass(frozen=True)
+class LazyCommand:
+    """Where a command lives, and what the list of commands says of it."""
+
+    target: str
+    help: str
+
+
+COMMANDS = {
+    "quickstart": LazyCommand("etude.cli.quickstart:quickstart", "Train a tiny model to use a calculator, on a CPU."),
+    "train": LazyCommand("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
+    "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
+    "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
+    "data": LazyCommand("etude.cli.data:data", "Make training data."),
+    "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
+    "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
+}
+
+
+class LazyGroup(click.Group):
+    """A group whose commands are imported when they run."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        """The commands of this installation, in the order of the table."""
+        return [name for name, command in COMMANDS.items() if _is_installed(command)]
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        """Imports the command, or None where there is none of that name."""
+        if cmd_name not in self.list_commands(ctx):
+            return None
+        module, _, name = COMMANDS[cmd_name].target.partition(":")
+        command = getattr(importlib.import_module(module), name)
+        assert isinstance(command, click.Command)
+        return command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click's, with the nearest command named where there is none of that name."""
+        if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
+            ctx.fail(f"no command '{args[0]}'{did_you_mean(args[0], self.list_commands(ctx))}")
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """Writes the list of commands from the table."""
+        with formatter.section("Commands"):
+            formatter.write_dl([(name, COMMANDS[name].help) for name in self.list_commands(ctx)])
+
+
+@click.group(cls=LazyGroup, context_settings={"help_option_names": ["-h", "--help"]})
+@click.version_option(__version__, prog_name="etude")
+def cli() -> None:
+    """Trains LLM agents by reinforcement learning over multi-turn rollouts with real tools.
+
+    Environment: ETUDE_LOGGING_LEVEL (DEBUG, INFO, WARNING, ERROR) sets how much is logged; ETUDE_DEBUG=1 shows the
+    traceback of an error.
+    """
+    set_logging_level(os.environ.get("ETUDE_LOGGING_LEVEL", "WARNING"))
+
+
+def set_logging_level(level: str) -> None:
+    """Logs to stderr from `level` (a name of the logging module) upwards.
+
+    Raises:
+        ConfigError: there is no such level.
+    """
+    levels = ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"]
+    if level.upper() not in levels:
+        near = did_you_mean(level.upper(), levels)
+        raise ConfigError(f"ETUDE_LOGGING_LEVEL must be one of {', '.join(levels)}, got '{level}'{near}")
+    logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("etude").setLevel(level.upper())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Runs `etude` with `arguments` (the process's own by default) and leaves the process with an exit status."""
+    sys.exit(run(cli, arguments))
+
+
+def run(command: click.Command, arguments: Sequence[str] | None = None, name: str = "etude") -> int:
+    """Runs a command and turns every way in which it may end into an exit status."""
+    try:
+        status = command.main(
+            args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False
+        )
+    except click.ClickException as error:
+        error.show()
+        return error.exit_code
+    except (click.Abort, KeyboardInterrupt):
+        return 130
+    except EtudeError as error:
+        if os.environ.get("ETUDE_DEBUG", "") not in ("", "0"):
+            raise
+        click.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
+        return 2
+    return status if isinstance(status, int) else 0
+
+
+def _is_installed(command: LazyCommand) -> bool:
+    return importlib.util.find_spec(command.target.partition(":")[0]) is not None
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,25 @@
+"""`etude sft`: supervised fine-tuning on conversations with tool calls."""
+
+from __future__ import annotations
+
+import click
+
+from etude.cli.config import PLAIN_SETTINGS, configuration_arguments
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@configuration_arguments
+def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, ...]) -> None:
+    """Fine-tune a model on conversations with tool calls.
+
+    Rows have a `messages` column and may have `tools`. Only assistant tokens are learned.
+
+    \b
+    Example:
+      etude sft data.train_files=demonstrations.parquet model.path=models/mine \\
+        multi_turn.tool_config_path=tools.yaml
+    """
+    from etude.config import compose
+    from etude.trainer.run import fine_tune
+
+    click.echo(f"model: {fine_tune(compose(config_name or 'sft', overrides, config_path, root='sft'))}")

@@ -1,0 +1,204 @@
+"""Composes a configuration from its four layers: group defaults < a package root < the user's YAML < the command line.
+
+Invariant: what comes out has exactly the keys of the package's tree (free-form sections apart), each with a value of
+its type, interpolations filled in; anything else is one `ConfigError` that names the key, where it was set and the
+nearest known key. No Hydra output folder, logging set-up or global state is left behind.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from etude.config.keys import KeyTable
+from etude.config.layers import (
+    TREE,
+    Layer,
+    command_line_layer,
+    file_layers,
+    flatten,
+    load_file,
+    package_roots,
+    parse_arguments,
+    plain,
+    root_layers,
+)
+from etude.config.provenance import provenance
+from etude.config.resolvers import register_resolvers
+from etude.errors import ConfigError
+from etude.registry import did_you_mean
+
+DEFAULT_ROOT = "ppo_trainer"
+
+_ALIASES = {"actor_rollout_ref.rollout.tool_config": "actor_rollout_ref.rollout.multi_turn.tool_config_path"}
+"""Alias → the key it stands for."""
+
+
+@dataclass(frozen=True)
+class Composition:
+    """A configuration and, by dotted key, where each value came from."""
+
+    config: DictConfig
+    sources: dict[str, str]
+
+
+def compose(
+    config_name: str | None = None,
+    overrides: Sequence[str] = (),
+    config_path: str | Path | None = None,
+    *,
+    root: str = DEFAULT_ROOT,
+) -> DictConfig:
+    """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`."""
+    return compose_with_sources(config_name, overrides, config_path, root=root).config
+
+
+def compose_with_sources(
+    config_name: str | None = None,
+    overrides: Sequence[str] = (),
+    config_path: str | Path | None = None,
+    *,
+    root: str = DEFAULT_ROOT,
+    resolve: bool = True,
+) -> Composition:
+    """Composes a configuration in struct mode and remembers where its values came from.
+
+    Args:
+        config_name: a root of the package, or the user's YAML (with or without ".yaml"). None: `root` itself.
+        overrides: command-line arguments, `key=value` or `group=option`.
+        config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
+        root: the package root under the user's YAML, unless its defaults list names another.
+        resolve: fill in interpolations in the result (types are checked with them filled in either way).
+
+    Raises:
+        ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
+    """
+    register_resolvers()
+    name, folder = _locate(config_name or root, config_path)
+    values, choices = parse_arguments(overrides, folder)
+    if folder == TREE:
+        base = _root_layers(name, choices)
+        user: list[Layer] = []
+    else:
+        base, user = _user_layers(name, folder, choices, root)
+    if values:
+        user.append(command_line_layer(values))
+    table = KeyTable(base)
+    for layer in user:
+        table.check_names(layer)
+    config = _merge([*base, *user])
+    sources = provenance([*base, *user])
+    _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
+    config = _with_types(config, sources, table, resolve)
+    OmegaConf.set_struct(config, True)
+    return Composition(config, {key: sources[key] for key in _leaves(config, resolve=False)})
+
+
+def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
+    """(name without suffix, folder) of a configuration file."""
+    given = Path(config_name)
+    name = given.name.removesuffix(".yaml").removesuffix(".yml")
+    if config_path is None and given.parent == Path() and name == config_name and name in package_roots():
+        return name, TREE
+    places = [Path(config_path)] if config_path is not None else [Path("config"), Path()]
+    folders = [(place.expanduser() / given.parent).resolve() for place in places]
+    for folder in folders:
+        if (folder / f"{name}.yaml").is_file():
+            return name, folder
+    where = " or ".join(str(folder) for folder in folders)
+    present = [path.stem for folder in folders for path in folder.glob("*.yaml")]
+    hint = did_you_mean(name, [*present, *package_roots()])
+    raise ConfigError(f"no {name}.yaml in {where}{hint} (Étude's own: {', '.join(package_roots())})")
+
+
+def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> tuple[list[Layer], list[Layer]]:
+    """(layers of the package root, layers of the user's YAML). Where the YAML lists another root, that one counts."""
+    lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
+    user = file_layers(name, folder, choices if lists_defaults else ())
+    listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
+    return _root_layers(listed[-1] if listed else root, () if lists_defaults else choices), user
+
+
+def _root_layers(root: str, choices: Sequence[str]) -> list[Layer]:
+    return file_layers(root, TREE, choices) if choices else list(root_layers(root))
+
+
+def _merge(layers: Sequence[Layer]) -> DictConfig:
+    """The layers merged in order; a list replaces a list, a free-form section is merged by key."""
+    config = OmegaConf.create()
+    for layer in layers:
+        try:
+            config.merge_with(layer.values)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"{layer.source}: {_reason(error)}") from error
+    return config
+
+
+def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> None:
+    """Gives a key and its alias the same value: what the user set under either name, else the key's default.
+
+    Raises:
+        ConfigError: they were set to different values; names both places.
+    """
+    merged = _leaves(config, resolve=False)
+    for alias, key in _ALIASES.items():
+        if alias not in merged:
+            continue
+        value, source = _last_setting(alias, key, user) or (merged[key], sources[key])
+        for name in (alias, key):
+            OmegaConf.update(config, name, value)
+            sources[name] = source
+
+
+def _last_setting(alias: str, key: str, user: Sequence[Layer]) -> tuple[Any, str] | None:
+    """(value, source) that `user` gives last under either name; a file or command line with only null clears both."""
+    held: tuple[str, Any, str] | None = None
+    for layer in user:
+        here = [(name, value) for name, value in flatten(plain(layer)) if name in (alias, key)]
+        given = [(name, value, layer.source) for name, value in here if value is not None]
+        if here and not given:
+            held = (key, None, layer.source)
+        for setting in given:
+            if held and held[1] is not None and held[0] != setting[0] and _as_list(held[1]) != _as_list(setting[1]):
+                both = f"{held[0]} ({held[2]}) and {setting[0]} ({setting[2]})"
+                raise ConfigError(f"{both} mean the same but are set to different values; set one of them")
+            held = setting
+    return held[1:] if held else None
+
+
+def _with_types(config: DictConfig, sources: dict[str, str], table: KeyTable, resolve: bool) -> DictConfig:
+    """`config` with every value checked and of its type, the interpolations filled in where `resolve` is set."""
+    raw = _leaves(config, resolve=False)
+    try:
+        filled_in = _leaves(config, resolve=True)
+        result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
+    except OmegaConfBaseException as error:
+        key = str(error.full_key or "")
+        raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
+    written = {key: value for key, value in filled_in.items() if key in raw and raw[key] == value}
+    borrowed = {key: value for key, value in filled_in.items() if key not in written}
+    changes = table.convert(written, sources)  # first, so that a wrong value is reported where it was written
+    borrowed_changes = table.convert(borrowed, sources)
+    for key, value in (changes | borrowed_changes if resolve else changes).items():
+        OmegaConf.update(result, key, value, merge=False)
+    assert isinstance(result, DictConfig)
+    return result
+
+
+def _leaves(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
+    container = OmegaConf.to_container(config, resolve=resolve)
+    assert isinstance(container, dict)
+    return dict(flatten(container))
+
+
+def _reason(error: OmegaConfBaseException) -> str:
+    return str(error).splitlines()[0]
+
+
+def _as_list(value: Any) -> list[Any]:
+    return list(value) if isinstance(value, list | tuple) else [value]

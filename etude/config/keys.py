@@ -1,0 +1,145 @@
+"""Which keys exist, and what type each has where its default value does not say it.
+
+Invariant: the package's own YAML is the list of keys; there is no second one. A key whose default is `{}` is free-form:
+its section takes anything. Leaves reading files to `layers`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from difflib import SequenceMatcher
+from fnmatch import fnmatchcase
+from typing import Any, Literal
+
+from etude.config.layers import Layer, flatten, plain
+from etude.config.values import coerce, mismatch
+from etude.errors import ConfigError
+
+_Paths = list[str] | None
+_KINDS: dict[str, Any] = {
+    "*.path": str | None,
+    "target_success.data_files": _Paths,
+    "*_files": list[str],
+    "*tool_config": _Paths,
+    "*tool_config_path": _Paths,
+    "*function_tool_path": _Paths,
+    "plugins": list[str],
+    "trainer.logger": list[str],
+    "trainer.*_data_dir": str | None,
+    "trainer.resume_from_path": str | None,
+    "trainer.resume_mode": Literal["auto", "disable", "resume_path"],
+    "trainer.total_training_steps": int | None,
+    "trainer.num_threads": int | None,
+    "trainer.max_actor_ckpt_to_keep": int | None,
+    "data.val_batch_size": int | None,
+    "data.truncation": Literal["error", "drop"],
+    "*.clip_ratio_low": float | None,
+    "*.clip_ratio_high": float | None,
+    "*.loss_scale_factor": float | None,
+    "*optim.name": Literal["adamw", "muon"],
+    "*optim.betas": tuple[float, float],
+    "*optim.lr_scheduler_type": Literal["constant", "linear", "cosine"],
+    "*.rollout.mode": Literal["async", "sync"],
+    "*.rollout.max_model_len": int | None,
+    "*.rollout.trajectory_timeout": float,
+    "*.max_assistant_turns": int | None,
+    "*.max_user_turns": int | None,
+    "*.tool_response_truncate_side": Literal["left", "right", "middle"],
+    "algorithm.kl_ctrl.type": Literal["fixed", "adaptive"],
+}
+"""Patterns of keys and their types; the first match counts, then the type of the default value."""
+
+
+class KeyTable:
+    """The keys of one root: built from the package's layers."""
+
+    def __init__(self, package_layers: Iterable[Layer]) -> None:
+        self._defaults: dict[str, Any] = {}
+        self._free: set[str] = set()
+        for layer in package_layers:
+            for key, value in flatten(plain(layer)):
+                if value == {}:
+                    self._free.add(key)
+                elif self.free_form(key) is None:
+                    self._defaults[key] = value
+        self._sections = {section for key in self for section in _ancestors(key)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._defaults, *self._free])
+
+    def free_form(self, key: str) -> str | None:
+        """The free-form section that `key` is or lies in, if any."""
+        return next((free for free in self._free if key == free or key.startswith(free + ".")), None)
+
+    def check_names(self, layer: Layer) -> None:
+        """Refuses a layer with a key that does not exist, or with a value where a section belongs.
+
+        Raises:
+            ConfigError: names the key, the file and the nearest known key.
+        """
+        for key, value in flatten(plain(layer)):
+            free = self.free_form(key)
+            if key in self._sections or key == free:
+                if not isinstance(value, Mapping):
+                    raise _at(layer.source, mismatch(value, dict, key))
+            elif free is None and key not in self._defaults:
+                leaf = next((part for part in _ancestors(key) if part in self._defaults), None)
+                if leaf:
+                    raise _at(layer.source, mismatch("a section", self.kind(leaf), leaf))
+                raise ConfigError(f"unknown key {self._unknown_part(key)} ({layer.source}){self._nearest(key)}")
+
+    def convert(self, values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
+        """The entries of `values` (dotted key → value) whose type had to change, with the right type.
+
+        Raises:
+            ConfigError: a value has the wrong type; names the key and where the value came from.
+        """
+        changed = {}
+        for key, value in values.items():
+            if key not in self._defaults:
+                continue
+            try:
+                right = coerce(value, self.kind(key), key)
+            except ConfigError as error:
+                raise _at(sources.get(key, ""), error) from error
+            right = list(right) if isinstance(right, tuple) else right
+            if type(right) is not type(value) or right != value:
+                changed[key] = right
+        return changed
+
+    def kind(self, key: str) -> Any:
+        """The type annotation of a known key."""
+        for pattern, kind in _KINDS.items():
+            if fnmatchcase(key, pattern):
+                return kind
+        default = self._defaults[key]
+        is_filled_in = isinstance(default, str) and "${" in default
+        if is_filled_in:
+            target = default.removeprefix("${").removesuffix("}")
+            return self.kind(target) if target in self._defaults else str
+        return type(default)
+
+    def _unknown_part(self, key: str) -> str:
+        """`key` up to and including its first name that does not exist."""
+        return next((part for part in _ancestors(key) if part not in self._sections), key)
+
+    def _nearest(self, key: str) -> str:
+        """`"; did you mean …?"`: the key whose last name is spelled most alike, a key of the same section first."""
+        parent, _, name = self._unknown_part(key).rpartition(".")
+
+        def likeness(known: str) -> float:
+            known_parent, _, known_name = known.rpartition(".")
+            return SequenceMatcher(None, name, known_name).ratio() + (0.1 if known_parent == parent else 0.0)
+
+        best = max(sorted([*self, *self._sections]), key=likeness)
+        return f"; did you mean {best}?" if likeness(best) >= 0.7 else "; `etude config` lists the keys"
+
+
+def _ancestors(key: str) -> list[str]:
+    """The sections that `key` lies in, outermost first."""
+    names = key.split(".")
+    return [".".join(names[:depth]) for depth in range(1, len(names))]
+
+
+def _at(source: str, error: ConfigError) -> ConfigError:
+    return ConfigError(f"{error} ({source})") if source else error

@@ -1,0 +1,187 @@
+"""The files and arguments that a configuration is made of, in the order in which they override each other.
+
+Invariant: merging the layers of a configuration in order gives what Hydra composes from the same defaults lists; a
+layer's values sit at the place in the tree where its package puts them, interpolations still unfilled.
+
+Hydra resolves the defaults lists and parses the command line. Which keys exist and what type they have is left to
+`keys`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+from hydra.initialize import get_gh_backup, restore_gh_from_backup
+from hydra.types import RunMode
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from etude.errors import ConfigError, one_line
+
+TREE = Path(__file__).parent / "tree"
+COMMAND_LINE = "command line"
+
+
+@dataclass(frozen=True)
+class Layer:
+    """One file of a configuration, or all arguments of the command line."""
+
+    source: str
+    """What to show a user: the file's path (package files relative to the tree), or "command line"."""
+    name: str
+    """The file's name within its search path, as defaults lists write it: "actor/actor"."""
+    is_package: bool
+    """True for a file that comes with Étude."""
+    values: DictConfig
+
+
+def package_roots() -> list[str]:
+    """The configurations that come with Étude and that `--config-name` can name."""
+    return sorted(path.stem for path in TREE.glob("*.yaml"))
+
+
+@cache
+def root_layers(root: str) -> tuple[Layer, ...]:
+    """The files of a package root; they do not change while a process runs, so they are read once."""
+    return tuple(file_layers(root, TREE))
+
+
+def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = ()) -> list[Layer]:
+    """The files that `folder/config_name.yaml` is composed of, lowest first; its defaults list may name our groups.
+
+    Args:
+        group_choices: command-line arguments of the form group=option.
+
+    Raises:
+        ConfigError: a file is missing or malformed, or a defaults list does not resolve; names the file.
+    """
+    folder = folder.resolve()
+    with _hydra(folder):
+        arguments = [] if folder == TREE else [f"hydra.searchpath=['{TREE.as_uri()}']"]
+        try:
+            loader = GlobalHydra.instance().config_loader()
+            found = loader.compute_defaults_list(config_name, [*arguments, *group_choices], RunMode.RUN).defaults
+        except (HydraException, OmegaConfBaseException, yaml.YAMLError) as error:
+            raise ConfigError(f"{folder / config_name}.yaml: {one_line(error)}") from error
+    entries = [entry for entry in found if not (entry.config_path or "").startswith("hydra/")]
+    return [_read(str(entry.config_path), entry.package or "", folder) for entry in entries]
+
+
+def load_file(path: Path) -> DictConfig:
+    """One YAML file as it stands, its defaults list included.
+
+    Raises:
+        ConfigError: it cannot be read, is malformed, or holds something other than keys; names the file.
+    """
+    try:
+        content = OmegaConf.load(path)
+    except (OmegaConfBaseException, yaml.YAMLError, UnicodeDecodeError, OSError) as error:
+        raise ConfigError(f"{path}: {one_line(error)}") from error
+    if not isinstance(content, DictConfig):
+        raise ConfigError(f"{path}: must hold key: value lines, not a list")
+    return content
+
+
+def command_line_layer(overrides: Sequence[Override]) -> Layer:
+    """The key=value arguments as a layer, later ones over earlier ones.
+
+    Raises:
+        ConfigError: an argument is a sweep, or removes a key.
+    """
+    values = OmegaConf.create()
+    for override in overrides:
+        if override.is_sweep_override():
+            raise ConfigError(f"'{override.input_line}' is a sweep; give one value, or write a list as [a,b]")
+        if override.is_delete():
+            raise ConfigError(f"'{override.input_line}': keys cannot be removed; set it to null instead")
+        try:
+            OmegaConf.update(values, override.key_or_group, override.value(), force_add=True)
+        except OmegaConfBaseException as error:
+            raise ConfigError(f"'{override.input_line}': {one_line(error)}") from error
+    return Layer(COMMAND_LINE, COMMAND_LINE, False, values)
+
+
+def parse_arguments(arguments: Sequence[str], folder: Path) -> tuple[list[Override], list[str]]:
+    """Splits command-line arguments into values and choices of group options (group=option).
+
+    Raises:
+        ConfigError: an argument is not of the form key=value; names it.
+    """
+    parser = OverridesParser.create()
+    values: list[Override] = []
+    choices: list[str] = []
+    for argument in arguments:
+        try:
+            override = parser.parse_override(argument)
+        except HydraException as error:
+            raise _unreadable(argument) from error
+        if not override.key_or_group:
+            raise _unreadable(argument)
+        group = override.key_or_group.replace(".", "/")
+        is_group = any((place / group).is_dir() for place in (folder, TREE))
+        if is_group and isinstance(override.value(), str):
+            choices.append(argument)
+        else:
+            values.append(override)
+    return values, choices
+
+
+def _unreadable(argument: str) -> ConfigError:
+    advice = "write key=value, and quote a value with special characters: \"key='value'\""
+    return ConfigError(f"cannot read the argument '{argument}': {advice}")
+
+
+@contextmanager
+def _hydra(folder: Path) -> Iterator[None]:
+    """Hydra's composition over `folder`; whoever had initialised Hydra before finds it as it was."""
+    held = get_gh_backup()
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            yield
+    finally:
+        restore_gh_from_backup(held)
+
+
+def _read(name: str, package: str, folder: Path) -> Layer:
+    path = next((p for p in (place / f"{name}.yaml" for place in (folder, TREE)) if p.is_file()), None)
+    if path is None:
+        raise ConfigError(f"file not found: {folder / name}.yaml")
+    is_package = TREE in path.parents
+    source = str(path.relative_to(TREE) if is_package else path)
+    content = load_file(path)
+    for key in ("defaults", "hydra"):
+        content.pop(key, None)
+    if not package:
+        return Layer(source, name, is_package, content)
+    placed = OmegaConf.create()
+    OmegaConf.update(placed, package, content, force_add=True)
+    return Layer(source, name, is_package, placed)
+
+
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested mapping as (dotted key, value); an empty mapping is a leaf."""
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, dict) and value:
+            yield from flatten(value, key)
+        else:
+            yield key, value
+
+
+def plain(layer: Layer) -> dict[str, Any]:
+    """A layer's values as plain containers, interpolations unfilled."""
+    container = OmegaConf.to_container(layer.values, resolve=False)
+    assert isinstance(container, dict)
+    return {str(name): value for name, value in container.items()}

@@ -1,0 +1,162 @@
+"""`RLDataset`: the prompts that rollouts start from.
+
+Invariant: every prompt that the dataset holds fits `data.max_prompt_length` tokens, counted with the schemas of the
+tools that its row may use, exactly as the rollout will send it; nothing is ever cut from a prompt. All faults of the
+files are found when the dataset is built, before any model is loaded.
+
+Batching and resuming are left to `loader`, padding to `collate`.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import logging
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from pathlib import Path
+from typing import Any, Protocol
+
+from etude.data.files import Row, located_rows
+from etude.data.messages import Message
+from etude.data.options import DataOptions, file_list
+from etude.data.rows import active_tools, check_row
+from etude.errors import DataError, one_line
+
+Schema = dict[str, Any]
+
+logger = logging.getLogger(__name__)
+
+
+class Detokenizer(Protocol):
+    """What the dataset needs of a tokenizer."""
+
+    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
+        """Text of `ids`."""
+
+
+class PromptTemplate(Protocol):
+    """What the dataset needs of `etude.chat.ChatTemplate`."""
+
+    @property
+    def tokenizer(self) -> Detokenizer:
+        """The tokenizer whose template this is."""
+
+    def prompt_length(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> int:
+        """Tokens of the prompt with its generation prompt and tool schemas; DataError where it cannot be rendered."""
+
+    def initial_ids(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
+        """Ids of the same prompt."""
+
+
+class RLDataset:
+    """The rows of one or more files as rollout prompts.
+
+    An item has the row's own columns and `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
+    `index` (extra_info.index, else the row's number over all files), `data_source`, `reward_model`, `extra_info`,
+    `tools_kwargs`, `interaction_kwargs` and, if the row names one, `agent_name`. Items are copies: changing one changes
+    nothing here.
+
+    Args:
+        files: .parquet, .jsonl or .json, one or several.
+        chat: renders prompts.
+        tool_schemas: OpenAI dictionaries of the configured tools by name; None when tools are turned off.
+        options: the `data` section.
+        max_samples: stop after this many rows; -1 for all.
+
+    Raises:
+        DataError: a file or a row is wrong, a prompt is too long and may not be left out, or no row is left.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        chat: PromptTemplate,
+        tool_schemas: Mapping[str, Schema] | None,
+        options: DataOptions,
+        *,
+        max_samples: int = -1,
+    ) -> None:
+        self.files = file_list(files if isinstance(files, str) else list(files))
+        self.chat = chat
+        self.tool_schemas = tool_schemas
+        self.options = options
+        self.overlong = 0
+        self._rows: list[Row] = []
+        self._indices: list[object] = []
+        self._read(max_samples)
+
+    def _read(self, max_samples: int) -> None:
+        if not self.files:
+            raise DataError("no data file is named: set data.train_files or data.val_files")
+        digest = hashlib.sha256()
+        for number, (where, raw) in enumerate(_all_rows(self.files)):
+            row = check_row(raw, where, self._tool_names, self.options.prompt_key)
+            if self._fits(row, where):
+                index = row["extra_info"].get("index")
+                self._rows.append(row)
+                self._indices.append(number if index is None else index)
+                digest.update(repr(row[self.options.prompt_key]).encode())
+            if len(self._rows) == max_samples:
+                break
+        self.fingerprint = digest.hexdigest()[:16]
+        self._report_overlong()
+
+    @property
+    def _tool_names(self) -> list[str] | None:
+        return None if self.tool_schemas is None else list(self.tool_schemas)
+
+    def _fits(self, row: Row, where: str) -> bool:
+        limit = self.options.max_prompt_length
+        try:
+            length = self.chat.prompt_length(row[self.options.prompt_key], self._schemas(row))
+        except DataError as error:
+            raise DataError(f"{where}: {one_line(error)}") from error
+        if length <= limit:
+            return True
+        if not self.options.drops_overlong:
+            advice = "raise it, or set data.filter_overlong_prompts=true to leave such rows out"
+            size = f"{length} tokens, tool schemas included"
+            raise DataError(f"{where}: the prompt has {size}; data.max_prompt_length is {limit}: {advice}")
+        self.overlong += 1
+        return False
+
+    def _report_overlong(self) -> None:
+        kept, limit = len(self._rows), self.options.max_prompt_length
+        names = ", ".join(self.files)
+        if not kept:
+            raise DataError(f"{names}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it")
+        if self.overlong:
+            total = kept + self.overlong
+            told = "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens with their tool schemas"
+            logger.warning(told, names, self.overlong, total, limit)
+
+    def _schemas(self, row: Row) -> list[Schema] | None:
+        schemas = self.tool_schemas or {}
+        return [schemas[name] for name in active_tools(row, list(schemas))] or None
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        row = copy.deepcopy(self._rows[number])
+        messages, schemas = row[self.options.prompt_key], self._schemas(row)
+        ids, extra_info = self.chat.initial_ids(messages, schemas), row["extra_info"]
+        return row | {
+            "raw_prompt": messages,
+            "raw_prompt_ids": ids,
+            "full_prompts": self.chat.tokenizer.decode(ids, skip_special_tokens=False),
+            "index": self._indices[number],
+            "tools_kwargs": extra_info.get("tools_kwargs", {}),
+            "interaction_kwargs": extra_info.get("interaction_kwargs", {}),
+        }
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+
+RLHFDataset = RLDataset
+
+
+def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[str, Row]]:
+    return chain.from_iterable(located_rows(name) for name in files)

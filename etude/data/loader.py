@@ -1,0 +1,107 @@
+"""`ResumableLoader`: batches of rows in an order that a checkpoint can continue exactly.
+
+Invariant: the order of an epoch is a function of (seed, epoch, number of rows) alone, so the state is a handful of
+numbers, and an interrupted run sees the same batches as one that was not. A batch counts as handed out from the moment
+it is yielded: save the state after the batch has been used. Turning rows into tensors is left to `collate`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any, Protocol
+
+import numpy as np
+
+from etude.data.files import Row
+from etude.errors import ConfigError, DataError
+
+
+class Rows(Protocol):
+    """A dataset; one with a `fingerprint` attribute has its content compared on resume, not its length alone."""
+
+    def __len__(self) -> int:
+        """Number of rows."""
+
+    def __getitem__(self, number: int, /) -> Row:
+        """One row."""
+
+
+class ResumableLoader:
+    """Iterating yields the batches that are left of the current epoch, and then stands at the next epoch.
+
+    `epoch` counts from 0 and `position` is the number of batches already handed out in it. `len()` is the number of
+    batches of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is left out.
+
+    Raises:
+        ConfigError: `batch_size` or `seed` cannot work.
+    """
+
+    def __init__(
+        self, dataset: Rows, batch_size: int, shuffle: bool = True, seed: int = 1, drop_last: bool = True
+    ) -> None:
+        if batch_size < 1 or (drop_last and batch_size > len(dataset)):
+            allowed = f"between 1 and {len(dataset)}, the number of rows"
+            raise ConfigError(f"data.train_batch_size must be {allowed}, got {batch_size}")
+        if seed < 0:
+            raise ConfigError(f"data.seed must not be negative, got {seed}")
+        self.dataset = dataset
+        self.batch_size = batch_size
+        self.shuffle = shuffle
+        self.seed = seed
+        self.drop_last = drop_last
+        self.epoch = 0
+        self.position = 0
+
+    def __len__(self) -> int:
+        whole, rest = divmod(len(self.dataset), self.batch_size)
+        return whole + int(rest > 0 and not self.drop_last)
+
+    def __iter__(self) -> Iterator[list[Row]]:
+        epoch = self.epoch
+        order = self.order(epoch)
+        while self.epoch == epoch and self.position < len(self):
+            start = self.position * self.batch_size
+            batch = [self.dataset[int(number)] for number in order[start : start + self.batch_size]]
+            self.position += 1
+            if self.position == len(self):
+                self.epoch, self.position = epoch + 1, 0
+            yield batch
+
+    def order(self, epoch: int) -> np.ndarray:
+        """Row numbers in the order of `epoch`: (rows,) int64."""
+        if not self.shuffle:
+            return np.arange(len(self.dataset))
+        source = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
+        return np.random.Generator(source).permutation(len(self.dataset))
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the loader stands and what the order depends on; plain numbers and texts."""
+        return {"epoch": self.epoch, "position": self.position} | self._settings()
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Continues where `state` was taken.
+
+        Raises:
+            ConfigError: a setting that the order depends on differs; names its key.
+            DataError: the dataset is not the one that the state was taken with.
+        """
+        for key, now in self._settings().items():
+            if key.startswith("data.") and state.get(key) != now:
+                raise ConfigError(f"{key} is {now} but the checkpoint was made with {state.get(key)}: it cannot change")
+        for key, noun in (("rows", "number of rows"), ("fingerprint", "content (fingerprint)")):
+            then, now = state.get(key), self._settings()[key]
+            if then != now:
+                raise DataError(f"data.train_files: the {noun} was {then} at the checkpoint and is {now} now")
+        epoch, position = int(state["epoch"]), int(state["position"])
+        if epoch < 0 or not 0 <= position < len(self):
+            raise DataError(f"data.train_files: the checkpoint stands at batch {position} of {len(self)} an epoch")
+        self.epoch, self.position = epoch, position
+
+    def _settings(self) -> dict[str, Any]:
+        return {
+            "data.train_batch_size": self.batch_size,
+            "data.shuffle": self.shuffle,
+            "data.seed": self.seed,
+            "rows": len(self.dataset),
+            "fingerprint": str(getattr(self.dataset, "fingerprint", "")),
+        }

@@ -1,0 +1,69 @@
+"""Chat messages as they stand in data files.
+
+Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, text content,
+tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a template takes a null for a value).
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from etude.data.files import without_nulls
+from etude.errors import DataError
+from etude.registry import did_you_mean
+
+Message = dict[str, Any]
+
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def checked_messages(value: object, where: str) -> list[Message]:
+    """The messages in `value`; `where` names the file, row and column for errors.
+
+    Raises:
+        DataError: not a non-empty list of {role, content}, an unknown role, content that is not text, a bad tool call.
+    """
+    if not isinstance(value, list) or not value:
+        found = "an empty list" if value == [] else type(value).__name__
+        raise DataError(f"{where} must be a non-empty list of {{role, content}} messages, got {found}")
+    return [_checked_message(message, f"{where}[{number}]") for number, message in enumerate(value)]
+
+
+def _checked_message(value: object, where: str) -> Message:
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must be a {{role, content}} message, got {type(value).__name__}")
+    message: Message = without_nulls(value)
+    role = message.get("role")
+    if role not in ROLES:
+        raise DataError(f"{where} has the unknown role {role!r}{did_you_mean(str(role), ROLES)}")
+    if message.get("tool_calls"):
+        message["tool_calls"] = _checked_calls(message["tool_calls"], where)
+        message.setdefault("content", "")
+    else:
+        message.pop("tool_calls", None)
+    content = message.get("content")
+    if not isinstance(content, str):
+        raise DataError(f"{where} ({role}) needs 'content' as text, got {type(content).__name__}")
+    return message
+
+
+def _checked_calls(value: object, where: str) -> list[dict[str, Any]]:
+    if not isinstance(value, list):
+        raise DataError(f"{where}.tool_calls must be a list, got {type(value).__name__}")
+    return [_checked_call(call, f"{where}.tool_calls[{number}]") for number, call in enumerate(value)]
+
+
+def _checked_call(value: object, where: str) -> dict[str, Any]:
+    function = value.get("function") if isinstance(value, dict) else None
+    if not isinstance(value, dict) or not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        raise DataError(f"{where} must be {{type: function, function: {{name, arguments}}}}")
+    arguments = function.get("arguments", {})
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where}: 'arguments' is not valid JSON") from error
+    if not isinstance(arguments, dict):
+        raise DataError(f"{where}: 'arguments' must be an object, got {type(arguments).__name__}")
+    return value | {"function": function | {"arguments": arguments}}

@@ -1,0 +1,106 @@
+"""GSM8K for training with a tool: the public JSON lines into rows whose tool checks the answer.
+
+Invariant: the files keep their rows and order (`index` is the row's number), and a row without a final `#### answer`
+is an error that names its line. Nothing is downloaded.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.data.files import Row, located_rows, write_parquet
+from etude.errors import DataError
+
+DATA_SOURCE = "openai/gsm8k"
+TOOL = "calc_gsm8k_reward"
+SPLITS = ("train", "test")
+SYSTEM = (
+    "You solve grade-school maths problems. Think step by step. When you have a result, check it with the "
+    f"`{TOOL}` tool before you give it; if it was wrong, work the problem out again. End with your result in the "
+    "form `#### <answer>`."
+)
+INSTRUCTION = "Think step by step and put the final answer after `####`."
+
+_FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the data set keep their files
+_FINAL = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
+
+
+def final_answer(solution: str) -> str | None:
+    """The number after the last `####`, without dollar sign and thousands commas; None when there is none."""
+    found = _FINAL.findall(solution)
+    return re.sub(r"[$,]", "", found[-1]) if found else None
+
+
+def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
+    """One row of the RL row contract out of `{"question", "answer"}`.
+
+    Raises:
+        DataError: a field is missing or the answer has no `#### number`; names `where`.
+    """
+    question, answer = example.get("question"), example.get("answer")
+    if not isinstance(question, str) or not isinstance(answer, str):
+        raise DataError(f"{where}: needs 'question' and 'answer' as text (columns: {', '.join(example)})")
+    ground_truth = final_answer(answer)
+    if ground_truth is None:
+        raise DataError(f"{where}: the answer has no '#### number' line")
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [
+            {"role": "system", "content": SYSTEM},
+            {"role": "user", "content": f"{question} {INSTRUCTION}"},
+        ],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": ground_truth},
+        "extra_info": {
+            "split": split,
+            "index": index,
+            "answer": answer,
+            "question": question,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": ground_truth}}},
+        },
+    }
+
+
+def make_rows(path: str | Path, split: str) -> list[Row]:
+    """The rows of one file; raises DataError as `read_rows` and `make_row`."""
+    return [make_row(example, where, split, index) for index, (where, example) in enumerate(located_rows(path))]
+
+
+def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
+    """The file of each split among `inputs`: files named `train*` or `test*`, or folders that hold them.
+
+    Raises:
+        DataError: nothing is found, a split comes twice, or a file's name tells no split.
+    """
+    found: dict[str, Path] = {}
+    sources = [Path(name).expanduser() for name in inputs]
+    for path in (file for source in sources for file in (_files_in(source) if source.is_dir() else [source])):
+        split = next((split for split in SPLITS if path.name.startswith(split)), None)
+        if split is None:
+            raise DataError(f"{path}: the name must start with {' or '.join(SPLITS)}, which tells its split")
+        if split in found:
+            raise DataError(f"{path}: the {split} split is already read from {found[split]}")
+        found[split] = path
+    if not found:
+        raise DataError(f"no {SPLITS[0]}.jsonl or {SPLITS[1]}.jsonl in {', '.join(map(str, sources)) or 'no input'}")
+    return found
+
+
+def _files_in(folder: Path) -> list[Path]:
+    files = []
+    for split in SPLITS:
+        names = (f"{split}.jsonl", f"{split}.parquet", f"{split}-00000-of-00001.parquet")
+        candidates = [folder / inner / name for inner in _FOLDERS for name in names]
+        files += [path for path in candidates if path.is_file()][:1]
+    return files
+
+
+def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:
+    """Writes `<split>.parquet` for each split found in `inputs`; returns the paths by split. Raises DataError."""
+    folder = Path(output_dir).expanduser()
+    tables = {split: make_rows(path, split) for split, path in find_files(inputs).items()}
+    return {split: write_parquet(rows, folder / f"{split}.parquet") for split, rows in tables.items()}

@@ -1,0 +1,101 @@
+"""The row contract of RL data, the same as verl's and Search-R1's files follow.
+
+A row is `data_source, prompt [{role, content}], images?, ability, reward_model {style, ground_truth}, agent_name?,
+extra_info {index, split, need_tools_kwargs, tools_kwargs {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
+release_kwargs}}, tool_selection?, interaction_kwargs?, …}`. Further columns are kept as they are.
+
+Invariant: a row that `check_row` returned names only tools that exist and are active for it, and its `tools_kwargs`
+and `interaction_kwargs` hold no null-valued key: Arrow pads rows with nulls, so a null there means "not given" and a
+tool's own default applies. Prompt lengths are left to `dataset`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from etude.data.files import Row, plain, without_nulls
+from etude.data.messages import checked_messages
+from etude.errors import DataError
+from etude.registry import did_you_mean
+
+KWARGS_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+
+
+def check_row(row: Mapping[str, Any], where: str, tool_names: Sequence[str] | None, prompt_key: str = "prompt") -> Row:
+    """`row` in its plain form, checked: `extra_info` and `reward_model` are there, nulls under the kwargs are not.
+
+    Args:
+        row: as it was read.
+        where: the place that errors name, such as `train.parquet: row 17`.
+        tool_names: the configured tools; None when tools are turned off, and then the rows' tool settings are left out.
+        prompt_key: the column that holds the messages.
+
+    Raises:
+        DataError: the row breaks the contract; one line that names `where`.
+    """
+    checked: Row = plain(row)
+    if prompt_key not in checked:
+        hint = did_you_mean(prompt_key, checked)
+        raise DataError(f"{where}: no column '{prompt_key}' (data.prompt_key){hint} (columns: {', '.join(checked)})")
+    checked[prompt_key] = checked_messages(checked[prompt_key], f"{where}: {prompt_key}")
+    _check_texts(checked, where)
+    for key in ("reward_model", "extra_info"):
+        checked[key] = _object(checked.get(key), f"{where}: {key}")
+    extra_info = checked["extra_info"]
+    for key in ("tools_kwargs", "interaction_kwargs"):
+        if key in extra_info:
+            extra_info[key] = without_nulls(_object(extra_info[key], f"{where}: extra_info.{key}"))
+    _check_selection(extra_info.get("tool_selection"), where)
+    if tool_names is None:
+        extra_info.pop("tools_kwargs", None)
+    else:
+        _check_tools_kwargs(extra_info, where, tool_names)
+    return checked
+
+
+def active_tools(row: Mapping[str, Any], tool_names: Sequence[str]) -> list[str]:
+    """The configured tools that a row may use, in their order: those its `extra_info.tool_selection` names, or all."""
+    selection = (row.get("extra_info") or {}).get("tool_selection")
+    return [name for name in tool_names if selection is None or name in selection]
+
+
+def _object(value: object, where: str) -> dict[str, Any]:
+    if value is None:
+        return {}
+    if not isinstance(value, dict):
+        raise DataError(f"{where} must be an object, got {type(value).__name__}")
+    return value
+
+
+def _check_texts(row: Row, where: str) -> None:
+    if not isinstance(row.get("data_source"), str):
+        raise DataError(f"{where}: needs 'data_source', a text that picks the scorer and groups the metrics")
+    if row.get("agent_name") is None:
+        row.pop("agent_name", None)
+    elif not isinstance(row["agent_name"], str):
+        raise DataError(f"{where}: agent_name must be text, got {type(row['agent_name']).__name__}")
+
+
+def _check_selection(selection: object, where: str) -> None:
+    if selection is not None and not (isinstance(selection, list) and all(isinstance(name, str) for name in selection)):
+        raise DataError(f"{where}: extra_info.tool_selection must be a list of tool names")
+
+
+def _check_tools_kwargs(extra_info: Mapping[str, Any], where: str, tool_names: Sequence[str]) -> None:
+    tools_kwargs: dict[str, Any] = extra_info.get("tools_kwargs") or {}
+    if extra_info.get("need_tools_kwargs") and not tools_kwargs:
+        raise DataError(f"{where}: need_tools_kwargs is true but extra_info.tools_kwargs is missing or empty")
+    active = active_tools({"extra_info": extra_info}, tool_names)
+    for tool, kwargs in tools_kwargs.items():
+        if tool not in tool_names:
+            hint = did_you_mean(tool, tool_names)
+            known = f"configured: {', '.join(tool_names)}" if tool_names else "no tool is configured"
+            raise DataError(f"{where}: tools_kwargs names the tool '{tool}'{hint} ({known})")
+        if tool not in active:
+            raise DataError(f"{where}: tools_kwargs names the tool '{tool}', which tool_selection leaves out")
+        for kind, values in _object(kwargs, f"{where}: tools_kwargs.{tool}").items():
+            if kind not in KWARGS_KINDS:
+                hint = did_you_mean(kind, KWARGS_KINDS)
+                raise DataError(f"{where}: tools_kwargs.{tool} has the unknown key '{kind}'{hint}")
+            _object(values, f"{where}: tools_kwargs.{tool}.{kind}")

@@ -1,0 +1,80 @@
+"""`SFTDataset`: demonstrations to imitate.
+
+Invariant: an item's `messages` end with an assistant message and can be given to a chat template; its `tools` are
+OpenAI dictionaries or None. Tokens, masks and lengths are left to `etude.chat` and the SFT trainer.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from etude.data.files import Row, located_rows, without_nulls
+from etude.data.messages import checked_messages
+from etude.data.options import file_list
+from etude.errors import DataError
+
+
+class SFTDataset:
+    """The `messages` (and optional `tools`) columns of one or more files.
+
+    `tools` is a list of OpenAI dictionaries, or that list as JSON text (a column of unlike schemas does not fit one
+    Arrow type). Arguments of tool calls may be objects or JSON text; items carry objects. Nulls are padding of Arrow
+    and are left out, save inside JSON text.
+
+    Raises:
+        DataError: a file or a row is wrong; names the file and the row.
+    """
+
+    def __init__(self, files: str | Sequence[str]) -> None:
+        self.files = file_list(files if isinstance(files, str) else list(files))
+        if not self.files:
+            raise DataError("no data file is named: set data.train_files")
+        digest = hashlib.sha256()
+        self._rows: list[Row] = []
+        for name in self.files:
+            for where, row in located_rows(name):
+                item = _checked_demonstration(row, where)
+                digest.update(repr(item).encode())
+                self._rows.append(item)
+        self.fingerprint = digest.hexdigest()[:16]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> Row:
+        return copy.deepcopy(self._rows[number])
+
+    def __iter__(self) -> Iterator[Row]:
+        return (self[number] for number in range(len(self)))
+
+
+def _checked_demonstration(row: Mapping[str, Any], where: str) -> Row:
+    if "messages" not in row:
+        raise DataError(f"{where}: no column 'messages' (columns: {', '.join(row)})")
+    messages = checked_messages(row["messages"], f"{where}: messages")
+    if messages[-1]["role"] != "assistant":
+        raise DataError(f"{where}: messages must end with an assistant message, not {messages[-1]['role']}")
+    return {"messages": messages, "tools": _checked_tools(row.get("tools"), f"{where}: tools")}
+
+
+def _checked_tools(value: object, where: str) -> list[dict[str, Any]] | None:
+    if isinstance(value, str):
+        try:
+            value = json.loads(value)
+        except (ValueError, RecursionError) as error:
+            raise DataError(f"{where} is text but not valid JSON") from error
+    else:
+        value = without_nulls(value)
+    if value is None:
+        return None
+    if not isinstance(value, list):
+        raise DataError(f"{where} must be a list of tool schemas, got {type(value).__name__}")
+    for number, schema in enumerate(value):
+        function = schema.get("function") if isinstance(schema, dict) else None
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise DataError(f"{where}[{number}] must be {{type: function, function: {{name, parameters}}}}")
+    return value or None

@@ -1,0 +1,22 @@
+"""Workers, and the groups through which a single-process controller drives them.
+
+`@register` on a worker's method says how a call is divided among the ranks and how their answers become one
+(`dispatch.py` holds the table); a `WorkerGroup` carries it out. The room knows nothing of what the workers do.
+"""
+
+from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
+from etude.distributed.group import InProcessWorkerGroup, WorkerGroup
+from etude.distributed.pool import ResourcePool
+from etude.distributed.worker import Worker
+
+__all__ = [
+    "OUTPUT_PADDING_ROWS",
+    "PADDING_ROWS",
+    "Dispatch",
+    "Execute",
+    "InProcessWorkerGroup",
+    "ResourcePool",
+    "Worker",
+    "WorkerGroup",
+    "register",
+]

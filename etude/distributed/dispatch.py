@@ -1,0 +1,232 @@
+"""`@register` and the seven ways to divide a call among ranks and to gather what they return.
+
+| mode | each rank gets | the caller gets |
+|---|---|---|
+| ONE_TO_ALL | the arguments | a list, one entry a rank |
+| ALL_TO_ALL | its entry of each argument; an argument is a list with one entry a rank | a list, one entry a rank |
+| DP_COMPUTE | the same, for data-parallel work | a list, one entry a rank |
+| DP_COMPUTE_PROTO | its chunk of each `DataProto`, padded to equal size; other arguments whole | one `DataProto` |
+| DP_COMPUTE_PROTO_WITH_FUNC | the same; the first argument is a function, handed to all | one `DataProto` |
+| DP_COMPUTE_METRIC | its chunk of each `DataProto` without padding; other arguments whole | a list, see below |
+| DIRECT_ROLLOUT_METHOD | not reachable by a call of the group; see `WorkerGroup.direct` | |
+
+Invariant: what becomes of an argument depends on the mode and on its type, never on its length, and padding never
+reaches the caller. Only modes that ask for a list a rank take lists apart; elsewhere a list is an argument like any other.
+
+Padding. A batch that the ranks cannot share evenly is padded by `pad_dataproto_to_divisor`, so the copies are its last
+rows, and with them the last rows of the last chunks. Each chunk says in `meta_info["padding_rows"]` how many of its
+trailing rows are copies, so that a worker computing a loss or a metric can leave them out. All ranks run, even one that
+holds nothing else (they may meet in a collective); of such a rank every result is dropped.
+- PROTO: the padding rows of each output are removed. An output without rows (metrics in meta_info alone) is taken
+  as it is. An output with another number of rows than its chunk must say how many of its own trailing rows are
+  padding, 0 included, in `meta_info["output_padding_rows"]`: nobody else can know. None from every rank gives None.
+- METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank that had any. A rank
+  without a real row runs on its copies and is left out. An empty batch is no padding: every rank answers.
+
+How a call is carried out is left to `group.py`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any, TypeVar
+
+from tensordict import TensorDict
+
+from etude.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+REGISTRATION = "_etude_registration"
+PADDING_ROWS = "padding_rows"
+OUTPUT_PADDING_ROWS = "output_padding_rows"
+
+
+class Dispatch(Enum):
+    """How a call is divided among the ranks and its results gathered; the table is in the module's docstring."""
+
+    ONE_TO_ALL = "one_to_all"
+    ALL_TO_ALL = "all_to_all"
+    DP_COMPUTE = "dp_compute"
+    DP_COMPUTE_PROTO = "dp_compute_proto"
+    DP_COMPUTE_PROTO_WITH_FUNC = "dp_compute_proto_with_func"
+    DP_COMPUTE_METRIC = "dp_compute_metric"
+    DIRECT_ROLLOUT_METHOD = "direct_rollout_method"
+
+
+class Execute(Enum):
+    """Which ranks run: all, or rank 0 alone, which then gets the arguments as they are and whose bare result returns."""
+
+    ALL = "all"
+    RANK_ZERO = "rank_zero"
+
+
+@dataclass(frozen=True)
+class Registration:
+    """What `register` was told about a method."""
+
+    dispatch_mode: Dispatch
+    execute_mode: Execute
+    blocking: bool
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call, divided: the arguments of ranks 0, 1, …, and how the list of their results becomes one."""
+
+    args: list[tuple[Any, ...]]
+    kwargs: list[dict[str, Any]]
+    collect: Callable[[list[Any]], Any]
+
+
+def register(
+    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
+) -> Callable[[F], F]:
+    """Decorates a method of a `Worker` so that its group has it too; the method itself stays as it was.
+
+    With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result.
+
+    Raises:
+        TypeError: a mode is not of its enum, or an `async` method that is not DIRECT_ROLLOUT_METHOD.
+        ValueError: RANK_ZERO with a mode that shares data among the ranks.
+    """
+    if not isinstance(dispatch_mode, Dispatch) or not isinstance(execute_mode, Execute):
+        raise TypeError(f"register takes a Dispatch and an Execute, got {dispatch_mode!r} and {execute_mode!r}")
+    if execute_mode is Execute.RANK_ZERO and dispatch_mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
+        raise ValueError(f"RANK_ZERO does not go with {dispatch_mode.name}, which every rank takes part in")
+
+    def mark(method: F) -> F:
+        if inspect.iscoroutinefunction(method) and dispatch_mode is not Dispatch.DIRECT_ROLLOUT_METHOD:
+            raise TypeError(f"{method.__qualname__} is async: only a DIRECT_ROLLOUT_METHOD may be")
+        setattr(method, REGISTRATION, Registration(dispatch_mode, execute_mode, blocking))
+        return method
+
+    return mark
+
+
+def registered_methods(worker_cls: type) -> dict[str, Registration]:
+    """The registered methods of a class by name. An override keeps the registration unless it brings its own."""
+    found: dict[str, Registration] = {}
+    for cls in reversed(worker_cls.__mro__):
+        for name, attribute in vars(cls).items():
+            if isinstance(registration := getattr(attribute, REGISTRATION, None), Registration):
+                found[name] = registration
+    return found
+
+
+def divide(registration: Registration, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Divides a call among `world_size` ranks. An argument that is a `DataProtoFuture` is waited for first.
+
+    Raises:
+        ValueError: arguments that do not fit the mode; says how.
+        TypeError: a TensorDict where a `DataProto` is needed.
+        RuntimeError: the method is a DIRECT_ROLLOUT_METHOD.
+    """
+    mode = registration.dispatch_mode
+    args = tuple(_settled(value) for value in args)
+    kwargs = {key: _settled(value) for key, value in kwargs.items()}
+    if registration.execute_mode is Execute.RANK_ZERO:
+        args, kwargs = tuple(map(_own, args)), {key: _own(value) for key, value in kwargs.items()}
+        return Call([args], [kwargs], lambda results: results[0])
+    if mode is Dispatch.ONE_TO_ALL:
+        return Call(*_deal(world_size, args, kwargs, lambda value: [_own(value) for _ in range(world_size)]), list)
+    if mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
+        return Call(*_deal(world_size, args, kwargs, lambda value: _entries(value, world_size)), list)
+    if mode is Dispatch.DIRECT_ROLLOUT_METHOD:
+        raise RuntimeError(f"a {mode.name} bypasses the controller: call it on one rank, with WorkerGroup.direct")
+    if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
+        raise ValueError(f"{mode.name} needs a function as its first positional argument")
+    return _divide_rows(mode, world_size, args, kwargs)
+
+
+def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    size = _common_size(mode, [*args, *kwargs.values()])
+    chunk_size = -(-size // world_size)
+    padding = [min(max((rank + 1) * chunk_size - size, 0), chunk_size) for rank in range(world_size)]
+    idle = [0 < chunk_size == rows for rows in padding]
+    metric = mode is Dispatch.DP_COMPUTE_METRIC
+    removed = [rows if metric and not rank_idle else 0 for rows, rank_idle in zip(padding, idle)]
+
+    def share(value: Any) -> list[Any]:
+        if not isinstance(value, DataProto):
+            return [value] * world_size
+        chunks = pad_dataproto_to_divisor(value, world_size)[0].chunk(world_size)
+        chunks = [unpad_dataproto(chunk, rows) for chunk, rows in zip(chunks, removed)]
+        for rank, chunk in enumerate(chunks):
+            chunk.meta_info[PADDING_ROWS] = padding[rank] - removed[rank]
+        return chunks
+
+    def collect(results: list[Any]) -> Any:
+        busy = [rank for rank in range(world_size) if not idle[rank]]
+        if metric:
+            return [results[rank] for rank in busy]
+        return _gather_rows({rank: results[rank] for rank in busy}, chunk_size, padding)
+
+    return Call(*_deal(world_size, args, kwargs, share), collect)
+
+
+def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
+    """The number of rows that all batches among `values` have."""
+    if any(isinstance(value, TensorDict) for value in values):
+        raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
+    batches = [value for value in values if isinstance(value, DataProto)]
+    sizes = {len(batch) for batch in batches}
+    if len(sizes) != 1:
+        raise ValueError(f"{mode.name} needs batches (DataProto) of one size, got sizes {sorted(sizes) or 'of none'}")
+    if any(batch.meta_info.get(PADDING_ROWS) for batch in batches):
+        raise ValueError(f"the batch is a padded chunk already: remove its '{PADDING_ROWS}' before dividing it again")
+    return sizes.pop()
+
+
+def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int]) -> DataProto | None:
+    """Concatenates the outputs of the ranks in `results` without their padding rows."""
+    if all(result is None for result in results.values()):
+        return None
+    parts = []
+    for rank, result in results.items():
+        if not isinstance(result, DataProto):
+            raise TypeError(f"rank {rank} returned a {type(result).__name__} where a DataProto is gathered")
+        part = result[:]
+        part.meta_info.pop(PADDING_ROWS, None)
+        declared = part.meta_info.pop(OUTPUT_PADDING_ROWS, None)
+        if declared is None and len(part) not in (0, chunk_size):
+            raise ValueError(
+                f"rank {rank} returned {len(part)} rows for a chunk of {chunk_size}: "
+                f"say how many of them are padding in meta_info['{OUTPUT_PADDING_ROWS}']"
+            )
+        if declared is None:
+            declared = padding[rank] if len(part) else 0
+        parts.append(unpad_dataproto(part, declared))
+    return DataProto.concat(parts)
+
+
+def _deal(
+    world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
+) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
+    """The arguments of each rank, where `share` gives the ranks' versions of one argument."""
+    positional = [share(value) for value in args]
+    named = {key: share(value) for key, value in kwargs.items()}
+    ranks = range(world_size)
+    return (
+        [tuple(shares[rank] for shares in positional) for rank in ranks],
+        [{key: shares[rank] for key, shares in named.items()} for rank in ranks],
+    )
+
+
+def _entries(value: Any, world_size: int) -> Sequence[Any]:
+    if not isinstance(value, list | tuple) or len(value) != world_size:
+        found = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
+        raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {found}")
+    return value
+
+
+def _own(value: Any) -> Any:
+    """A batch of the rank's own, so that what it adds to it stays its own; anything else as it is."""
+    return value[:] if isinstance(value, DataProto) else value
+
+
+def _settled(value: Any) -> Any:
+    return value.get() if isinstance(value, DataProtoFuture) else value

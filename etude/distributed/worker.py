@@ -1,0 +1,35 @@
+"""`Worker`: the base of whatever runs once a rank.
+
+Invariant: a worker learns its place once, at construction, from whoever starts it, and never from global state. A group
+builds it as `worker_cls(*args, rank=…, world_size=…, **kwargs)`; a subclass with arguments of its own hands these on:
+
+    class ActorWorker(Worker):
+        def __init__(self, config: ActorConfig, **place: Any) -> None:
+            super().__init__(**place)
+
+A group that starts processes sets, for `torch.distributed`, the environment WORLD_SIZE, RANK, LOCAL_WORLD_SIZE,
+LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the worker is built, and passes `rank` and `world_size` equal to the
+first two. Workers in one process share that process's environment, so nothing may be read from it there.
+
+Data parallelism hands chunks by reference where it can: a worker must not write into the tensors or row objects it is
+given; adding columns to its chunk, or settings to the chunk's meta_info, is its own affair.
+"""
+
+from __future__ import annotations
+
+import torch
+
+
+class Worker:
+    """One rank of a group: `rank` in [0, world_size), and the `device` its tensors live on.
+
+    Raises:
+        ValueError: `rank` is not in [0, world_size).
+    """
+
+    def __init__(self, *, rank: int, world_size: int, device: torch.device | str = "cpu") -> None:
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank} is not in a world of {world_size}")
+        self.rank = rank
+        self.world_size = world_size
+        self.device = torch.device(device)

@@ -1,0 +1,113 @@
+"""What every engine takes and returns, and the interface they share.
+
+Invariant: `token_ids` are exactly the ids that were sampled, `log_probs[i]` is the natural log of the probability with
+which `token_ids[i]` was drawn (after temperature, top-k and top-p), and `weight_versions[i]` names the weights that
+drew it. For greedy decoding the distribution is a point mass and the log-probs are 0.
+
+An engine knows *trajectories* as well as requests: `open` announces the trajectories of a batch in row order and `close`
+says that one will ask for nothing more. Engines that keep a cache use it to keep a trajectory's keys and values between
+turns; the deterministic mode uses it to know for whom to wait.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any, Protocol
+
+from etude.errors import ConfigError
+from etude.registry import Registry, did_you_mean
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How to draw tokens. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw."""
+
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = -1
+    max_tokens: int = 512
+    stop_token_ids: tuple[int, ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k == 0 or self.max_tokens < 1:
+            raise ConfigError(
+                f"sampling needs temperature >= 0, 0 < top_p <= 1, top_k != 0 and max_tokens >= 1, got "
+                f"{self.temperature}, {self.top_p}, {self.top_k}, {self.max_tokens}"
+            )
+
+    @classmethod
+    def of(cls, params: SamplingParams | Mapping[str, Any]) -> SamplingParams:
+        """From itself or from a mapping with the same names.
+
+        Raises:
+            ConfigError: the mapping has a name that is not a sampling parameter.
+        """
+        if isinstance(params, SamplingParams):
+            return params
+        known = {f.name for f in fields(cls)}
+        for name in params:
+            if name not in known:
+                raise ConfigError(f"unknown sampling parameter '{name}'{did_you_mean(name, known)}")
+        return cls(**{**params, "stop_token_ids": tuple(params.get("stop_token_ids", ()))})
+
+
+@dataclass(frozen=True)
+class TokenOutput:
+    """One request's result. `stop_reason` is "stop" (a stop id was sampled), "length" or "aborted"."""
+
+    token_ids: list[int]
+    log_probs: list[float]
+    stop_reason: str
+    weight_versions: list[int] = field(default_factory=list)
+
+
+class Engine(Protocol):
+    """Turns prompt ids into sampled ids."""
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams | Mapping[str, Any],
+        *,
+        images: Sequence[Any] | None = None,
+    ) -> TokenOutput:
+        """Samples a continuation of `prompt_ids`.
+
+        Raises:
+            EngineError: the engine failed; the trajectory may be retried.
+        """
+        ...
+
+    def open(self, request_ids: Sequence[str]) -> None:
+        """Announces trajectories, in row order."""
+        ...
+
+    def close(self, request_id: str) -> None:
+        """A trajectory will ask for nothing more; what is kept for it may go."""
+        ...
+
+    async def abort(self, request_id: str) -> None:
+        """Ends a request: its `generate` returns what it has with stop reason "aborted"."""
+        ...
+
+    async def pause(self) -> None:
+        """Stops between two tokens; requests stay."""
+        ...
+
+    async def resume(self) -> None:
+        """Goes on after `pause`."""
+        ...
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """Takes new weights from `source` (None: they are shared and changed in place) and calls them `version`."""
+        ...
+
+    def metrics(self) -> dict[str, float]:
+        """Counters since the last call: tokens sampled and prefilled, steps, occupancy."""
+        ...
+
+
+ENGINES: Registry[Any] = Registry("inference engine")

@@ -1,0 +1,207 @@
+"""Loading and saving models and tokenizers in the Hugging Face folder format.
+
+Invariant: what is loaded fits together (every weight is present, every token has an embedding row, the tokenizer can
+render a chat), or one `ConfigError` names the folder and what to change. A name that looks like a path is never looked
+up on a hub: only `org/name` is, and only where no local folder `org` exists.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import CheckpointError, ConfigError, one_line
+from etude.models.value import VALUE_HEAD_FILE, ValueModel
+from etude.registry import did_you_mean
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+DTYPES = {
+    "float32": "float32",
+    "fp32": "float32",
+    "bfloat16": "bfloat16",
+    "bf16": "bfloat16",
+    "float16": "float16",
+    "fp16": "float16",
+}
+_TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+
+
+def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
+    """The tokenizer of a local folder or of a hub name `org/name`; one without a pad token pads with its eos token.
+
+    Raises:
+        ConfigError: the folder, its tokenizer or its chat template is missing or broken, or the folder's own model has
+            fewer embedding rows than the tokenizer has tokens.
+    """
+    from transformers import AutoTokenizer
+
+    folder = _local_folder(path)
+    if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
+        raise ConfigError(f"{folder}: no tokenizer there (tokenizer.json is missing): copy the model's tokenizer files")
+    tokenizer = _from_pretrained(
+        AutoTokenizer.from_pretrained, path, folder, "tokenizer", trust_remote_code=trust_remote_code
+    )
+    if not tokenizer.chat_template:
+        raise ConfigError(
+            f"{path}: the tokenizer has no chat template: put a chat_template.jinja beside tokenizer.json"
+        )
+    if folder is not None and (folder / "config.json").is_file():
+        _check_rows(len(tokenizer), _configured_rows(folder), str(folder))
+    if tokenizer.pad_token_id is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def load_causal_lm(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> PreTrainedModel:
+    """The causal language model of a local folder or hub name, in evaluation mode on `device`.
+
+    Raises:
+        ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
+            `attn_implementation` is not available.
+    """
+    from transformers import AutoModelForCausalLM
+
+    return _load_model(
+        AutoModelForCausalLM.from_pretrained, path, dtype, device, attn_implementation, trust_remote_code
+    )
+
+
+def load_value_model(
+    path: str | Path,
+    *,
+    dtype: str = "float32",
+    device: str | torch.device = "cpu",
+    attn_implementation: str = "sdpa",
+    trust_remote_code: bool = False,
+) -> ValueModel:
+    """A value model from the folder of a causal LM (new head) or of a saved `ValueModel` (its head); errors as above."""
+    from transformers import AutoModel
+
+    backbone = _load_model(AutoModel.from_pretrained, path, dtype, device, attn_implementation, trust_remote_code)
+    model = ValueModel(backbone)
+    head = Path(path).expanduser() / VALUE_HEAD_FILE
+    if head.is_file():
+        model.load_head(head)
+    return model.eval()
+
+
+def save_pretrained(
+    model: PreTrainedModel | ValueModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
+) -> None:
+    """Writes model and tokenizer so that the loaders above, and any Hugging Face program, read them again.
+
+    Raises:
+        CheckpointError: the folder cannot be written.
+    """
+    try:
+        Path(folder).mkdir(parents=True, exist_ok=True)
+        model.save_pretrained(folder)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: cannot save the model: {one_line(error)}") from error
+
+
+def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
+    """For a tokenizer and a model from different folders: every token must have an embedding row.
+
+    Raises:
+        ConfigError: the tokenizer has more tokens than the model has rows.
+    """
+    body = model.backbone if isinstance(model, ValueModel) else model
+    _check_rows(len(tokenizer), body.get_input_embeddings().weight.shape[0], body.config.name_or_path or "the model")
+
+
+def _check_rows(tokens: int, rows: int | None, name: str) -> None:
+    if rows is not None and tokens > rows:
+        raise ConfigError(
+            f"{name}: the tokenizer has {tokens} tokens but the model's embedding only {rows} rows: "
+            "use the tokenizer the model was trained with, or resize its embedding"
+        )
+
+
+def _configured_rows(folder: Path) -> int | None:
+    config = _read_config(folder)
+    nested = config.get("text_config")
+    rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
+    return rows if isinstance(rows, int) else None
+
+
+def _read_config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: config.json is missing: this is not a model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}/config.json: cannot be read: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder}/config.json: must hold a JSON object")
+    return config
+
+
+def _local_folder(path: str | Path) -> Path | None:
+    """The folder, or None when `path` is a name that only a hub can know."""
+    text = str(path)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{folder}: a model is a folder, this is a file")
+    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text) or Path(text).parent.is_dir():
+        raise ConfigError(f"{text}: model folder not found (a model of a hub is named 'org/name')")
+    return None
+
+
+def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | None, noun: str, **options: Any) -> Any:
+    target = str(path) if folder is None else str(folder)
+    try:
+        return load(target, local_files_only=folder is not None, **options)
+    except Exception as error:  # transformers raises anything from OSError to TypeError for a broken folder
+        where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
+        raise ConfigError(f"{target}: {where}: {one_line(error)}") from error
+
+
+def _load_model(
+    load: Callable[..., Any],
+    path: str | Path,
+    dtype: str,
+    device: str | torch.device,
+    attn_implementation: str,
+    trust_remote_code: bool,
+) -> PreTrainedModel:
+    if dtype not in DTYPES:
+        raise ConfigError(f"unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)} (known: {', '.join(DTYPES)})")
+    folder = _local_folder(path)
+    if folder is not None:
+        _read_config(folder)
+    model, info = _from_pretrained(
+        load,
+        path,
+        folder,
+        "model",
+        dtype=DTYPES[dtype],
+        attn_implementation=attn_implementation,
+        trust_remote_code=trust_remote_code,
+        output_loading_info=True,
+    )
+    missing = sorted(info["missing_keys"])
+    if missing:  # transformers would go on with random weights
+        raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
+    try:
+        return model.to(device).eval()
+    except (RuntimeError, AssertionError) as error:
+        raise ConfigError(f"device '{device}' cannot be used: {one_line(error)}") from error

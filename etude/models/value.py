@@ -1,0 +1,64 @@
+"""`ValueModel`: a language model's body with a scalar head, one value for every position.
+
+Invariant: a head that was never trained gives exactly 0 everywhere, so a fresh critic says nothing rather than noise.
+On disk it is an ordinary model folder plus `value_head.safetensors`; the loss and its masks belong to others.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+
+from etude.errors import ConfigError, one_line
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
+
+VALUE_HEAD_FILE = "value_head.safetensors"
+
+
+class ValueModel(nn.Module):
+    """`backbone` is the base model of a causal LM: it takes ids and returns `last_hidden_state`."""
+
+    def __init__(self, backbone: PreTrainedModel) -> None:
+        super().__init__()
+        self.backbone = backbone
+        self.config = backbone.config
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        nn.init.zeros_(self.head.weight)
+        nn.init.zeros_(self.head.bias)
+        self.head.to(backbone.device)
+
+    def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
+        """Values (batch, seq), float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
+        hidden = self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+
+    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Recomputes the backbone's activations in the backward pass; arguments are those of transformers."""
+        self.backbone.gradient_checkpointing_enable(**kwargs)
+
+    def save_pretrained(self, folder: str | Path) -> None:
+        """Writes the backbone as a model folder and the head beside it."""
+        from safetensors.torch import save_file
+
+        self.backbone.save_pretrained(folder)
+        head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
+        save_file(head, Path(folder) / VALUE_HEAD_FILE)
+
+    def load_head(self, file: Path) -> None:
+        """Reads the head's weights.
+
+        Raises:
+            ConfigError: the file cannot be read or belongs to a model of another width.
+        """
+        from safetensors import SafetensorError
+        from safetensors.torch import load_file
+
+        try:
+            self.head.load_state_dict(load_file(file))
+        except (OSError, RuntimeError, SafetensorError) as error:
+            raise ConfigError(f"{file}: not the value head of this model: {one_line(error)}") from error

@@ -1,0 +1,86 @@
+"""Which function scores a row: by its data source, or one function of the user's for all rows.
+
+Invariant: every scorer that leaves this file takes the four documented arguments `data_source, solution_str,
+ground_truth, extra_info` by keyword, whichever of them its function declares. Running it (threads, time limits,
+what its errors mean) is the reward manager's business.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from etude.errors import ConfigError
+from etude.registry import Registry, did_you_mean, import_object
+from etude.rewards import gsm8k, math
+
+Score = float | Mapping[str, Any]
+Scorer = Callable[..., Score | Awaitable[Score]]
+"""Called with `data_source, solution_str, ground_truth, extra_info` by keyword; returns a number or a mapping with
+the key `score`, or an awaitable of one."""
+
+SCORERS: Registry[Callable[[str, str], Score]] = Registry("data source")
+SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
+SCORERS.register("etude/arithmetic")(math.integer_score)
+SCORERS.register("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")(math.compute_score)
+
+_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+
+
+def compute_score(
+    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+) -> Score:
+    """Scores `solution_str` with the function registered for `data_source`.
+
+    Raises:
+        ConfigError: no function is registered for `data_source`.
+    """
+    if data_source not in SCORERS:
+        raise ConfigError(
+            f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
+            f"(known: {', '.join(SCORERS.names())}); set custom_reward_function.path to a file with your compute_score"
+        )
+    return SCORERS.get(data_source)(solution_str, ground_truth)
+
+
+def load_compute_score(
+    path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
+) -> Scorer:
+    """The user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
+
+    It is handed those of the four documented arguments that it declares (all of them if it takes `**kwargs`).
+
+    Raises:
+        ConfigError: the file or function does not exist, is not callable, requires an argument that nobody gives it,
+            or does not take one of `reward_kwargs`.
+    """
+    where = f"'{name}' of {path} (custom_reward_function)"
+    function = import_object(f"{path}:{name}")
+    if not callable(function):
+        raise ConfigError(f"{where} is no function but of type {type(function).__name__}")
+    extra = dict(reward_kwargs or {})
+    accepted = _accepted_arguments(function, where, extra)
+
+    def scorer(**arguments: Any) -> Score | Awaitable[Score]:
+        return function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
+
+    return scorer
+
+
+def _accepted_arguments(function: Callable[..., object], where: str, extra: Mapping[str, Any]) -> tuple[str, ...]:
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    for parameter in parameters:
+        given = parameter.name in named and (parameter.name in _ARGUMENTS or parameter.name in extra)
+        variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
+        if parameter.default is parameter.empty and not variadic and not given:
+            raise ConfigError(
+                f"{where} requires '{parameter.name}', which nothing provides; it is called by keyword with "
+                f"{', '.join(_ARGUMENTS)} and custom_reward_function.reward_kwargs"
+            )
+    for key in extra:
+        if key in _ARGUMENTS or (key not in named and not takes_any):
+            raise ConfigError(f"{where} cannot take custom_reward_function.reward_kwargs.{key}")
+    return _ARGUMENTS if takes_any else tuple(key for key in _ARGUMENTS if key in named)

@@ -1,0 +1,190 @@
+"""Reward managers: from a finished rollout, as a one-row `DataProto`, to its score.
+
+Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns something else is
+broken infrastructure, not a bad answer; and a scorer only ever sees what the model wrote: `NaiveRewardManager` decodes
+the tokens whose `response_mask` is 1, so that no tool output can satisfy it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+
+import torch
+
+from etude.bounded import BlockingCalls, within
+from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
+from etude.registry import Registry
+from etude.rewards import default
+from etude.rewards.default import Score, Scorer
+from etude.rewards.number import as_reward
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
+
+SCORER_SECONDS = 60.0
+_scorer_threads = BlockingCalls("etude-scorer", limit=32)
+
+
+class Tokenizer(Protocol):
+    """What a reward manager needs of a tokenizer."""
+
+    def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
+
+
+class RewardResult(TypedDict):
+    """What `run_single` returns; the entries of `reward_extra_info` are reported beside the score."""
+
+    reward_score: float
+    reward_extra_info: dict[str, Any]
+
+
+class BoundedScorer:
+    """A scorer as an awaitable call: synchronous ones run in a thread, and nothing runs longer than `timeout`."""
+
+    def __init__(self, scorer: Scorer, timeout: float) -> None:
+        self._scorer = scorer
+        self._timeout = timeout
+
+    async def __call__(self, **arguments: Any) -> Score:
+        """The scorer's result.
+
+        Raises:
+            EtudeError: raised by the scorer: something the user must change.
+            InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
+        """
+        where = f"compute_score for the data source '{arguments.get('data_source')}'"
+        try:
+            return await within(self._timeout, self._run, arguments)
+        except EtudeError:
+            raise
+        except Exception as error:
+            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+
+    async def _run(self, arguments: dict[str, Any]) -> Score:
+        result = await _scorer_threads.run(self._scorer, **arguments)
+        return await result if inspect.isawaitable(result) else result
+
+
+class AbstractRewardManager(ABC):
+    """Scores a whole batch at once."""
+
+    @abstractmethod
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """Rewards (batch, response_len), or with `return_dict` {"reward_tensor", "reward_extra_info"}."""
+
+
+class RewardManagerBase(AbstractRewardManager):
+    """Scores one trajectory the moment it ends: a subclass defines `run_single`.
+
+    `compute_score` is awaitable whether the function behind it is synchronous or not, and limited to `timeout` seconds.
+    """
+
+    is_async_reward_score = True
+
+    def __init__(
+        self,
+        tokenizer: Tokenizer,
+        compute_score: Scorer | None = None,
+        *,
+        timeout: float = SCORER_SECONDS,
+        **reward_kwargs: Any,
+    ) -> None:
+        if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
+            raise ConfigError(f"reward_model.reward_kwargs.timeout must be a positive number of seconds, not {timeout}")
+        self.tokenizer = tokenizer
+        self.compute_score = BoundedScorer(compute_score or default.compute_score, timeout)
+        self.reward_kwargs = reward_kwargs
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop."""
+        return asyncio.get_running_loop()
+
+    @abstractmethod
+    async def run_single(self, data: DataProto) -> RewardResult:
+        """Scores `data`, which holds one row."""
+
+    def __call__(self, data: DataProto, return_dict: bool = False) -> torch.Tensor | dict[str, Any]:
+        """The batch form, for callers outside an event loop: each score at its row's last sampled token.
+
+        Args:
+            data: `responses` and `response_mask` (batch, response_len), and what `run_single` needs.
+            return_dict: also return `reward_extra_info`, each key a list with one entry (or None) a row.
+        """
+        results = asyncio.run(self._run_all(data))
+        assert data.batch is not None
+        mask = data.batch["response_mask"].bool()
+        rewards = torch.zeros(mask.shape, dtype=torch.float32)
+        for row, result in enumerate(results):
+            sampled = mask[row].nonzero()
+            if len(sampled):
+                rewards[row, int(sampled[-1])] = result["reward_score"]
+        if not return_dict:
+            return rewards
+        keys = dict.fromkeys(key for result in results for key in result["reward_extra_info"])
+        info = {key: [result["reward_extra_info"].get(key) for result in results] for key in keys}
+        return {"reward_tensor": rewards, "reward_extra_info": info}
+
+    async def _run_all(self, data: DataProto) -> list[RewardResult]:
+        return await asyncio.gather(*(self.run_single(data[row : row + 1]) for row in range(len(data))))
+
+
+REWARD_MANAGERS: Registry[type[AbstractRewardManager]] = Registry("reward manager")
+register = REWARD_MANAGERS.register
+
+
+@register("naive")
+class NaiveRewardManager(RewardManagerBase):
+    """Hands the assistant's text, turns joined by a newline, to `compute_score`."""
+
+    def __init__(self, tokenizer: Tokenizer, compute_score: Scorer | None = None, **reward_kwargs: Any) -> None:
+        super().__init__(tokenizer, compute_score, **reward_kwargs)
+        if self.reward_kwargs:
+            raise ConfigError(
+                f"the reward manager 'naive' has no reward_model.reward_kwargs.{next(iter(self.reward_kwargs))}"
+            )
+
+    async def run_single(self, data: DataProto) -> RewardResult:
+        """Score and details of one row; a plain number is also reported as `acc`.
+
+        Raises:
+            ValueError: `data` does not hold exactly one row.
+            InfrastructureError: the scorer failed, or its score is not a finite number.
+        """
+        if len(data) != 1:
+            raise ValueError(f"run_single scores one row, not {len(data)}")
+        row = data[0]
+        assert row.batch is not None
+        source = row.non_tensor_batch["data_source"]
+        result = await self.compute_score(
+            data_source=source,
+            solution_str=self._assistant_text(row.batch["responses"], row.batch["response_mask"]),
+            ground_truth=(row.non_tensor_batch.get("reward_model") or {}).get("ground_truth"),
+            extra_info=row.non_tensor_batch.get("extra_info") or {},
+        )
+        return read_score(result, f"compute_score for the data source '{source}'")
+
+    def _assistant_text(self, responses: torch.Tensor, response_mask: torch.Tensor) -> str:
+        """Text of the sampled tokens of one row; both arguments (response_len,)."""
+        pairs = zip(responses.tolist(), response_mask.tolist(), strict=True)
+        turns = [[token for token, _ in run] for sampled, run in groupby(pairs, key=lambda pair: pair[1]) if sampled]
+        return "\n".join(self.tokenizer.decode(turn, skip_special_tokens=True) for turn in turns)
+
+
+def read_score(result: object, source: str) -> RewardResult:
+    """A scorer's result, a number or a mapping with the key `score`, as a `RewardResult`.
+
+    Raises:
+        InfrastructureError: there is no finite score in it; the message begins with `source`.
+    """
+    details = dict(result) if isinstance(result, Mapping) else {"acc": result}
+    value = details.get("score") if isinstance(result, Mapping) else result
+    if value is None:
+        raise InfrastructureError(f"{source} returned no score (a number, or a dict with the key 'score')")
+    score = as_reward(value, source)
+    return {"reward_score": score, "reward_extra_info": details if isinstance(result, Mapping) else {"acc": score}}

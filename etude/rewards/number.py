@@ -1,0 +1,31 @@
+"""What counts as a reward: a finite number.
+
+Invariant: nothing but a finite float leaves here; whatever else a tool or scorer returned is a fault of that tool or
+scorer, never a reward to train on.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import SupportsFloat
+
+from etude.errors import InfrastructureError
+
+
+def as_reward(value: object, source: str) -> float:
+    """`value` (any real number, numpy and torch scalars included; None is 0.0) as a float.
+
+    Raises:
+        InfrastructureError: not a number, or not finite; the message begins with `source`.
+    """
+    if value is None:
+        return 0.0
+    if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
+        raise InfrastructureError(f"{source} returned a {type(value).__name__} where a number was expected as reward")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError, RuntimeError) as error:
+        raise InfrastructureError(f"{source} returned a reward that is no single number: {error}") from error
+    if not math.isfinite(number):
+        raise InfrastructureError(f"{source} returned the reward {number}, which is not finite")
+    return number

@@ -1,0 +1,121 @@
+"""`TrajectoryScorer`: puts the reward manager's score on a finished trajectory.
+
+Invariant: the manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's `extra_info`; the
+row itself is never changed. What the score is worth beside the tools' rewards is decided by whoever sums them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+
+from etude.bounded import BlockingCalls
+from etude.errors import EtudeError, InfrastructureError, one_line
+from etude.protocol import DataProto
+from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
+from etude.rewards.number import as_reward
+from etude.trajectory import Trajectory
+
+_batch_managers = BlockingCalls("etude-reward-manager", limit=4)
+
+
+class TrajectoryScorer:
+    """Awaitable as `scorer(trajectory, row)`; safe to share between trajectories."""
+
+    def __init__(self, manager: AbstractRewardManager) -> None:
+        self._manager = manager
+
+    async def __call__(self, trajectory: Trajectory, row: Mapping[str, Any]) -> None:
+        """Sets `trajectory.rewards.score` and `.score_info`.
+
+        Raises:
+            EtudeError: the manager found something that the user must change.
+            InfrastructureError: the manager failed otherwise, or gave no finite number; the trajectory is left as it was.
+        """
+        data = one_row(trajectory, row)
+        where = f"the reward manager {type(self._manager).__name__}"
+        try:
+            result = await self._run(data)
+            value = result["reward_score"]
+        except (EtudeError, InfrastructureError):
+            raise
+        except Exception as error:
+            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+        score = as_reward(value, where)
+        trajectory.rewards.score_info = dict(result.get("reward_extra_info") or {})
+        trajectory.rewards.score = score
+
+    async def _run(self, data: DataProto) -> RewardResult:
+        if isinstance(self._manager, RewardManagerBase):
+            return await self._manager.run_single(data)
+        return await _batch_managers.run(_batch_result, self._manager, data)
+
+
+def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
+    """The trajectory as a batch of one.
+
+    Tensors: prompts (1, prompt_len), responses and response_mask (1, response_len), attention_mask (1, both). The
+    row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
+    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`).
+    """
+    rewards = trajectory.rewards
+    turn_scores = [0.0] * max(trajectory.assistant_turns, *(turn + 1 for turn, _, _ in rewards.steps), 0)
+    for turn, _, value in rewards.steps:
+        turn_scores[turn] += value
+    extra_info = dict(row.get("extra_info") or {}) | {
+        "num_turns": trajectory.num_turns,
+        "tool_rewards": [value for _, _, value in rewards.steps],
+        "turn_scores": turn_scores,
+        "rollout_reward_scores": dict(rewards.final),
+    }
+    objects = {
+        "data_source": row.get("data_source"),
+        "reward_model": row.get("reward_model"),
+        "extra_info": extra_info,
+        "messages": trajectory.messages,
+        "reward_scores": dict(rewards.final),
+        "__num_turns__": trajectory.num_turns,
+    }
+    prompts = torch.tensor([trajectory.prompt_ids], dtype=torch.long)
+    responses = torch.tensor([trajectory.response_ids], dtype=torch.long)
+    tensors = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": torch.tensor([trajectory.response_mask], dtype=torch.long),
+        "attention_mask": torch.ones((1, prompts.shape[1] + responses.shape[1]), dtype=torch.long),
+    }
+    return DataProto.from_dict(tensors=tensors, non_tensors={key: _object(value) for key, value in objects.items()})
+
+
+def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:
+    """Whether a tool of the row is created with the same `ground_truth` that the manager will judge by.
+
+    Both would then reward one answer twice: worth one warning when a manager's score is switched on.
+    """
+    judged = _plain((row.get("reward_model") or {}).get("ground_truth"))
+    if judged is None:
+        return False
+    created = [(kwargs or {}).get("create_kwargs") or {} for kwargs in (tools_kwargs or {}).values()]
+    return any(_plain(kwargs.get("ground_truth")) == judged for kwargs in created)
+
+
+def _batch_result(manager: AbstractRewardManager, data: DataProto) -> RewardResult:
+    returned = manager(data, return_dict=True)
+    if isinstance(returned, torch.Tensor):
+        return {"reward_score": float(returned.sum()), "reward_extra_info": {}}
+    info = {key: values[0] for key, values in (returned.get("reward_extra_info") or {}).items() if len(values)}
+    return {"reward_score": float(returned["reward_tensor"].sum()), "reward_extra_info": info}
+
+
+def _object(value: object) -> np.ndarray:
+    """`value` as the only element of an object array, whatever its own shape."""
+    array = np.empty(1, dtype=object)
+    array[0] = value
+    return array
+
+
+def _plain(value: object) -> object:
+    return value.tolist() if isinstance(value, np.ndarray) else value

@@ -1,0 +1,48 @@
+"""What a model may call: tools, their YAML, and `ToolSession`, the lifecycle of one trajectory over them."""
+
+from etude.errors import ToolError
+from etude.schemas import (
+    FunctionCall,
+    OpenAIFunctionCallSchema,
+    OpenAIFunctionParametersSchema,
+    OpenAIFunctionParsedSchema,
+    OpenAIFunctionPropertySchema,
+    OpenAIFunctionSchema,
+    OpenAIFunctionToolCall,
+    OpenAIFunctionToolSchema,
+    ToolResponse,
+)
+from etude.tools.base import BaseTool
+from etude.tools.builtin import builtin_config
+from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_tool, load_function_tools
+from etude.tools.loader import initialize_tools_from_config, load_tools
+from etude.tools.outcome import ToolOutcome
+from etude.tools.policy import CallPolicy, OnException
+from etude.tools.session import ToolSession
+from etude.trace import rollout_trace_op
+
+__all__ = [
+    "FUNCTION_TOOLS",
+    "BaseTool",
+    "CallPolicy",
+    "FunctionCall",
+    "FunctionTool",
+    "OnException",
+    "OpenAIFunctionCallSchema",
+    "OpenAIFunctionParametersSchema",
+    "OpenAIFunctionParsedSchema",
+    "OpenAIFunctionPropertySchema",
+    "OpenAIFunctionSchema",
+    "OpenAIFunctionToolCall",
+    "OpenAIFunctionToolSchema",
+    "ToolError",
+    "ToolOutcome",
+    "ToolResponse",
+    "ToolSession",
+    "builtin_config",
+    "function_tool",
+    "initialize_tools_from_config",
+    "load_function_tools",
+    "load_tools",
+    "rollout_trace_op",
+]

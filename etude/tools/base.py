@@ -1,0 +1,74 @@
+"""`BaseTool`: what a tool of the documents derives from.
+
+Invariant: one object serves every trajectory at once; whatever belongs to one trajectory is kept under the instance id
+that `create` was given. Calling the four methods in the right order, exactly once where that is promised, is the
+business of `ToolSession`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+from etude.errors import ConfigError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.trace import rollout_trace_op
+
+
+class BaseTool:
+    """A tool: CREATE → EXECUTE (any number of times) → CALC_REWARD → RELEASE for each trajectory.
+
+    A subclass overrides `execute`, and the others as it needs; all four are `async def`. A subclass that sets `name` in
+    its class body is that tool under no other name; without it, the schema names the tool.
+    """
+
+    name: str
+    tool_schema: OpenAIFunctionToolSchema
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Keeps the tool's `config` and schema; without a schema, the one of `get_openai_tool_schema()`.
+
+        Raises:
+            ConfigError: there is no schema, or it names another tool than the class does.
+        """
+        self.config = config
+        self.tool_schema = tool_schema  # type: ignore[assignment]  # None only until the next lines
+        schema = tool_schema or self.get_openai_tool_schema()
+        kind = type(self).__name__
+        if schema is None:
+            raise ConfigError(f"{kind} has no schema: set tool_schema, or override get_openai_tool_schema()")
+        declared = getattr(type(self), "name", None)
+        if isinstance(declared, str) and declared != schema.function.name:
+            raise ConfigError(f"{kind} is the tool '{declared}', but its schema says '{schema.function.name}'")
+        self.tool_schema = schema
+        if not isinstance(declared, str | property):
+            self.name = schema.function.name
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The schema that the model is shown."""
+        return self.tool_schema
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins a trajectory; the row's `create_kwargs` arrive as keyword arguments.
+
+        Returns the instance id and a response that, if it is not empty, is appended to the user's message.
+        """
+        return instance_id or str(uuid4()), ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Answers one call of the model: (response, step reward, metrics).
+
+        Raises:
+            ToolError: its text is told to the model.
+        """
+        raise NotImplementedError(f"{type(self).__name__} does not define execute")
+
+    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
+        """The reward of the trajectory as a whole, asked for once when it has ended."""
+        return 0.0
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Ends a trajectory, in whatever way it ended: frees what `create` made."""

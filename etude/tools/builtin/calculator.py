@@ -1,0 +1,156 @@
+"""`Calculator`: arithmetic for models that are bad at it.
+
+Invariant: an expression is only ever parsed and interpreted, never evaluated as Python, and neither its time nor its
+memory depends on more than its bounded length: no intermediate integer exceeds `MAX_BITS`. Integers are exact.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import operator
+from collections.abc import Callable
+from typing import Any
+
+from etude.errors import ConfigError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.trace import rollout_trace_op
+
+Number = int | float
+
+MAX_BITS = 2048  # about 600 digits: more than any question of arithmetic asks for
+MAX_EXPRESSION_CHARS = 200
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "calculator",
+        "description": "Evaluates an arithmetic expression and returns its value.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "expression": {
+                    "type": "string",
+                    "description": "Numbers, + - * / // % ** and parentheses, for example (3 + 4) * 12",
+                }
+            },
+            "required": ["expression"],
+        },
+    },
+}
+_SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
+
+
+class Calculator(BaseTool):
+    """`config.max_expression_chars` (default 200, at most 2,000) bounds the expression."""
+
+    name = "calculator"
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the limit.
+
+        Raises:
+            ConfigError: it is not an integer from 1 to 2,000.
+        """
+        super().__init__(config, tool_schema)
+        limit = config.get("max_expression_chars", MAX_EXPRESSION_CHARS)
+        if not isinstance(limit, int) or not 1 <= limit <= 2000:
+            raise ConfigError(f"tool 'calculator': config.max_expression_chars must be from 1 to 2000, not {limit!r}")
+        self._max_chars = limit
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """The value of `parameters["expression"]` as plain text; reward 0.
+
+        Raises:
+            ToolError: the expression is missing or has no value; one line that says why.
+        """
+        expression = parameters.get("expression")
+        if isinstance(expression, int | float) and not isinstance(expression, bool):
+            expression = str(expression)
+        if not isinstance(expression, str) or not expression.strip():
+            raise ToolError("Error: the argument 'expression' must be an arithmetic expression, such as \"12 * 7\"")
+        if len(expression) > self._max_chars:
+            raise ToolError(f"Error: the expression is longer than {self._max_chars} characters")
+        return ToolResponse(text=format_number(evaluate(expression))), 0.0, {}
+
+
+def evaluate(expression: str) -> Number:
+    """The value of an arithmetic expression.
+
+    Raises:
+        ToolError: it is no such expression, or its value is not a finite real number of reasonable size.
+    """
+    try:
+        tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")
+        return _value(tree.body)
+    except ZeroDivisionError:
+        raise ToolError("Error: division by zero") from None
+    except OverflowError:
+        raise ToolError("Error: the result is too large") from None
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise ToolError("Error: this is not a valid arithmetic expression") from None
+
+
+def format_number(value: Number) -> str:
+    """Integers in full; other numbers to 15 significant digits, without a trailing ".0"."""
+    if isinstance(value, int):
+        return str(value)
+    if value.is_integer() and abs(value) < 1e15:
+        return str(int(value))
+    return format(value, ".15g")
+
+
+def _value(node: ast.expr) -> Number:
+    if isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        return _bounded(node.value)
+    if isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
+        return _bounded(_UNARY[type(node.op)](_value(node.operand)))
+    if isinstance(node, ast.BinOp) and type(node.op) in _BINARY:
+        return _bounded(_BINARY[type(node.op)](_value(node.left), _value(node.right)))
+    if isinstance(node, ast.BinOp) and isinstance(node.op, ast.BitXor):
+        raise ToolError("Error: write powers as **, not ^")
+    raise ToolError("Error: only numbers, + - * / // % ** and parentheses are allowed")
+
+
+def _bounded(value: object) -> Number:
+    if isinstance(value, int):
+        if value.bit_length() > MAX_BITS:
+            raise OverflowError
+        return value
+    if not isinstance(value, float):
+        raise ToolError("Error: the result is not a real number")
+    if not math.isfinite(value):
+        raise OverflowError
+    return value
+
+
+def _divide(left: Number, right: Number) -> Number:
+    if isinstance(left, int) and isinstance(right, int) and right and left % right == 0:
+        return left // right
+    return left / right
+
+
+def _power(base: Number, exponent: Number) -> object:
+    integers = isinstance(base, int) and isinstance(exponent, int)
+    if integers and exponent * (abs(base).bit_length() - 1) > MAX_BITS:  # type: ignore[attr-defined]
+        raise OverflowError  # before it is computed: the result has at least that many bits
+    return base**exponent
+
+
+_UNARY: dict[type[ast.unaryop], Callable[[Any], object]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+_BINARY: dict[type[ast.operator], Callable[[Any, Any], object]] = {
+    ast.Add: operator.add,
+    ast.Sub: operator.sub,
+    ast.Mult: operator.mul,
+    ast.Div: _divide,
+    ast.FloorDiv: operator.floordiv,
+    ast.Mod: operator.mod,
+    ast.Pow: _power,
+}

@@ -1,0 +1,166 @@
+"""`@function_tool`: a plain function as a tool.
+
+Invariant: the decorated name still is the function to whoever calls it. A function tool has no state of its own: its
+`create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of threads, which a time
+limit abandons but cannot kill; write long work as `async def`.
+"""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, TypeVar, overload
+
+from pydantic import ValidationError
+
+from etude.bounded import BlockingCalls
+from etude.errors import ConfigError
+from etude.registry import Registry, import_module
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.signature import FunctionSignature
+from etude.trace import rollout_trace_op
+
+Function = TypeVar("Function", bound=Callable[..., object])
+Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
+
+_threads = BlockingCalls("etude-tool", limit=32)
+
+
+class FunctionTool(BaseTool):
+    """A tool around one function; calling it calls the function."""
+
+    def __init__(self, function: Callable[..., object], name: str | None = None, schema: Schema | None = None) -> None:
+        """Takes the schema from type hints and docstring, unless one is given.
+
+        Raises:
+            ConfigError: the schema cannot be made, is wrong, or has another name than `name`.
+        """
+        self._function = function
+        self._signature = FunctionSignature(function, inferred=schema is None)
+        made = self._infer(name or function.__name__) if schema is None else read_schema(schema, function.__qualname__)
+        if name is not None and made.function.name != name:
+            raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
+        super().__init__({}, made)
+        functools.update_wrapper(self, function)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """The plain function."""
+        return self._function(*args, **kwargs)
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Calls the function with the model's arguments; a row's `execute_kwargs` override them.
+
+        Raises:
+            ToolError: an argument is missing, unknown or of the wrong type, or the function raised it.
+        """
+        arguments = self._signature.bind({**parameters, **execute_kwargs})
+        if inspect.iscoroutinefunction(self._function):
+            result = await self._function(**arguments)
+        else:
+            result = await _threads.run(self._function, **arguments)
+            result = await result if inspect.isawaitable(result) else result
+        return normalize_result(result)
+
+    def _infer(self, name: str) -> OpenAIFunctionToolSchema:
+        function: dict[str, Any] = {"name": name, "description": self._signature.description}
+        function["parameters"] = self._signature.parameters_schema()
+        return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
+FUNCTION_TOOLS: Registry[FunctionTool] = Registry("function tool")
+
+
+@overload
+def function_tool(name: Callable[..., object], /) -> FunctionTool: ...
+
+
+@overload
+def function_tool(
+    name: str | None = None, *, schema: Schema | None = None
+) -> Callable[[Callable[..., object]], FunctionTool]: ...
+
+
+def function_tool(
+    name: Callable[..., object] | str | None = None, *, schema: Schema | None = None
+) -> FunctionTool | Callable[[Callable[..., object]], FunctionTool]:
+    """Decorator that makes a sync or async function a tool.
+
+    Written as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…})`.
+
+    The function returns a `ToolResponse`, text, a dict (sent as JSON), or a tuple of one of these with a step reward
+    and a dict of metrics.
+
+    Raises:
+        ConfigError: the name is taken, or no schema can be made of the function; names function and parameter.
+    """
+    if callable(name):
+        return function_tool()(name)
+
+    def decorate(function: Callable[..., object]) -> FunctionTool:
+        tool = FunctionTool(function, name, schema)
+        return FUNCTION_TOOLS.register(tool.name)(tool)
+
+    return decorate
+
+
+def load_function_tools(path: str | Path) -> list[BaseTool]:
+    """The function tools that the file (or dotted module) `path` defines, in the order of their definition.
+
+    Raises:
+        ConfigError: it cannot be imported, or defines none.
+    """
+    module = import_module(str(path))
+    tools = [tool for tool in vars(module).values() if isinstance(tool, FunctionTool)]
+    own = [tool for tool in tools if tool.__module__ == module.__name__]
+    if not own:
+        raise ConfigError(f"{path} defines no tool: decorate a function with @function_tool")
+    return list(dict.fromkeys(own))
+
+
+def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:
+    """What a function returned, as `BaseTool.execute` returns it; whatever is not listed there becomes its `str`.
+
+    Raises:
+        TypeError: a tuple that is empty or has more than three entries.
+    """
+    reward: Any = None
+    metrics: Any = None
+    if isinstance(result, tuple):
+        if not 1 <= len(result) <= 3:
+            raise TypeError(f"a tool function returns (response[, reward[, metrics]]), not a tuple of {len(result)}")
+        result, reward, metrics = (*result, None, None)[:3]
+    return _response(result), 0.0 if reward is None else reward, {} if metrics is None else metrics
+
+
+def _response(result: object) -> ToolResponse:
+    if isinstance(result, ToolResponse):
+        return result
+    if isinstance(result, dict):
+        return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
+    return ToolResponse(text=str(result))
+
+
+def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
+    """A tool's schema, checked.
+
+    Raises:
+        ConfigError: it is no OpenAI function schema; the message begins with `where` and names the place in it.
+    """
+    try:
+        schema = OpenAIFunctionToolSchema.model_validate(raw)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+        place = ".".join(["tool_schema", *map(str, first["loc"])])
+        raise ConfigError(f"{where}: {place}: {first['msg']}") from error
+    parameters = schema.function.parameters
+    absent = [name for name in parameters.required if name not in parameters.properties]
+    if absent:
+        raise ConfigError(f"{where}: tool_schema requires '{absent[0]}', which is not among its properties")
+    return schema

@@ -1,0 +1,1 @@
+"""The loops that train, and what a run shows and leaves behind."""

@@ -1,0 +1,266 @@
+"""A step's data as named scalars.
+
+Invariant: pure functions; a padding row (`response_mask` all zero) changes no number, a quantity that has no data has
+no name, and every metric name is built from the configuration or from fixed words, never from what a model wrote.
+
+Names that peers use mean the same here; the rest say what they are. Losses and gradients are named where they arise.
+"""
+
+from __future__ import annotations
+
+import math
+import resource
+import sys
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
+
+Metrics = dict[str, float]
+
+_DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)
+_NOT_A_TOOL = ("unknown_tool", "malformed")  # the model invented the name
+_Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
+
+
+def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
+    """`{name}/mean|max|min`, nothing for no values."""
+    flat = torch.as_tensor(values, dtype=torch.float64).flatten()
+    if flat.numel() == 0:
+        return {}
+    return {f"{name}/mean": flat.mean().item(), f"{name}/max": flat.max().item(), f"{name}/min": flat.min().item()}
+
+
+def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Metrics:
+    """Scores, rewards, advantages, returns, values and lengths of a training batch.
+
+    Args:
+        batch: columns `response_mask`, `attention_mask` (batch, prompt_len + response_len) and any of
+            `token_level_scores, token_level_rewards, advantages, returns, values` (batch, response_len).
+        max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
+
+    `critic/score` and `critic/rewards` are sums a row; the token columns are taken where `response_mask` is 1.
+    `response_length` counts all tokens after the prompt, those of tools included.
+    """
+    assert batch.batch is not None
+    columns = dict(batch.batch.items())
+    valid = columns["response_mask"].bool().any(-1)
+    mask = columns["response_mask"].bool()[valid]
+    metrics: Metrics = {}
+    for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
+        if key in columns:
+            metrics |= _spread(f"critic/{name}", columns[key][valid].double().sum(-1))
+    for name in ("advantages", "returns", "values"):
+        if name in columns:
+            metrics |= _spread(f"critic/{name}", columns[name][valid][mask])
+    if {"values", "returns"} <= columns.keys() and mask.any():
+        metrics["critic/vf_explained_var"] = _explained_variance(
+            columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
+        )
+    metrics |= _length_metrics(columns["attention_mask"][valid], mask.shape[-1], max_response_length)
+    return metrics
+
+
+def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
+    """1 - Var(returns - values) / Var(returns); the 1e-5 keeps it finite for constant returns."""
+    residual = (returns - values).var(unbiased=False)
+    return (1.0 - residual / (returns.var(unbiased=False) + 1e-5)).item()
+
+
+def _length_metrics(attention_mask: torch.Tensor, width: int, max_response_length: int | None) -> Metrics:
+    """`attention_mask`: (valid rows, prompt_len + width)."""
+    split = attention_mask.shape[-1] - width
+    prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
+    metrics = _spread("response_length", response) | _spread("prompt_length", prompt)
+    if response.numel():
+        limit = width if max_response_length is None else max_response_length
+        metrics["response_length/clip_ratio"] = (response >= limit).double().mean().item()
+    return metrics
+
+
+def tool_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+    """What the tools did, and how trajectories ended.
+
+    `tool/<name>/{calls,errors,timeouts}` count calls (a timeout is an error too), latencies are in seconds,
+    `tool/<name>/reward` is the mean of what the tool gave a trajectory that called it or was scored by it. Rates,
+    `num_turns` and `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
+    """
+    if not trajectories:
+        return {}
+    calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
+    metrics: Metrics = {}
+    for name, group in _by_tool(calls).items():
+        metrics |= _call_metrics(name, group)
+    kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    metrics |= _tool_rewards(kept)
+    metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
+    metrics |= _spread("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
+    if kept:
+        used = [any(call.error is None for call in trajectory.tool_calls) for trajectory in kept]
+        metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
+    metrics["rollout/malformed_calls"] = sum(call.error == "malformed" for call in calls)
+    metrics["rollout/unknown_tool_calls"] = sum(call.error == "unknown_tool" for call in calls)
+    for reason, count in Counter(trajectory.stop_reason for trajectory in trajectories).items():
+        metrics[f"rollout/stop_reason/{reason.value}"] = count / len(trajectories)
+    return metrics
+
+
+def _by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]:
+    groups: dict[str, list[ToolCallRecord]] = defaultdict(list)
+    for call in calls:
+        if call.error not in _NOT_A_TOOL:
+            groups[call.name].append(call)
+    return dict(sorted(groups.items()))
+
+
+def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
+    p50, p95 = np.percentile([call.seconds for call in calls], (50, 95))
+    return {
+        f"tool/{name}/calls": len(calls),
+        f"tool/{name}/errors": sum(call.error is not None for call in calls),
+        f"tool/{name}/timeouts": sum(call.error == "timeout" for call in calls),
+        f"tool/{name}/latency_p50": float(p50),
+        f"tool/{name}/latency_p95": float(p95),
+    }
+
+
+def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
+    given: dict[str, list[float]] = defaultdict(list)
+    for trajectory in trajectories:
+        totals = {call.name: 0.0 for call in trajectory.tool_calls if call.error not in _NOT_A_TOOL}
+        for _, name, value in trajectory.rewards.steps:
+            totals[name] = totals.get(name, 0.0) + value
+        for name, value in trajectory.rewards.final.items():
+            totals[name] = totals.get(name, 0.0) + value
+        for name, total in totals.items():
+            given[name].append(total)
+    return {f"tool/{name}/reward": float(np.mean(values)) for name, values in sorted(given.items())}
+
+
+def is_success(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> bool:
+    """Whether the scorer said so (`acc` of its info), or, where it said nothing, whether the total reward reaches 1."""
+    acc = rewards.score_info.get("acc")
+    if isinstance(acc, (bool, int, float)):
+        return acc >= 1
+    return rewards.total(tool_weight, score_weight) >= 1.0
+
+
+def reward_source_metrics(
+    trajectories: Sequence[Trajectory], tool_weight: float = 1.0, score_weight: float = 1.0
+) -> Metrics:
+    """`reward/{step,final,score,total,success}/mean` over trajectories that were not dropped.
+
+    `step` and `final` are unweighted sums a trajectory, `total` the weighted total; `score` only where a manager ran.
+    """
+    rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    if not rewards:
+        return {}
+    scores = [reward.score for reward in rewards if reward.score is not None]
+    sources: dict[str, Sequence[float]] = {
+        "step": [sum(value for _, _, value in reward.steps) for reward in rewards],
+        "final": [sum(reward.final.values()) for reward in rewards],
+        "score": scores,
+        "total": [reward.total(tool_weight, score_weight) for reward in rewards],
+        "success": [is_success(reward, tool_weight, score_weight) for reward in rewards],
+    }
+    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+
+
+def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
+    """Where the time of a step went.
+
+    Args:
+        timings: seconds by activity; `step` is the whole step (default: the sum of the others).
+        num_tokens: prompt and response tokens that the step processed.
+
+    `perf/throughput` is in tokens a second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
+    """
+    total = timings.get("step", sum(timings.values()))
+    metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
+    metrics |= {"perf/total_num_tokens": num_tokens, "perf/time_per_step": total}
+    metrics["perf/cpu_memory_used_gb"] = _resident_bytes() / 2**30
+    if num_tokens > 0:
+        metrics |= {f"timing_per_token_ms/{name}": 1000.0 * s / num_tokens for name, s in timings.items()}
+    if total > 0:
+        metrics["perf/throughput"] = num_tokens / total
+    return metrics
+
+
+def _resident_bytes() -> int:
+    statm = Path("/proc/self/statm")
+    if statm.exists():
+        return int(statm.read_text().split()[1]) * resource.getpagesize()
+    unit = 1 if sys.platform == "darwin" else 1024  # the peak, where the present size cannot be read
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+def wilson_interval(successes: float, n: int) -> tuple[float, float]:
+    """95 % confidence interval of a proportion (Wilson 1927); (0, 1) for n = 0. `successes` may be fractional.
+
+    Raises:
+        ValueError: `successes` is not within 0 and `n`.
+    """
+    if n == 0 and successes == 0:
+        return 0.0, 1.0
+    if not 0 <= successes <= n:
+        raise ValueError(f"{successes} successes of {n}")
+    p, z2 = successes / n, _Z_95**2
+    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
+    half = _Z_95 / (1 + z2 / n) * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n))
+    low = 0.0 if successes == 0 else max(centre - half, 0.0)  # the closed form is off by a rounding error at the ends
+    high = 1.0 if successes == n else min(centre + half, 1.0)
+    return low, high
+
+
+def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores: Sequence[float]) -> Metrics:
+    """`val-core/{data_source}/reward/…` from one score a sample; `uids` tells which samples share a prompt.
+
+    With N the most samples that a prompt of the source has: `mean@N` is the mean over prompts of a prompt's mean;
+    `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K samples drawn without replacement
+    (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has. For scores that are all 0 or
+    1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one prompt are not independent.
+
+    Raises:
+        ValueError: the sequences differ in length.
+    """
+    if not len(data_sources) == len(uids) == len(scores):
+        raise ValueError(f"{len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores")
+    grouped: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    for source, uid, score in zip(data_sources, uids, scores):
+        grouped[str(source)][str(uid)].append(float(score))
+    metrics: Metrics = {}
+    for source, prompts in sorted(grouped.items()):
+        metrics |= _source_metrics(f"val-core/{source}/reward", list(prompts.values()))
+    return metrics
+
+
+def _source_metrics(prefix: str, prompts: Sequence[Sequence[float]]) -> Metrics:
+    most = max(len(samples) for samples in prompts)
+    means = [float(np.mean(samples)) for samples in prompts]
+    metrics: Metrics = {f"{prefix}/mean@{most}": float(np.mean(means))}
+    if all(score in (0.0, 1.0) for samples in prompts for score in samples):
+        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+        metrics |= {f"{prefix}/mean@{most}/ci95_low": low, f"{prefix}/mean@{most}/ci95_high": high}
+    powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
+    for k in [*powers, most] if most > 1 else []:
+        best = [expected_best(samples, min(k, len(samples))) for samples in prompts]
+        metrics[f"{prefix}/best@{k}/mean"] = float(np.mean(best))
+    return metrics
+
+
+def expected_best(samples: Sequence[float], k: int) -> float:
+    """E[max of k of the n samples drawn without replacement] = Σᵢ x₍ᵢ₎ · C(i-1, k-1) / C(n, k), x₍ᵢ₎ ascending.
+
+    For scores 0 and 1 this is the unbiased pass@k of Chen et al. 2021 (arXiv 2107.03374).
+    """
+    ordered = sorted(samples)
+    chances = math.comb(len(ordered), k)
+    return sum(value * (math.comb(i, k - 1) / chances) for i, value in enumerate(ordered))

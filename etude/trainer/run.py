@@ -1,0 +1,71 @@
+"""The entry points that every way of starting a run shares: train, fine-tune, evaluate."""
+
+from __future__ import annotations
+
+import json
+import logging
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from etude.errors import ConfigError
+from etude.trainer.dumps import written_atomically
+from etude.trainer.metrics import is_success, wilson_interval
+from etude.trainer.ppo import PPOTrainer, validation_set
+from etude.trainer.rollouts import dump, trajectories_of
+from etude.trainer.setup import prepare
+from etude.trainer.sft import SFTTrainer
+
+logger = logging.getLogger(__name__)
+
+
+def train(config: DictConfig) -> dict[str, float]:
+    """A whole reinforcement-learning run; returns the figures of the last validation."""
+    trainer = PPOTrainer(prepare(config))
+    trainer.init_workers()
+    return trainer.fit()
+
+
+def fine_tune(config: DictConfig) -> Path:
+    """A whole supervised run; returns the model's folder."""
+    return SFTTrainer(config).fit()
+
+
+def evaluate(config: DictConfig, *, output: Path | None = None, dump_folder: Path | None = None) -> dict[str, Any]:
+    """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
+
+    Returns:
+        `samples`, `success` with a 95 % Wilson interval `success_low`, `success_high`, `tool_use` (share of trajectories
+        with a successful call), `reward`; written to `output` as JSON if given, the trajectories to `dump_folder`.
+    """
+    setup = prepare(config)
+    dataset = validation_set(setup)
+    if dataset is None:
+        raise ConfigError("data.val_files is empty: give the rows to evaluate on")
+    trainer = PPOTrainer(replace(setup, data=replace(setup.data, train_files=setup.data.val_files, train_batch_size=1)))
+    trainer.init_workers()
+    batch = trainer.roll_out_validation(dataset)
+    trajectories = trajectories_of(batch)
+    reward = setup.roles.reward
+    weights = (reward.tool_reward_weight, reward.score_weight)
+    successes = sum(is_success(t.rewards, *weights) for t in trajectories)
+    low, high = wilson_interval(successes, len(trajectories))
+    used_tool = sum(any(call.error is None for call in t.tool_calls) for t in trajectories)
+    count = max(len(trajectories), 1)
+    result = {
+        "samples": len(trajectories),
+        "dropped": len(batch) - len(trajectories),
+        "success": successes / count,
+        "success_low": low,
+        "success_high": high,
+        "tool_use": used_tool / count,
+        "reward": sum(t.rewards.total(*weights) for t in trajectories) / count,
+    }
+    if output is not None:
+        with written_atomically(output) as file:
+            file.write(json.dumps(result, indent=1).encode())
+    if dump_folder is not None:
+        dump(dump_folder, 0, batch, setup.chat, reward)
+    return result

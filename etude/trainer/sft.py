@@ -1,0 +1,242 @@
+"""`SFTTrainer`: supervised fine-tuning on conversations with tool calls, through the same workers as reinforcement.
+
+With `target_success`, the model is tried every few steps on sampled rollouts, and the run leaves the *last* snapshot whose
+success lies in the wished window: a policy that has tried the right thing often enough for reinforcement to have a
+signal, and is still bad enough for it to matter. A run that never enters the window says so and leaves nothing.
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from omegaconf import DictConfig
+
+from etude.agents import MultiTurnOptions, RolloutOptions
+from etude.chat import ChatTemplate
+from etude.config import to_options
+from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
+from etude.data.options import file_list
+from etude.distributed import InProcessWorkerGroup
+from etude.errors import ConfigError, DataError, EtudeError
+from etude.models import load_tokenizer
+from etude.registry import load_plugins
+from etude.trainer.display import Display
+from etude.trainer.interrupts import Interrupts
+from etude.trainer.metrics import reward_source_metrics, tool_metrics
+from etude.trainer.options import RunOptions
+from etude.trainer.rollouts import place_scores, rollout_batch, trajectories_of
+from etude.trainer.setup import apply_run_options, collect_tools, plain_config, resolve_device
+from etude.trainer.timing import Timings
+from etude.trainer.tracking import Tracking
+from etude.training import OptimOptions, demonstrations_to_batch
+from etude.training.sft import Demonstration
+from etude.workers import (
+    ActorOptions,
+    ActorRolloutRefWorker,
+    CriticOptions,
+    CustomRewardOptions,
+    ModelOptions,
+    RefOptions,
+    RewardOptions,
+    RoleOptions,
+)
+
+
+@dataclass(frozen=True)
+class SFTDataOptions:
+    """`data` of a supervised run. Lengths in tokens."""
+
+    train_files: tuple[str, ...] = ()
+    val_files: tuple[str, ...] = ()
+    train_batch_size: int = 32
+    max_length: int = 1024
+    shuffle: bool = True
+    seed: int = 1
+    apply_chat_template_kwargs: dict[str, Any] | None = None
+
+
+@dataclass(frozen=True)
+class TargetSuccessOptions:
+    """`target_success`: the window [low, high] of sampled success, tried every `every` steps on `samples` rollouts of at
+    most `max_response_length` tokens."""
+
+    data_files: str | list[str] | None = None
+    low: float = 0.2
+    high: float = 0.4
+    every: int = 25
+    samples: int = 64
+    max_response_length: int = 512
+
+
+class SFTTrainer:
+    """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
+
+    def __init__(self, config: DictConfig) -> None:
+        """Checks everything, reads the data, loads no model.
+
+        Raises:
+            ConfigError, DataError: one line that names the key, file or row.
+        """
+        load_plugins(config.plugins)
+        self.config = config
+        self.options = to_options(RunOptions, config.trainer, "trainer")
+        self.data = to_options(SFTDataOptions, config.data, "data")
+        self.target = to_options(TargetSuccessOptions, config.target_success, "target_success")
+        self.model = to_options(ModelOptions, config.model, "model")
+        apply_run_options(self.options)
+        if self.model.path is None:
+            raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
+        self.multi_turn = to_options(MultiTurnOptions, config.multi_turn, "multi_turn")
+        self.tools = collect_tools(self.multi_turn)
+        self.tokenizer = load_tokenizer(self.model.path, trust_remote_code=self.model.trust_remote_code)
+        self.chat = ChatTemplate(self.tokenizer, **(self.data.apply_chat_template_kwargs or {}))
+        schemas = {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
+        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(schemas.values()))
+        self.loader = ResumableLoader(
+            self.examples, self.data.train_batch_size, shuffle=self.data.shuffle, seed=self.data.seed
+        )
+        self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
+        if not self.total_steps:
+            raise ConfigError(
+                f"data.train_batch_size={self.data.train_batch_size} is more than the {len(self.examples)} rows"
+            )
+        self.trial = self._trial_rows(schemas)
+
+    def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
+        """All demonstrations as tokens; one that is longer than `data.max_length` is an error that names its row."""
+        examples = []
+        for number, row in enumerate(rows):
+            demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None)
+            length = sum(len(ids) for ids, _ in demonstration)
+            if length > self.data.max_length:
+                raise DataError(
+                    f"{', '.join(rows.files)}: row {number} has {length} tokens, more than data.max_length="
+                    f"{self.data.max_length}; raise it or leave the row out"
+                )
+            examples.append({"demonstration": demonstration})
+        return _Examples(examples, rows.fingerprint)
+
+    def _trial_rows(self, schemas: dict[str, dict[str, Any]]) -> RLDataset | None:
+        files = file_list(self.target.data_files)
+        if not files:
+            return None
+        options = DataOptions(
+            max_prompt_length=self.data.max_length, max_response_length=self.target.max_response_length
+        )
+        return RLDataset(files, chat=self.chat, tool_schemas=schemas, options=options, max_samples=self.target.samples)
+
+    def _roles(self, optim: OptimOptions) -> RoleOptions:
+        rollout = RolloutOptions(
+            prompt_length=self.data.max_length,
+            response_length=self.target.max_response_length,
+            multi_turn=self.multi_turn,
+            seed=self.options.seed,
+        )
+        return RoleOptions(
+            model=self.model,
+            actor=ActorOptions(optim=optim),
+            ref=RefOptions(),
+            rollout=rollout,
+            critic=CriticOptions(),
+            reward=RewardOptions(),
+            custom_reward=CustomRewardOptions(),
+            chat_template_kwargs=self.data.apply_chat_template_kwargs or {},
+            total_steps=self.total_steps,
+            deterministic=self.options.deterministic,
+            device=resolve_device(self.options.device),
+            config=self.config,
+        )
+
+    def fit(self) -> Path:
+        """Trains, and returns the folder of the resulting model.
+
+        Raises:
+            EtudeError: a wished success window was never entered.
+        """
+        run_dir = Path(self.options.default_local_dir)
+        run_dir.mkdir(parents=True, exist_ok=True)
+        (run_dir / "config.yaml").write_text(plain_config(self.config))
+        optim = to_options(OptimOptions, self.config.optim, "optim")
+        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self._roles(optim), self.tools)
+        self.group.init_model()
+        experiment = f"{self.options.project_name}/{self.options.experiment_name}"
+        tracking = Tracking(self.options.logger, run_dir, experiment)
+        with (
+            Display(self.total_steps, experiment, enabled="console" in self.options.logger) as display,
+            Interrupts(display.note) as interrupts,
+        ):
+            try:
+                return self._loop(run_dir, tracking, display, interrupts)
+            finally:
+                tracking.close()
+
+    def _loop(self, run_dir: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
+        result = run_dir / "huggingface"
+        seen: list[float] = []
+        kept: float | None = None
+        batches = iter(self.loader)
+        for step in range(1, self.total_steps + 1):
+            metrics = self._step([row["demonstration"] for row in next(batches)])
+            due = step % self.target.every == 0 or step == self.total_steps or interrupts.stop
+            if self.trial is not None and due:
+                figures = self._try_out(self.trial, step)
+                metrics |= figures
+                success = figures["reward/success/mean"]
+                seen.append(success)
+                if self.target.low <= success <= self.target.high:
+                    self._write(result)
+                    kept = success
+            tracking.log(metrics, step)
+            display.step(step, metrics)
+            past_window = kept is not None and seen[-1] > self.target.high
+            if interrupts.stop or past_window:
+                break
+        if self.trial is None:
+            self._write(result)
+        elif kept is None:
+            raise EtudeError(
+                f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
+                f"{', '.join(f'{s:.2f}' for s in seen)}: change trainer.total_training_steps, optim.lr or the demonstrations"
+            )
+        return result
+
+    def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
+        timings = Timings()
+        with timings("step"):
+            batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
+            [metrics] = self.group.update_sft(batch)
+        return metrics | {"timing_s/step": timings.seconds["step"]}
+
+    def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
+        """Success and tool use of `samples` sampled rollouts."""
+        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=step, validate=False)
+        batch = prompts.union(self.group.generate_sequences(prompts))
+        batch.meta_info.pop("metrics", None)
+        place_scores(batch, RewardOptions())
+        trajectories = trajectories_of(batch)
+        return reward_source_metrics(trajectories) | tool_metrics(trajectories)
+
+    def _write(self, folder: Path) -> None:
+        """Replaces the result as a whole: a reader never sees half a model."""
+        temporary = folder.with_name(".incomplete-huggingface")
+        shutil.rmtree(temporary, ignore_errors=True)
+        self.group.save_checkpoint(str(temporary))
+        shutil.rmtree(folder, ignore_errors=True)
+        (temporary / "actor" / "huggingface").rename(folder)
+        shutil.rmtree(temporary)
+
+
+class _Examples:
+    """Tokenised demonstrations, as `ResumableLoader` takes rows."""
+
+    def __init__(self, rows: list[dict[str, Any]], fingerprint: str) -> None:
+        self._rows, self.fingerprint = rows, fingerprint
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, number: int) -> dict[str, Any]:
+        return self._rows[number]

@@ -1,0 +1,21 @@
+"""Engines that turn batches into gradients: packing, chunked log-probs, optimizers, supervised fine-tuning."""
+
+from etude.training.log_probs import token_log_probs
+from etude.training.optim import OptimizerSet, OptimOptions
+from etude.training.partitions import balanced_partitions, token_budget_batches
+from etude.training.policy import LossScale, PolicyEngine
+from etude.training.sft import demonstrations_to_batch, sft_step
+from etude.training.value import ValueEngine
+
+__all__ = [
+    "LossScale",
+    "OptimOptions",
+    "OptimizerSet",
+    "PolicyEngine",
+    "ValueEngine",
+    "balanced_partitions",
+    "demonstrations_to_batch",
+    "sft_step",
+    "token_budget_batches",
+    "token_log_probs",
+]

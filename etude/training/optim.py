@@ -1,0 +1,115 @@
+"""Optimizers, learning-rate schedules and gradient clipping.
+
+`muon` uses `torch.optim.Muon` for the matrices of the transformer blocks, and AdamW for everything else (embeddings,
+norms, heads), as its authors advise. One `OptimizerSet` hides the difference.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from etude.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class OptimOptions:
+    """Optimizer and schedule; field names are the configuration keys below `optim`.
+
+    `lr_warmup_steps` rises linearly from 0; then `lr_scheduler_type` holds (`constant`) or decays (`linear`, `cosine`)
+    over the last `lr_decay_ratio` of the run to `min_lr_ratio` of the peak.
+    """
+
+    name: str = "adamw"
+    lr: float = 1e-6
+    betas: tuple[float, float] = (0.9, 0.999)
+    weight_decay: float = 0.01
+    muon_lr_multiplier: float = 10.0
+    lr_warmup_steps: int = 0
+    lr_scheduler_type: str = "constant"
+    lr_decay_ratio: float = 1.0
+    min_lr_ratio: float = 0.0
+    clip_grad: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.name not in ("adamw", "muon"):
+            raise ConfigError(f"optim.name must be adamw or muon, not '{self.name}'")
+        if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
+            raise ConfigError(f"optim.lr_scheduler_type must be constant, linear or cosine, not '{self.lr_scheduler_type}'")
+        if not 0 < self.lr_decay_ratio <= 1:
+            raise ConfigError(f"optim.lr_decay_ratio must lie in (0, 1], not {self.lr_decay_ratio}")
+
+
+class OptimizerSet:
+    """One or two optimizers over a model, their schedule and the number of steps done."""
+
+    def __init__(self, model: nn.Module, options: OptimOptions, total_steps: int | None) -> None:
+        """`total_steps` is the length of the schedule; a decaying one needs it."""
+        if options.lr_scheduler_type != "constant" and not total_steps:
+            raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
+        self.options, self.total_steps, self.steps = options, total_steps or 0, 0
+        self._parameters = [p for p in model.parameters() if p.requires_grad]
+        self._optimizers = _build(model, options)
+
+    @property
+    def lr(self) -> float:
+        """Learning rate of the next step (AdamW's, where there are two)."""
+        return self.options.lr * self._factor()
+
+    def _factor(self) -> float:
+        o, step = self.options, self.steps
+        warm = min(1.0, (step + 1) / o.lr_warmup_steps) if o.lr_warmup_steps else 1.0
+        if o.lr_scheduler_type == "constant":
+            return warm
+        decay_steps = max(1, round(self.total_steps * o.lr_decay_ratio))
+        progress = min(1.0, max(0.0, (step - (self.total_steps - decay_steps)) / decay_steps))
+        shape = 1 - progress if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
+        return warm * (o.min_lr_ratio + (1 - o.min_lr_ratio) * shape)
+
+    def step(self) -> float:
+        """Clips, steps, clears gradients; returns the gradient norm before clipping. Not-finite gradients skip the step."""
+        limit = self.options.clip_grad or math.inf
+        norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
+        if math.isfinite(norm):
+            factor = self._factor()
+            for optimizer, base in self._optimizers:
+                for group in optimizer.param_groups:
+                    group["lr"] = base * factor
+                optimizer.step()
+        self.steps += 1
+        self.zero_grad()
+        return norm
+
+    def zero_grad(self) -> None:
+        """Drops all gradients."""
+        for parameter in self._parameters:
+            parameter.grad = None
+
+    def state_dict(self) -> dict[str, Any]:
+        """Everything a bit-exact continuation needs."""
+        return {"steps": self.steps, "optimizers": [o.state_dict() for o, _ in self._optimizers]}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Restores `state_dict`'s result."""
+        self.steps = state["steps"]
+        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"]):
+            optimizer.load_state_dict(saved)
+
+
+def _build(model: nn.Module, o: OptimOptions) -> list[tuple[torch.optim.Optimizer, float]]:
+    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+
+    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(list(parameters), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+
+    if o.name == "adamw":
+        return [(adamw(p for _, p in named), o.lr)]
+    is_matrix = {n: p.ndim == 2 and ".layers." in n for n, p in named}
+    peak = o.lr * o.muon_lr_multiplier
+    muon = torch.optim.Muon([p for n, p in named if is_matrix[n]], lr=peak, weight_decay=o.weight_decay, momentum=0.95)
+    return [(muon, peak), (adamw(p for n, p in named if not is_matrix[n]), o.lr)]

@@ -1,0 +1,77 @@
+"""Cutting work into parts of equal cost.
+
+Invariant: every index appears in exactly one part, and the result depends only on the arguments.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Sequence
+
+
+def balanced_partitions(lengths: Sequence[int], k: int, equal_size: bool = False) -> list[list[int]]:
+    """Splits indices into `k` parts whose sums of `lengths` are close, by the largest differencing method.
+
+    Karmarkar and Karp 1982: start from one partial solution an item (with `equal_size`, one for each run of k items of
+    neighbouring length), then repeatedly merge the two with the largest spread, the heaviest part of one with the
+    lightest of the other.
+
+    Args:
+        lengths: cost of each item.
+        k: number of parts.
+        equal_size: parts hold equally many items; needs len(lengths) divisible by k.
+
+    Returns:
+        k lists of indices, each sorted, in order of their first index.
+
+    Raises:
+        ValueError: k < 1, fewer items than parts, or a count that `equal_size` cannot split.
+    """
+    count = len(lengths)
+    if k < 1 or count < k or (equal_size and count % k):
+        raise ValueError(f"cannot split {count} items into {k} {'equal ' if equal_size else 'non-empty '}parts")
+    order = sorted(range(count), key=lambda i: (-lengths[i], i))
+    width = k if equal_size else 1
+    heap = []
+    for serial, start in enumerate(range(0, count, width)):
+        parts = [(lengths[i], [i]) for i in order[start : start + width]]
+        parts += [(0, [])] * (k - len(parts))
+        heap.append(_solution(parts, serial))
+    heapq.heapify(heap)
+    while len(heap) > 1:
+        _, serial, heavy_first = heapq.heappop(heap)
+        _, _, other = heapq.heappop(heap)
+        merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(heavy_first, reversed(other))]
+        heapq.heappush(heap, _solution(merged, serial))
+    parts = [sorted(items) for _, items in heap[0][2]]
+    _fill_empty(parts, lengths)
+    return sorted(parts)
+
+
+_Parts = list[tuple[int, list[int]]]
+
+
+def _solution(parts: _Parts, serial: int) -> tuple[int, int, _Parts]:
+    """A heap entry: spread (negated: the largest comes first), a tie-breaker, parts from heavy to light."""
+    ordered = sorted(parts, key=lambda part: -part[0])
+    return ordered[-1][0] - ordered[0][0], serial, ordered
+
+
+def _fill_empty(parts: list[list[int]], lengths: Sequence[int]) -> None:
+    """Moves single items into parts left empty by zero-cost items or extreme lengths."""
+    for part in parts:
+        if not part:
+            donor = max((p for p in parts if len(p) > 1), key=len)
+            part.append(donor.pop(min(range(len(donor)), key=lambda j: lengths[donor[j]])))
+
+
+def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
+    """The fewest balanced parts whose token sums stay within `max_tokens` (an item longer than that stands alone)."""
+    if not lengths:
+        return []
+    k = max(1, -(-sum(lengths) // max_tokens))
+    while True:
+        parts = balanced_partitions(lengths, min(k, len(lengths)))
+        if k >= len(lengths) or all(sum(lengths[i] for i in p) <= max_tokens for p in parts):
+            return parts
+        k += 1

@@ -1,0 +1,50 @@
+"""Supervised fine-tuning on demonstrations, with the provenance mask: only what a policy would have sampled is learned.
+
+A demonstration is tokenised exactly as a rollout of the same conversation would have been assembled
+(`ChatTemplate.demonstration`), so that the policy later meets the contexts it was trained on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import agg_loss
+from etude.protocol import DataProto
+from etude.training.policy import LossScale, PolicyEngine
+from etude.trajectory import Provenance
+
+Demonstration = Sequence[tuple[Sequence[int], Provenance]]
+
+
+def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int) -> DataProto:
+    """Right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch, width)."""
+    ids = [torch.tensor([t for run, _ in example for t in run]) for example in examples]
+    masks = [
+        torch.tensor([int(who is Provenance.SAMPLED) for run, who in example for _ in run]) for example in examples
+    ]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return DataProto.from_single_dict(
+        {
+            "input_ids": pad(ids, batch_first=True, padding_value=pad_token_id),
+            "attention_mask": pad([torch.ones_like(x) for x in ids], batch_first=True),
+            "response_mask": pad(masks, batch_first=True),
+        }
+    )
+
+
+def sft_step(engine: PolicyEngine, batch: DataProto) -> dict[str, float]:
+    """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns.
+
+    Returns the figures `loss`, `grad_norm`, `lr`.
+    """
+
+    def loss(
+        log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale
+    ) -> tuple[Tensor, dict[str, float]]:
+        mask = micro.batch["response_mask"]
+        return agg_loss(-log_probs, mask, "token-mean", batch_num_tokens=scale.batch_num_tokens), {}
+
+    return engine.update(batch, loss, temperature=1.0)

@@ -1,0 +1,71 @@
+"""The critic's training engine: values of a batch, and gradient steps on a mini-batch. Packed like the policy's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.algorithms import value_loss
+from etude.models.packed import enable_packing
+from etude.protocol import DataProto
+from etude.training.optim import OptimizerSet
+from etude.training.packing import PackedRows, pack
+from etude.training.policy import accumulate
+
+
+class ValueEngine:
+    """A `ValueModel` with its optimizer. A token's value is that of the context before it."""
+
+    def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
+        enable_packing(model.backbone)
+        self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
+        self._device = next(model.parameters()).device
+
+    def _forward(self, packed: PackedRows) -> Tensor:
+        positions = packed.layout.position_ids(self._device)
+        values = self.model(input_ids=packed.token_ids[None], position_ids=positions, layout=packed.layout)
+        return packed.scatter(values[0][packed.source].float())
+
+    @torch.no_grad()
+    def values(self, batch: DataProto) -> Tensor:
+        """(batch, response_len) values on the CPU; 0 where `response_mask` is 0."""
+        self.model.eval()
+        result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+
+        def step(rows: list[int]) -> dict[str, float]:
+            result[rows] = self._forward(pack(batch, rows, self._device)).cpu()
+            return {}
+
+        accumulate(batch, self._max_tokens, step)
+        return result
+
+    def update(self, batch: DataProto, *, cliprange_value: float, loss_agg_mode: str) -> dict[str, float]:
+        """One optimizer step towards `returns`; needs the columns `values` and `returns`."""
+        self.model.train()
+        mask = batch.batch["response_mask"]
+        tokens, sequences = float(mask.sum()), float(mask.any(dim=1).sum())
+        total = 0.0
+
+        def step(rows: list[int]) -> dict[str, float]:
+            nonlocal total
+            micro = batch.select_idxs(rows).to(self._device).batch
+            loss, metrics = value_loss(
+                vpreds=self._forward(pack(batch, rows, self._device)),
+                values=micro["values"],
+                returns=micro["returns"],
+                response_mask=micro["response_mask"],
+                cliprange_value=cliprange_value,
+                loss_agg_mode=loss_agg_mode,
+                batch_num_tokens=tokens,
+                global_batch_size=sequences,
+            )
+            loss.backward()
+            total += float(loss.detach())
+            return metrics
+
+        lr = self.optimizer.lr
+        metrics = accumulate(batch, self._max_tokens, step)
+        norm = self.optimizer.step()
+        return metrics | {"critic/vf_loss": total, "critic/grad_norm": norm, "critic/lr": lr}

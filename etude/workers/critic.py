@@ -1,0 +1,75 @@
+"""The critic: values of contexts, learned from returns."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.distributed import Dispatch, Worker, register
+from etude.errors import ConfigError
+from etude.models import load_value_model
+from etude.protocol import DataProto
+from etude.training import OptimizerSet, ValueEngine
+from etude.workers.minibatches import mini_batches
+from etude.workers.options import RoleOptions
+
+
+class CriticWorker(Worker):
+    """A value model with its optimizer, started from `critic.model.path` (by default the policy's)."""
+
+    def __init__(self, options: RoleOptions, **place: Any) -> None:
+        super().__init__(device=options.device, **place)
+        self.options = options
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model and builds the optimizer."""
+        critic, model = self.options.critic, self.options.model
+        path = critic.model.path or model.path
+        if path is None:
+            raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
+        self.model = load_value_model(
+            path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+        )
+        self._optimizer = OptimizerSet(self.model, critic.optim, self.options.total_steps)
+        self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_values(self, data: DataProto) -> DataProto:
+        """`values` (batch, response_len): the value of the context before each sampled token."""
+        return DataProto.from_single_dict({"values": self._engine.values(data)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_critic(self, data: DataProto) -> dict[str, float]:
+        """Epochs over mini-batches towards `returns`; mean figures, names `critic/*`."""
+        critic, actor = self.options.critic, self.options.actor
+        collected: dict[str, list[float]] = defaultdict(list)
+        for epoch in range(critic.ppo_epochs):
+            seed = (actor.data_loader_seed, data.meta_info["global_step"], epoch)
+            for mini in mini_batches(data, critic.ppo_mini_batch_size, shuffle=actor.shuffle, seed=seed):
+                figures = self._engine.update(
+                    mini, cliprange_value=critic.cliprange_value, loss_agg_mode=critic.loss_agg_mode
+                )
+                for name, value in figures.items():
+                    collected[name].append(value)
+        return {name: sum(values) / len(values) for name, values in collected.items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes `critic/huggingface` and `critic/optimizer.pt`."""
+        if self.rank == 0:
+            target = Path(folder) / "critic"
+            self.model.save_pretrained(target / "huggingface")
+            torch.save(self._optimizer.state_dict(), target / "optimizer.pt")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores weights, in place, and the optimizer's state."""
+        source = Path(folder) / "critic"
+        saved = load_value_model(str(source / "huggingface"), dtype=self.options.model.dtype, device=self.device)
+        self.model.load_state_dict(saved.state_dict())
+        state = torch.load(source / "optimizer.pt", map_location=self.device, weights_only=True)
+        self._optimizer.load_state_dict(state)

@@ -1,0 +1,29 @@
+"""Mini-batches of whole prompt groups.
+
+Invariant: every row is in exactly one mini-batch an epoch; rows of one prompt stay together; the mini-batches of an epoch
+differ in size by at most one group, so that no update rests on a handful of rows. The order depends only on the seed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from etude.protocol import DataProto
+
+
+def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> Iterator[DataProto]:
+    """Mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
+    order: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch["uid"].tolist()):
+        order.setdefault(uid, []).append(row)
+    members = list(order.values())
+    numbers = np.arange(len(members))
+    if shuffle:
+        np.random.default_rng(list(seed)).shuffle(numbers)
+    for part in np.array_split(numbers, max(1, -(-len(members) // groups))):
+        rows = [row for number in part for row in members[number]]
+        if rows:
+            yield data.select_idxs(rows)

@@ -1,0 +1,240 @@
+"""The policy's roles in one worker: actor, rollout and reference share a process, and actor and rollout the weights.
+
+Invariant: the engine samples from the very tensors the actor updates; after every update the engine forgets what it had
+computed with the old ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import defaultdict
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.agents import AgentContext, AgentLoopManager, RolloutOptions, Sampling, to_batch
+from etude.agents.batch import rows_of
+from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss
+from etude.chat import ChatTemplate, ToolParser
+from etude.data import active_tools
+from etude.distributed import Dispatch, Worker, register
+from etude.errors import ConfigError
+from etude.inference import ENGINES, NativeEngine, NativeEngineOptions
+from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_pretrained
+from etude.protocol import DataProto
+from etude.tools import BaseTool
+from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
+from etude.workers.minibatches import mini_batches
+from etude.workers.options import RoleOptions
+from etude.workers.reward import build_scorer
+
+logger = logging.getLogger(__name__)
+
+
+class ActorRolloutRefWorker(Worker):
+    """Samples, computes log-probs and learns. `tools` are the configured ones, loaded once a process."""
+
+    def __init__(self, options: RoleOptions, tools: dict[str, BaseTool], **place: Any) -> None:
+        super().__init__(device=options.device, **place)
+        self.options, self._tools = options, tools
+        self._updates = 0
+
+    # -- set-up --------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads tokenizer and model(s) and builds the optimizer and the engine.
+
+        Raises:
+            ConfigError: the model folder, a name in the rollout section or a reward setting is wrong.
+        """
+        options = self.options
+        self.tokenizer, self.model = self._load()
+        optimizer = OptimizerSet(self.model, options.actor.optim, options.total_steps)
+        self._actor = PolicyEngine(
+            self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer
+        )
+        self._ref: PolicyEngine | None = None
+        if options.needs_ref:
+            self._ref = PolicyEngine(self._load()[1], max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+        self._manager = self._build_manager(options.rollout)
+        self._loop = asyncio.new_event_loop()  # one for the worker's life: tools may keep connections in it
+
+    def _load(self) -> tuple[Any, Any]:
+        model = self.options.model
+        if model.path is None:
+            raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        network = load_causal_lm(
+            model.path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+        )
+        check_vocabulary(tokenizer, network)
+        return tokenizer, network
+
+    def _build_manager(self, rollout: RolloutOptions) -> AgentLoopManager:
+        if rollout.name not in ENGINES or rollout.name == "scripted":
+            usable = [name for name in ENGINES.names() if name != "scripted"]
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name={rollout.name}: this engine is not available (available: {', '.join(usable)})"
+            )
+        engine = NativeEngine(
+            self.model,
+            NativeEngineOptions(
+                max_num_seqs=rollout.max_num_seqs,
+                max_num_batched_tokens=rollout.max_num_batched_tokens,
+                max_model_len=rollout.max_model_len,
+                deterministic=self.options.deterministic,
+            ),
+        )
+        context = AgentContext(
+            config=self.options.config,
+            options=rollout,
+            tokenizer=self.tokenizer,
+            chat=ChatTemplate(self.tokenizer, **dict(self.options.chat_template_kwargs)),
+            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
+            tools=self._tools if rollout.multi_turn.enable else {},
+        )
+        scorer = build_scorer(self.options, self.tokenizer) if rollout.mode == "async" else None
+        return AgentLoopManager(context, engine, scorer, deterministic=self.options.deterministic)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def set_progress(self, on_progress: Callable[[int, int], None] | None) -> None:
+        """Whom to tell, as (finished, total), about trajectories of a rollout under way."""
+        self._manager.on_progress = on_progress
+
+    # -- rollout -------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        """Rolls out each row once.
+
+        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`. Returns the
+        columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
+        `engine`, a list of the engine's figures.
+        """
+        rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
+        chosen: Any = rollout.val_kwargs if validate else rollout
+        temperature = chosen.temperature if chosen.do_sample else 0.0
+        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
+        rows = rows_of(data)
+        for row in rows:
+            row["active_tools"] = active_tools(row, list(self._manager.context.tools))
+        results = self._run(self._manager.generate(rows, sampling))
+        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        batch.meta_info["metrics"] = self._manager.engine.metrics()
+        return batch
+
+    def _run(self, work: Any) -> Any:
+        """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""
+        task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:
+            task.cancel()
+            self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            raise
+
+    # -- learning ------------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` (batch, response_len) of the current weights, at meta_info's `temperature`."""
+        log_probs, entropies = self._actor.log_probs(data, data.meta_info["temperature"])
+        return DataProto.from_single_dict({"old_log_probs": log_probs, "entropys": entropies})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
+        if self._ref is None:
+            raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
+        return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> dict[str, float]:
+        """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`. Returns mean figures, names `actor/*`."""
+        actor = self.options.actor
+        collected: dict[str, list[float]] = defaultdict(list)
+        for epoch in range(actor.ppo_epochs):
+            seed = (actor.data_loader_seed, data.meta_info["global_step"], epoch)
+            for mini in mini_batches(data, actor.ppo_mini_batch_size, shuffle=actor.shuffle, seed=seed):
+                figures = self._actor.update(
+                    mini, self._loss, data.meta_info["temperature"], entropy_grad=actor.entropy_coeff != 0
+                )
+                for name, value in figures.items():
+                    collected[name if "/" in name else f"actor/{name}"].append(value)
+        self._updates += 1
+        self._run(self._manager.engine.update_weights(None, self._updates))
+        return {name: sum(values) / len(values) for name, values in collected.items()}
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_sft(self, data: DataProto) -> dict[str, float]:
+        """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`)."""
+        figures = sft_step(self._actor, data)
+        self._updates += 1
+        self._run(self._manager.engine.update_weights(None, self._updates))
+        return {f"sft/{name}": value for name, value in figures.items()}
+
+    def _loss(
+        self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale
+    ) -> tuple[Tensor, dict[str, float]]:
+        """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
+        actor, columns = self.options.actor, micro.batch
+        mask = columns["response_mask"]
+        scaling = {
+            "batch_num_tokens": scale.batch_num_tokens,
+            "global_batch_size": scale.global_batch_size,
+            "loss_scale_factor": actor.loss_scale_factor,
+        }
+        # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
+        old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs.detach()
+        loss, metrics = policy_loss(
+            actor.policy_loss.loss_mode,
+            old_log_prob=old,
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=actor.loss_agg_mode,
+            clip_ratio=actor.clip_ratio,
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            **scaling,
+        )
+        metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
+        if actor.entropy_coeff:
+            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)
+        if actor.use_kl_loss:
+            penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
+            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, actor.loss_agg_mode, **scaling)
+            metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
+        return loss, metrics
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
+        if self.rank == 0:
+            target = Path(folder) / "actor"
+            save_pretrained(self.model, self.tokenizer, target / "huggingface")
+            torch.save({"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}, target / "optimizer.pt")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores weights, in place, and the optimizer's state, bit for bit."""
+        source = Path(folder) / "actor"
+        saved = load_causal_lm(str(source / "huggingface"), dtype=self.options.model.dtype, device=self.device)
+        self.model.load_state_dict(saved.state_dict())
+        state = torch.load(source / "optimizer.pt", map_location=self.device, weights_only=True)
+        self._actor_optimizer.load_state_dict(state["optimizer"])
+        self._updates = state["updates"]
+        self._run(self._manager.engine.update_weights(None, self._updates))
+
+    @property
+    def _actor_optimizer(self) -> OptimizerSet:
+        assert self._actor.optimizer is not None
+        return self._actor.optimizer

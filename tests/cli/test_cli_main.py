@@ -1,0 +1,124 @@
+"""`etude`: the lazy list of commands, and how each kind of ending becomes an exit status."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import click
+import pytest
+
+import etude
+from etude.cli import main as main_module
+from etude.cli.main import COMMANDS, LazyCommand, cli, run
+from etude.errors import ConfigError, TrainingStopped
+
+ROOT = Path(etude.__file__).parents[1]
+
+
+def ends_with(error: BaseException | None):
+    """A command that ends with `error`."""
+
+    @click.command()
+    def command():
+        if error is not None:
+            raise error
+
+    return command
+
+
+@pytest.mark.parametrize(
+    ("error", "status"),
+    [
+        (None, 0),
+        (ConfigError("a.yaml: no"), 2),
+        (TrainingStopped("stopped"), 2),
+        (KeyboardInterrupt(), 130),
+        (click.Abort(), 130),
+        (click.UsageError("odd"), 2),
+    ],
+)
+def test_every_ending_has_its_status(error, status):
+    assert run(ends_with(error), []) == status
+
+
+def test_a_users_error_is_one_line_on_stderr(capsys):
+    run(ends_with(ConfigError("first\nsecond")), [])
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", "error: first second\n")
+
+
+def test_debugging_shows_the_traceback(monkeypatch):
+    monkeypatch.setenv("ETUDE_DEBUG", "1")
+    with pytest.raises(ConfigError):
+        run(ends_with(ConfigError("x")), [])
+    monkeypatch.setenv("ETUDE_DEBUG", "0")
+    assert run(ends_with(ConfigError("x")), []) == 2
+
+
+def test_a_fault_of_ours_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        run(ends_with(ZeroDivisionError()), [])
+
+
+def test_the_version_and_the_help(capsys):
+    assert run(cli, ["--version"]) == 0
+    assert etude.__version__ in capsys.readouterr().out
+    assert run(cli, ["--help"]) == 0
+    shown = capsys.readouterr().out
+    assert COMMANDS["config"].help in shown
+
+
+def test_a_misspelt_command_is_answered_with_the_nearest(capsys):
+    assert run(cli, ["confg"]) == 2
+    assert "did you mean 'config'?" in capsys.readouterr().err
+
+
+def test_a_command_that_is_not_installed_is_not_listed(monkeypatch, capsys):
+    monkeypatch.setitem(COMMANDS, "later", LazyCommand("etude.cli.later_on:later", "Not yet."))
+    run(cli, ["--help"])
+    assert "Not yet." not in capsys.readouterr().out
+    assert run(cli, ["later"]) == 2
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_listed_command_loads(name):
+    context = click.Context(cli)
+    if name in cli.list_commands(context):
+        assert isinstance(cli.get_command(context, name), click.Command)
+
+
+def test_the_logging_level_is_checked(monkeypatch, capsys):
+    monkeypatch.setenv("ETUDE_LOGGING_LEVEL", "WARNIN")
+    assert run(cli, ["config", "--yaml"]) == 2
+    assert "did you mean 'WARNING'?" in capsys.readouterr().err
+    monkeypatch.setenv("ETUDE_LOGGING_LEVEL", "debug")
+    assert run(cli, ["config", "--yaml"]) == 0
+    assert main_module.logging.getLogger("etude").level == main_module.logging.DEBUG
+    main_module.set_logging_level("WARNING")
+
+
+def test_the_help_imports_nothing_heavy():
+    script = (
+        "import sys; from etude.cli.main import cli, run; status = run(cli, ['--help']);"
+        "heavy = {'torch', 'ray', 'transformers', 'hydra', 'omegaconf', 'numpy', 'pyarrow', 'rich'} & set(sys.modules);"
+        "sys.exit(status or (f'imported {sorted(heavy)}' if heavy else 0))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Commands:" in done.stdout
+
+
+def test_a_refused_argument_in_a_process_of_its_own():
+    done = subprocess.run(
+        [sys.executable, "-m", "etude.cli.main", "config", "trainer.sed=3"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+    assert done.returncode == 2
+    assert done.stderr == "error: unknown key trainer.sed (command line); did you mean trainer.seed?\n"
+    assert done.stdout == ""

@@ -1,0 +1,401 @@
+"""The four layers: what overrides what, what is refused, and that nothing is left behind."""
+
+import re
+import textwrap
+from pathlib import Path
+
+import hydra
+import pytest
+from hydra.core.global_hydra import GlobalHydra
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from etude.config import compose, compose_with_sources, package_roots
+from etude.config.layers import TREE, file_layers
+from etude.errors import ConfigError
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def write(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(textwrap.dedent(text), encoding="utf-8")
+    return path
+
+
+def refusal(*arguments, **keywords) -> str:
+    """The one line with which a composition is refused."""
+    with pytest.raises(ConfigError) as caught:
+        compose(*arguments, **keywords)
+    text = str(caught.value)
+    assert "\n" not in text
+    return text
+
+
+# The package's own tree
+
+
+@pytest.mark.parametrize("root", package_roots())
+def test_every_root_composes_with_everything_filled_in(root):
+    config = compose(root)
+    assert "${" not in OmegaConf.to_yaml(config)
+    assert OmegaConf.is_struct(config)
+
+
+@pytest.mark.parametrize("root", package_roots())
+def test_the_layers_merge_to_what_hydra_composes(root):
+    merged = OmegaConf.merge(*(layer.values for layer in file_layers(root, TREE)))
+    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
+        composed = hydra.compose(root)
+    assert OmegaConf.to_container(merged, resolve=False) == OmegaConf.to_container(composed, resolve=False)
+
+
+@pytest.mark.parametrize("path", sorted(TREE.rglob("*.yaml")), ids=lambda p: str(p.relative_to(TREE)))
+def test_every_key_is_commented(path):
+    lines = path.read_text(encoding="utf-8").splitlines()
+    assert lines[0].startswith("# ")
+    uncommented = []
+    in_defaults = False
+    for number, line in enumerate(lines):
+        if re.match(r"\S", line):
+            in_defaults = line.startswith("defaults:")
+        is_leaf = re.match(r"\s*\w+: \S", line) is not None
+        if is_leaf and not in_defaults and not lines[number - 1].lstrip().startswith("#"):
+            uncommented.append(line.strip())
+    assert uncommented == []
+
+
+def test_the_roots_differ_where_they_say():
+    assert compose("ppo_trainer").algorithm.adv_estimator == "gae"
+    assert compose("grpo_trainer").algorithm.adv_estimator == "grpo"
+    quickstart = compose("quickstart")
+    assert quickstart.trainer.deterministic is True
+    assert [Path(p).name for p in quickstart.actor_rollout_ref.rollout.multi_turn.tool_config_path] == [
+        "calculator.yaml"
+    ]
+    gsm8k = compose("gsm8k_tool")
+    assert gsm8k.reward_model.enable is False
+    assert all(Path(p).is_file() for p in gsm8k.actor_rollout_ref.rollout.multi_turn.tool_config_path)
+    assert len(gsm8k.actor_rollout_ref.rollout.multi_turn.tool_config_path) == 2
+
+
+def test_an_unknown_builtin_tool_is_one_line():
+    text = refusal("ppo_trainer", [f"{ROLLOUT}.tool_config='${{etude.builtin_tools:calculater}}'"])
+    assert "tool_config" in text
+    assert "calculater" in text
+
+
+def test_composing_leaves_hydra_as_it_was():
+    compose("ppo_trainer")
+    assert not GlobalHydra.instance().is_initialized()
+    with hydra.initialize_config_dir(str(TREE), version_base="1.3"):
+        compose("sft")
+        assert hydra.compose("grpo_trainer").algorithm.adv_estimator == "grpo"
+
+
+# The user's YAML and the command line
+
+
+def test_each_layer_overrides_the_one_before(tmp_path):
+    write(tmp_path, "mine.yaml", "data: {train_batch_size: 7, max_prompt_length: 99}\n")
+    composition = compose_with_sources("mine", ["data.max_prompt_length=100"], tmp_path, root="grpo_trainer")
+    config, sources = composition.config, composition.sources
+    assert (config.data.max_response_length, sources["data.max_response_length"]) == (2048, "data/data.yaml")
+    assert (config.algorithm.adv_estimator, sources["algorithm.adv_estimator"]) == ("grpo", "grpo_trainer.yaml")
+    assert (config.data.train_batch_size, sources["data.train_batch_size"]) == (7, str(tmp_path / "mine.yaml"))
+    assert (config.data.max_prompt_length, sources["data.max_prompt_length"]) == (100, "command line")
+    assert config.actor_rollout_ref.rollout.prompt_length == 100
+
+
+def test_every_leaf_has_a_source(tmp_path):
+    write(tmp_path, "mine.yaml", "reward_model: {reward_kwargs: {a: {b: 1}, c: []}}\n")
+    composition = compose_with_sources("mine", ["reward_model.reward_kwargs.a.d=2"], tmp_path)
+    for key in ("reward_model.reward_kwargs.a.b", "reward_model.reward_kwargs.c", "plugins", "data.train_files"):
+        assert composition.sources[key]
+    assert composition.sources["reward_model.reward_kwargs.a.d"] == "command line"
+    assert "reward_model.reward_kwargs" not in composition.sources
+
+
+@pytest.mark.parametrize("listed", ["grpo_trainer", "sft"])
+def test_a_defaults_list_may_name_another_root(tmp_path, listed):
+    write(tmp_path, "mine.yaml", f"defaults: [{listed}, _self_]\ntrainer: {{seed: 5}}\n")
+    config = compose("mine", [], tmp_path, root="ppo_trainer")
+    expected = compose(listed, ["trainer.seed=5"])
+    assert config == expected
+
+
+def test_a_defaults_list_may_include_own_files_and_hydra_settings(tmp_path):
+    write(tmp_path, "part/small.yaml", "train_batch_size: 3\n")
+    write(
+        tmp_path,
+        "mine.yaml",
+        """
+        hydra: {searchpath: [file://verl/trainer/config]}
+        defaults: [ppo_trainer, part@data: small, _self_]
+        """,
+    )
+    assert compose("mine", [], tmp_path).data.train_batch_size == 3
+    assert compose("mine", ["data.train_batch_size=4"], tmp_path).data.train_batch_size == 4
+
+
+def test_a_group_is_chosen_on_the_command_line(tmp_path):
+    write(tmp_path, "part/small.yaml", "train_batch_size: 3\n")
+    write(tmp_path, "part/large.yaml", "train_batch_size: 300\n")
+    write(tmp_path, "mine.yaml", "defaults: [part@data: small, _self_]\n")
+    assert compose("mine", ["part@data=large"], tmp_path).data.train_batch_size == 300
+    assert compose("ppo_trainer", ["data=legacy_data"]) == compose("ppo_trainer")
+
+
+def test_a_yaml_that_was_printed_composes_to_itself(tmp_path):
+    config = compose("quickstart", ["trainer.seed=9"])
+    write(tmp_path, "again.yaml", OmegaConf.to_yaml(config))
+    assert compose("again", [], tmp_path) == config
+
+
+def test_a_name_is_looked_up_in_config_and_here(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path, "config/one.yaml", "trainer: {seed: 11}\n")
+    write(tmp_path, "two.yaml", "trainer: {seed: 12}\n")
+    assert compose("one").trainer.seed == 11
+    assert compose("two").trainer.seed == 12
+    assert compose("config/one.yaml").trainer.seed == 11
+    assert compose("one.yaml", [], "config").trainer.seed == 11
+
+
+def test_a_users_file_may_have_the_name_of_a_root(tmp_path):
+    write(tmp_path, "quickstart.yaml", "trainer: {seed: 13}\n")
+    assert compose("quickstart", [], tmp_path).trainer.seed == 13
+
+
+def test_a_missing_file_is_named_with_the_nearest(tmp_path):
+    write(tmp_path, "training.yaml", "trainer: {seed: 1}\n")
+    text = refusal("trainin", [], tmp_path)
+    assert str(tmp_path) in text
+    assert "did you mean 'training'?" in text
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [
+        ("a: [1\n", "line"),
+        ("- 1\n- 2\n", "key: value"),
+        ("defaults: [nowhere]\n", "nowhere"),
+        ("defaults: [grpo_trainer, data@data: data, _self_]\n", "data"),
+        ("\x80", "mine.yaml"),
+    ],
+)
+def test_a_broken_file_is_named(tmp_path, content, expected):
+    (tmp_path / "mine.yaml").write_bytes(content.encode("latin-1"))
+    text = refusal("mine", [], tmp_path)
+    assert "mine.yaml" in text
+    assert expected in text
+
+
+def test_an_empty_file_changes_nothing(tmp_path):
+    write(tmp_path, "mine.yaml", "# nothing yet\n")
+    assert compose("mine", [], tmp_path) == compose("ppo_trainer")
+
+
+# Names
+
+
+@pytest.mark.parametrize(
+    ("key", "nearest"),
+    [
+        ("data.trian_files", "data.train_files"),
+        ("trainer.sed", "trainer.seed"),
+        ("trainer.lr", "actor_rollout_ref.actor.optim.lr"),
+        ("rollout.n", "actor_rollout_ref.rollout"),
+        (f"{ROLLOUT}.multi_turns.format", f"{ROLLOUT}.multi_turn"),
+        (f"{ROLLOUT}.max_assistant_turns", f"{ROLLOUT}.multi_turn.max_assistant_turns"),
+    ],
+)
+def test_an_unknown_key_is_named_with_the_nearest(tmp_path, key, nearest):
+    for prefix in ("", "+", "++"):
+        text = refusal("ppo_trainer", [f"{prefix}{key}=1"])
+        assert "(command line)" in text
+        assert f"did you mean {nearest}?" in text
+    write(tmp_path, "mine.yaml", OmegaConf.to_yaml(_nested(key, 1)))
+    text = refusal("mine", [], tmp_path)
+    assert str(tmp_path / "mine.yaml") in text
+    assert f"did you mean {nearest}?" in text
+
+
+def _nested(key, value):
+    config = OmegaConf.create()
+    OmegaConf.update(config, key, value, force_add=True)
+    return config
+
+
+def test_a_key_unlike_any_other_is_refused_without_a_guess():
+    assert "etude config" in refusal("ppo_trainer", ["qqq.xxx=1"])
+
+
+def test_free_form_sections_take_anything():
+    config = compose(
+        "ppo_trainer",
+        [
+            "reward_model.reward_kwargs.a.b=1",
+            "custom_reward_function.reward_kwargs={x: [1, 2]}",
+            "data.apply_chat_template_kwargs.enable_thinking=false",
+        ],
+    )
+    assert config.reward_model.reward_kwargs == {"a": {"b": 1}}
+    assert config.custom_reward_function.reward_kwargs == {"x": [1, 2]}
+    assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
+
+
+@pytest.mark.parametrize("key", ["reward_model.reward_kwargs", "data", "actor_rollout_ref.actor.optim"])
+@pytest.mark.parametrize("value", ["3", "null", "[1]"])
+def test_a_section_cannot_become_a_value(key, value):
+    text = refusal("ppo_trainer", [f"{key}={value}"])
+    assert f"{key} must be a section" in text
+
+
+# Types
+
+
+@pytest.mark.parametrize(
+    ("override", "expected"),
+    [
+        ("trainer.seed=x", "trainer.seed must be a whole number, got 'x' (command line)"),
+        ("trainer.seed=1.5", "trainer.seed must be a whole number, got 1.5"),
+        ("trainer.seed=null", "trainer.seed must be a whole number, got null"),
+        ("trainer.seed=true", "trainer.seed must be a whole number, got True"),
+        ("trainer.seed=[1]", "trainer.seed must be a whole number, got [1]"),
+        ("data.shuffle=1", "data.shuffle must be true or false, got 1"),
+        ("data.prompt_key=3", "data.prompt_key must be text, got 3"),
+        ("data.train_files=null", "data.train_files must be a list, got null"),
+        ("data.train_files=[1]", "data.train_files[0] must be text, got 1"),
+        ("actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.actor.optim.lr must be a number, got 'fast'"),
+        ("actor_rollout_ref.actor.optim.betas=[0.9]", "betas must be a list of 2 values, got 1"),
+        ("actor_rollout_ref.actor.optim.name=adam", "must be one of adamw, muon, got 'adam'; did you mean 'adamw'?"),
+        ("actor_rollout_ref.rollout.mode=asink", "did you mean 'async'?"),
+        ("data.val_batch_size=many", "data.val_batch_size must be a whole number or null, got 'many'"),
+        (
+            "data.train_batch_size={a: 1}",
+            "data.train_batch_size must be a whole number, got 'a section' (command line)",
+        ),
+        ("data.seed=${trainer.sed}", "data.seed (command line): Interpolation key 'trainer.sed' not found"),
+        ("data.prompt_key=${data.prompt_key}", "data.prompt_key (command line)"),
+    ],
+)
+def test_a_wrong_value_is_named(override, expected):
+    assert expected in refusal("ppo_trainer", [override])
+
+
+@pytest.mark.parametrize("argument", ["trainer.seed", "~trainer.seed", "trainer.seed=1,2", "a b", "=1", "--verbose"])
+def test_an_argument_that_is_no_setting_is_named(argument):
+    assert f"'{argument}'" in refusal("ppo_trainer", [argument])
+
+
+def test_values_take_the_type_of_their_key():
+    config = compose(
+        "ppo_trainer",
+        [
+            "actor_rollout_ref.actor.optim.lr=1",
+            "actor_rollout_ref.actor.clip_ratio_low='0.1'",
+            "data.train_files=/data/train.parquet",
+            "trainer.logger=console",
+            "plugins=agent.py",
+            f"{ROLLOUT}.multi_turn.function_tool_path=tools.py",
+        ],
+    )
+    assert repr(config.actor_rollout_ref.actor.optim.lr) == "1.0"
+    assert config.actor_rollout_ref.actor.clip_ratio_low == 0.1
+    assert config.data.train_files == ["/data/train.parquet"]
+    assert config.trainer.logger == ["console"]
+    assert config.plugins == ["agent.py"]
+    assert config.actor_rollout_ref.rollout.multi_turn.function_tool_path == ["tools.py"]
+
+
+def test_interpolations_follow_their_target_through_every_layer():
+    config = compose("ppo_trainer", ["trainer.seed=3", "data.max_response_length=9", "actor_rollout_ref.model.path=m"])
+    assert (config.data.seed, config.actor_rollout_ref.rollout.seed) == (3, 3)
+    assert config.actor_rollout_ref.rollout.response_length == 9
+    assert config.critic.model.path == "m"
+    raw = compose_with_sources("ppo_trainer", ["trainer.seed=3"], resolve=False).config
+    assert OmegaConf.to_container(raw, resolve=False)["data"]["seed"] == "${trainer.seed}"
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(value=st.one_of(st.integers(), st.floats(allow_nan=False), st.booleans(), st.none(), st.text(max_size=8)))
+def test_any_value_is_of_the_right_type_or_refused(tmp_path_factory, value):
+    folder = tmp_path_factory.mktemp("any")
+    OmegaConf.save(OmegaConf.create({"data": {"train_batch_size": value}}), folder / "mine.yaml")
+    try:
+        config = compose("mine", [], folder)
+    except ConfigError as error:
+        refused = str(error)
+    else:
+        refused = ""
+        assert type(config.data.train_batch_size) is int
+    assert "\n" not in refused
+    if type(value) is int:
+        assert not refused
+        assert config.data.train_batch_size == value
+    if value is None or isinstance(value, bool):
+        assert "data.train_batch_size must be a whole number" in refused
+
+
+# Aliases
+
+
+TOOLS = f"{ROLLOUT}.multi_turn.tool_config_path"
+ALIAS = f"{ROLLOUT}.tool_config"
+
+
+def both(config):
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.tool_config == rollout.multi_turn.tool_config_path
+    return rollout.tool_config
+
+
+def test_a_key_and_its_alias_are_one():
+    assert both(compose("ppo_trainer")) is None
+    assert both(compose("ppo_trainer", [f"{ALIAS}=a.yaml"])) == ["a.yaml"]
+    assert both(compose("ppo_trainer", [f"{TOOLS}=a.yaml"])) == ["a.yaml"]
+    assert both(compose("ppo_trainer", [f"{TOOLS}=[a.yaml,b.yaml]"])) == ["a.yaml", "b.yaml"]
+    assert both(compose("ppo_trainer", [f"{TOOLS}=a.yaml", f"{ALIAS}=[a.yaml]"])) == ["a.yaml"]
+
+
+def test_the_alias_overrides_a_roots_default():
+    assert both(compose("quickstart", [f"{ALIAS}=mine.yaml"])) == ["mine.yaml"]
+    assert both(compose("quickstart", [f"{ALIAS}=null"])) is None
+    assert both(compose("quickstart", [f"{TOOLS}=null"])) is None
+
+
+def test_the_alias_overrides_a_listed_roots_default(tmp_path):
+    write(tmp_path, "mine.yaml", f"defaults: [quickstart, _self_]\n{OmegaConf.to_yaml(_nested(ALIAS, 'a.yaml'))}")
+    assert both(compose("mine", [], tmp_path)) == ["a.yaml"]
+
+
+def test_a_key_and_its_alias_set_apart_are_refused(tmp_path):
+    text = refusal("ppo_trainer", [f"{ALIAS}=a.yaml", f"{TOOLS}=b.yaml"])
+    assert ALIAS in text
+    assert TOOLS in text
+    write(tmp_path, "mine.yaml", OmegaConf.to_yaml(_nested(ALIAS, "a.yaml")))
+    text = refusal("mine", [f"{TOOLS}=b.yaml"], tmp_path)
+    assert str(tmp_path / "mine.yaml") in text
+    assert "command line" in text
+
+
+def test_a_file_is_overridden_under_the_same_name(tmp_path):
+    write(tmp_path, "mine.yaml", OmegaConf.to_yaml(_nested(ALIAS, "a.yaml")))
+    assert both(compose("mine", [f"{ALIAS}=b.yaml"], tmp_path)) == ["b.yaml"]
+    assert both(compose("mine", [f"{TOOLS}=null"], tmp_path)) is None
+
+
+def test_an_error_is_never_hydras_own(tmp_path):
+    write(tmp_path, "mine.yaml", "defaults: [part@data: a]\n")
+    with pytest.raises(ConfigError):
+        compose("mine", ["part@data=b"], tmp_path)
+    try:
+        compose("ppo_trainer", ["critic=nothing"])
+    except (hydra.errors.HydraException, OmegaConfBaseException) as error:
+        pytest.fail(f"leaked {error!r}")
+    except ConfigError:
+        pass

@@ -1,0 +1,156 @@
+"""The loader: an interruption anywhere changes nothing in what follows; batches keep rows and objects apart."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.data import ResumableLoader, collate
+from etude.errors import ConfigError, DataError
+
+
+class Numbers(list):
+    """Rows that are told apart by their number."""
+
+    fingerprint = "numbers"
+
+    def __init__(self, size):
+        super().__init__({"n": number} for number in range(size))
+
+
+def take(loader, count):
+    """The next `count` batches, over as many epochs as that takes, each as row numbers."""
+    taken = []
+    while len(taken) < count:
+        for batch in loader:
+            taken.append([row["n"] for row in batch])
+            if len(taken) == count:
+                break
+    return taken
+
+
+SETTINGS = st.fixed_dictionaries(
+    {"batch_size": st.integers(1, 5), "shuffle": st.booleans(), "seed": st.integers(0, 3), "drop_last": st.booleans()}
+)
+
+
+@given(size=st.integers(5, 12), settings=SETTINGS, before=st.integers(0, 12), after=st.integers(1, 12))
+def test_resuming_anywhere_continues_exactly(size, settings, before, after):
+    rows = Numbers(size)
+    whole = take(ResumableLoader(rows, **settings), before + after)
+    interrupted = ResumableLoader(rows, **settings)
+    assert take(interrupted, before) == whole[:before]
+    state = json.loads(json.dumps(interrupted.state_dict()))
+    resumed = ResumableLoader(Numbers(size), **settings)
+    resumed.load_state_dict(state)
+    assert (resumed.epoch, resumed.position) == (interrupted.epoch, interrupted.position)
+    assert take(resumed, after) == whole[before:]
+
+
+@given(size=st.integers(5, 12), settings=SETTINGS, epoch=st.integers(0, 3))
+def test_an_epoch_shows_every_row_once(size, settings, epoch):
+    loader = ResumableLoader(Numbers(size), **settings)
+    for _ in range(epoch):
+        list(loader)
+    batches = list(loader)
+    seen = sorted(row["n"] for batch in batches for row in batch)
+    assert len(batches) == len(loader)
+    assert len(set(seen)) == len(seen)
+    assert len(seen) == (size - size % settings["batch_size"] if settings["drop_last"] else size)
+    assert (loader.epoch, loader.position) == (epoch + 1, 0)
+
+
+def test_order_depends_on_seed_and_epoch():
+    loader = ResumableLoader(Numbers(50), 10, seed=1)
+    orders = [tuple(loader.order(0)), tuple(loader.order(1)), tuple(ResumableLoader(Numbers(50), 10, seed=2).order(0))]
+    assert len(set(orders)) == 3
+    assert tuple(ResumableLoader(Numbers(50), 5, seed=1).order(0)) == orders[0]
+    assert list(ResumableLoader(Numbers(4), 2, shuffle=False).order(3)) == [0, 1, 2, 3]
+
+
+def test_the_last_batch_of_an_epoch_counts_before_it_is_used():
+    loader = ResumableLoader(Numbers(4), 2, shuffle=False)
+    states = [(loader.epoch, loader.position) for _ in loader]
+    assert states == [(0, 1), (1, 0)]
+
+
+@pytest.mark.parametrize(
+    ("change", "key"),
+    [
+        ({"batch_size": 3}, r"data\.train_batch_size"),
+        ({"seed": 9}, r"data\.seed"),
+        ({"shuffle": False}, r"data\.shuffle"),
+    ],
+)
+def test_a_changed_setting_names_its_key(change, key):
+    settings = {"batch_size": 2, "shuffle": True, "seed": 1}
+    state = ResumableLoader(Numbers(6), **settings).state_dict()
+    with pytest.raises(ConfigError, match=rf"^{key} is .* but the checkpoint was made with"):
+        ResumableLoader(Numbers(6), **(settings | change)).load_state_dict(state)
+
+
+def test_a_changed_dataset_is_refused():
+    state = ResumableLoader(Numbers(6), 2).state_dict()
+    with pytest.raises(DataError, match=r"data\.train_files: the number of rows was 6 at the checkpoint and is 8 now"):
+        ResumableLoader(Numbers(8), 2).load_state_dict(state)
+    other = Numbers(6)
+    other.fingerprint = "other"
+    with pytest.raises(DataError, match=r"data\.train_files: the content \(fingerprint\) was numbers"):
+        ResumableLoader(other, 2).load_state_dict(state)
+
+
+def test_a_position_outside_the_epoch_is_refused():
+    loader = ResumableLoader(Numbers(6), 2)
+    with pytest.raises(DataError, match="stands at batch 3 of 3"):
+        loader.load_state_dict(loader.state_dict() | {"position": 3})
+
+
+@pytest.mark.parametrize("batch_size", [0, 7])
+def test_a_batch_size_that_yields_nothing_is_refused(batch_size):
+    with pytest.raises(ConfigError, match=r"data\.train_batch_size must be between 1 and 6"):
+        ResumableLoader(Numbers(6), batch_size)
+
+
+def test_a_negative_seed_is_refused():
+    with pytest.raises(ConfigError, match=r"data\.seed"):
+        ResumableLoader(Numbers(6), 2, seed=-1)
+
+
+def test_without_drop_last_a_large_batch_holds_all_rows():
+    assert [len(batch) for batch in ResumableLoader(Numbers(3), 8, drop_last=False)] == [3]
+
+
+def test_collate_pads_prompts_on_the_left_and_keeps_objects():
+    rows = [
+        {"raw_prompt_ids": [5, 6, 7], "tools_kwargs": {"a": 1}, "raw_prompt": [{"role": "user", "content": "x"}]},
+        {
+            "raw_prompt_ids": [8],
+            "tools_kwargs": {},
+            "raw_prompt": [{"role": "user", "content": "y"}],
+            "agent_name": "m",
+        },
+    ]
+    batch = collate(rows, pad_token_id=9)
+    assert len(batch) == 2
+    assert batch.batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
+    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
+    assert batch.batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
+    assert batch.batch["input_ids"].dtype == torch.int64
+    for key in ("raw_prompt_ids", "tools_kwargs", "raw_prompt"):
+        column = batch.non_tensor_batch[key]
+        assert isinstance(column, np.ndarray)
+        assert column.shape == (2,)
+        assert column.dtype == object
+        assert list(column) == [row[key] for row in rows]
+    assert list(batch.non_tensor_batch["agent_name"]) == [None, "m"]
+
+
+def test_collate_to_a_given_length():
+    assert collate([{"raw_prompt_ids": [1, 2]}], prompt_length=4).batch["input_ids"].tolist() == [[0, 0, 1, 2]]
+    with pytest.raises(ValueError, match="2 tokens does not fit prompt_length=1"):
+        collate([{"raw_prompt_ids": [1, 2]}], prompt_length=1)
+    with pytest.raises(ValueError, match="at least one row"):
+        collate([])

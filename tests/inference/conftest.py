@@ -1,0 +1,28 @@
+"""A small random Qwen3 model: big enough for grouped heads and two layers, small enough for milliseconds."""
+
+import pytest
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+VOCAB = 97
+
+
+@pytest.fixture()
+def model():
+    torch.manual_seed(0)
+    config = Qwen3Config(
+        vocab_size=VOCAB,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        initializer_range=0.3,  # peaked distributions, so that wrong attention shows
+        bos_token_id=None,
+        eos_token_id=None,
+        pad_token_id=None,
+    )
+    return Qwen3ForCausalLM(config).eval()

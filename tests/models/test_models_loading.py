@@ -1,0 +1,183 @@
+"""Loading and saving: what fits together loads, everything else is one line that names the folder."""
+
+import json
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from etude.errors import CheckpointError, ConfigError
+from etude.models import (
+    TinyModelSpec,
+    build_tiny_model,
+    build_tiny_tokenizer,
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    save_pretrained,
+)
+
+SPEC = TinyModelSpec(hidden_size=16, num_layers=1, num_heads=2, num_kv_heads=1, intermediate_size=24, vocab_size=300)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "tiny"
+    tokenizer = build_tiny_tokenizer(["What is 1 + 2? The answer is 3."] * 9, SPEC.vocab_size)
+    model = build_tiny_model(SPEC, tokenizer)
+    save_pretrained(model, tokenizer, folder)
+    return folder, model, tokenizer
+
+
+@pytest.fixture
+def folder(saved, tmp_path):
+    """A copy that a test may damage."""
+    return shutil.copytree(saved[0], tmp_path / "copy")
+
+
+def edit(file, **changes):
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+def one_line(error):
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_a_saved_model_and_tokenizer_come_back(saved):
+    folder, model, tokenizer = saved
+    again, words = load_causal_lm(folder), load_tokenizer(str(folder))
+    ids = tokenizer("1 + 2 <tool_call><|im_end|>", return_tensors="pt")["input_ids"]
+    assert torch.equal(words("1 + 2 <tool_call><|im_end|>", return_tensors="pt")["input_ids"], ids)
+    assert words.chat_template == tokenizer.chat_template
+    assert (words.pad_token_id, words.eos_token_id) == (tokenizer.pad_token_id, tokenizer.eos_token_id)
+    assert torch.equal(again(ids).logits, model(ids).logits)
+    assert not again.training
+    assert again.generation_config.eos_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(("dtype", "made"), [("float32", torch.float32), ("bf16", torch.bfloat16)])
+def test_dtype(saved, dtype, made):
+    assert {p.dtype for p in load_causal_lm(saved[0], dtype=dtype).parameters()} == {made}
+
+
+def test_a_model_can_be_saved_without_its_tokenizer(saved, tmp_path):
+    save_pretrained(saved[1], None, tmp_path / "bare")
+    assert load_causal_lm(tmp_path / "bare") is not None
+    with pytest.raises(ConfigError, match="no tokenizer there") as error:
+        load_tokenizer(tmp_path / "bare")
+    assert str(tmp_path / "bare") in one_line(error)
+
+
+@pytest.mark.parametrize("load", [load_tokenizer, load_causal_lm, load_value_model])
+def test_missing_folders_never_reach_a_network(load, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "file").write_text("")
+    for name in (tmp_path / "absent", str(tmp_path / "absent"), "./absent", "~/absent_model", "runs/absent", "absent"):
+        with pytest.raises(ConfigError, match="model folder not found") as error:
+            load(name)
+        assert str(name) in one_line(error)
+    with pytest.raises(ConfigError, match="this is a file"):
+        load("file")
+
+
+def test_a_hub_name_without_a_hub(monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
+
+    def absent(name, **options):
+        assert name == "someone/some-model"
+        assert options["local_files_only"] is False
+        raise OSError("no\nconnection")
+
+    monkeypatch.setattr("transformers.AutoTokenizer.from_pretrained", absent)
+    with pytest.raises(ConfigError, match="neither a local folder nor a model the hub gives: no connection"):
+        load_tokenizer("someone/some-model")
+
+
+@pytest.mark.parametrize("load", [load_causal_lm, load_value_model])
+def test_damaged_model_folders(load, folder):
+    def fails(reason):
+        with pytest.raises(ConfigError, match=reason) as error:
+            load(folder)
+        assert str(folder) in one_line(error)
+
+    (folder / "model.safetensors").rename(folder / "away")
+    fails("cannot load the model")
+    (folder / "model.safetensors").write_bytes(b"junk")
+    fails("cannot load the model")
+    (folder / "config.json").write_text("{")
+    fails("config.json: cannot be read")
+    (folder / "config.json").write_text("[]")
+    fails("must hold a JSON object")
+    (folder / "config.json").unlink()
+    fails("config.json is missing")
+
+
+def test_missing_weights_are_not_made_up(folder):
+    edit(folder / "config.json", num_hidden_layers=2, layer_types=["full_attention"] * 2)
+    with pytest.raises(ConfigError, match=r"weights are missing, the first is .*layers\.1") as error:
+        load_causal_lm(folder)
+    one_line(error)
+
+
+def test_damaged_tokenizers(folder):
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ConfigError, match="no chat template") as error:
+        load_tokenizer(folder)
+    assert str(folder) in one_line(error)
+    (folder / "tokenizer.json").write_text("{}")
+    with pytest.raises(ConfigError, match="cannot load the tokenizer") as error:
+        load_tokenizer(folder)
+    one_line(error)
+
+
+def test_more_tokens_than_embedding_rows(saved, folder):
+    edit(folder / "config.json", vocab_size=10)
+    with pytest.raises(ConfigError, match="only 10 rows") as error:
+        load_tokenizer(folder)
+    assert str(folder) in one_line(error)
+    edit(folder / "config.json", vocab_size=None, text_config={"vocab_size": 11})
+    (folder / "config.json").write_text((folder / "config.json").read_text().replace('"vocab_size": null, ', ""))
+    with pytest.raises(ConfigError, match="only 11 rows"):
+        load_tokenizer(folder)
+    wide = build_tiny_tokenizer(["other words here and there, all of them new"] * 9, 290)
+    check_vocabulary(saved[2], saved[1])
+    with pytest.raises(ConfigError, match="rows"):
+        check_vocabulary(wide, load_value_model(saved[0]))
+
+
+def test_pad_token_falls_back_to_eos(folder):
+    config = json.loads((folder / "tokenizer_config.json").read_text())
+    del config["pad_token"]
+    (folder / "tokenizer_config.json").write_text(json.dumps(config))
+    tokenizer = load_tokenizer(folder)
+    assert tokenizer.pad_token_id == tokenizer.eos_token_id
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [
+        ({"dtype": "float23"}, "did you mean 'float32'"),
+        ({"device": "abacus"}, "device 'abacus'"),
+        ({"attn_implementation": "telepathy"}, "telepathy"),
+    ],
+)
+def test_options_that_are_not_available(saved, options, reason):
+    with pytest.raises(ConfigError, match=reason) as error:
+        load_causal_lm(saved[0], **options)
+    one_line(error)
+
+
+def test_saving_where_a_file_stands(saved, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(CheckpointError, match="cannot save the model"):
+        save_pretrained(saved[1], saved[2], tmp_path / "file")
+
+
+def test_importing_the_room_does_not_import_transformers():
+    code = "import sys, etude.models, etude.chat; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], timeout=60).returncode == 0

@@ -1,0 +1,195 @@
+"""Scorers: GSM8K numbers, boxed mathematics, the choice by data source, users' functions."""
+
+import asyncio
+import threading
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError, InfrastructureError
+from etude.rewards import compute_score, gsm8k, load_compute_score
+from etude.rewards import math as mathematics
+from etude.rewards.algebra import AlgebraProcesses
+from etude.rewards.number import as_reward
+
+
+@pytest.mark.parametrize(
+    ("text", "strict", "flexible"),
+    [
+        ("so it is 3.\n#### 72", "72", "72"),
+        ("#### 1,234.50 dollars", "1234.50", "1234.50"),
+        ("#### $18.", "18", "18"),
+        ("#### -5", "-5", "-5"),
+        ("#### 1\n#### 2", "2", "2"),
+        ("the answer is 7.", None, "7"),
+        ("none", None, None),
+        ("#### ...", None, None),
+        ("#### 5" + " " * 400, None, "5"),
+        ("it is .5", None, ".5"),
+    ],
+)
+def test_gsm8k_answers(text, strict, flexible):
+    assert gsm8k.extract_answer(text) == strict
+    assert gsm8k.extract_answer(text, "flexible") == flexible
+
+
+def test_gsm8k_scores():
+    assert gsm8k.compute_score("#### 1000", "1,000") == 1.0
+    assert gsm8k.compute_score("#### 72.0", "steps\n#### 72") == 1.0
+    assert gsm8k.compute_score("#### 71", "72", format_score=0.1) == 0.1
+    assert gsm8k.compute_score("72", "72", format_score=0.1) == 0.0
+    assert gsm8k.compute_score("72", "72", method="flexible", score=2.0) == 2.0
+    with pytest.raises(ValueError, match="'strict' or 'flexible'"):
+        gsm8k.extract_answer("1", "loose")
+
+
+@given(st.text(max_size=300), st.text(max_size=30))
+def test_gsm8k_never_raises(text, ground_truth):
+    assert gsm8k.compute_score(text, ground_truth, method="flexible") in (0.0, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("text", "content"),
+    [
+        (r"\boxed{4}", "4"),
+        (r"\boxed{1} then \boxed{\frac{1}{2}}.", r"\frac{1}{2}"),
+        (r"\fbox{ x }", "x"),
+        (r"\boxed {5}", "5"),
+        (r"\boxed{\{1, 2\}}", r"\{1, 2\}"),
+        (r"\boxed{\left\{ x \right.}", r"\left\{ x \right."),
+        (r"\boxed{\boxed{3}}", "3"),
+        (r"\boxed{1} and \boxed{2", None),
+        ("4", None),
+        ("", None),
+    ],
+)
+def test_last_boxed(text, content):
+    assert mathematics.last_boxed(text) == content
+
+
+def test_last_boxed_is_linear():
+    assert mathematics.last_boxed(r"\boxed{" * 300_000) is None
+    assert mathematics.last_boxed(r"\boxed" + " " * 2_000_000) is None
+
+
+@pytest.mark.parametrize(
+    ("prediction", "ground_truth", "equal"),
+    [
+        ("0.5", r"\frac{1}{2}", True),
+        ("1/2", ".50", True),
+        ("1,000", "1000", True),
+        (" $18$ ", "18", True),
+        (r"\left( 3, 4 \right)", "(3,4)", True),
+        ("7", "8", False),
+        ("1/0", "1/0 ", True),
+        ("1/0", "5", False),
+        ("", "5", False),
+        ("1" * 2000, "1" * 2000, False),
+        (r"2\sqrt{3}", r"\sqrt{12}", True),
+        ("(3, pi/2)", r"\left(3,\frac{\pi}{2}\right)", True),
+        ("x+1", "1+x", True),
+        ("x^2", "x", False),
+        ("\\frac{", "3x", False),
+        ('"\n0\n1', "x", False),
+    ],
+)
+def test_answers_equal(prediction, ground_truth, equal):
+    assert mathematics.answers_equal(prediction, ground_truth) is equal
+
+
+def test_algebra_that_never_ends_is_not_equal_and_the_next_question_is_answered():
+    processes = AlgebraProcesses(limit=1)
+    try:
+        assert processes.equal("10^{10^{10}}", "5", seconds=0.5) is False
+        answers = []
+        threads = [threading.Thread(target=lambda: answers.append(processes.equal("x+1", "1+x"))) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join(timeout=120)
+        assert answers == [True, True, True]
+    finally:
+        processes.close()
+
+
+@pytest.mark.parametrize(
+    ("source", "text", "ground_truth", "score"),
+    [
+        ("openai/gsm8k", "#### 72", "72", 1.0),
+        ("openai/gsm8k", "72", "72", 0.0),
+        ("etude/arithmetic", r"The answer is \boxed{-1,234}.", "-1234", 1.0),
+        ("etude/arithmetic", r"The answer is \boxed{12.0}.", "12", 0.0),
+        ("etude/arithmetic", "12", "12", 0.0),
+        ("lighteval/MATH", r"\boxed{\frac12}", "0.5", 1.0),
+        ("DigitalLearningGmbH/MATH-lighteval", r"\boxed{\frac{1}{2}}", "0.5", 1.0),
+        ("HuggingFaceH4/MATH-500", r"\boxed{2}", "2", 1.0),
+    ],
+)
+def test_default_scorers(source, text, ground_truth, score):
+    assert compute_score(source, text, ground_truth, {}) == score
+
+
+def test_an_unknown_data_source():
+    with pytest.raises(ConfigError, match=r"'openai/gsm8'; did you mean 'openai/gsm8k'.*custom_reward_function.path"):
+        compute_score("openai/gsm8", "1", "1")
+
+
+def user_function(tmp_path, source):
+    file = tmp_path / "mine.py"
+    file.write_text(source)
+    return str(file)
+
+
+ARGUMENTS = {"data_source": "s", "solution_str": "text", "ground_truth": "g", "extra_info": {"a": 1}}
+
+
+@pytest.mark.parametrize(
+    ("signature", "body", "kwargs", "expected"),
+    [
+        ("data_source, solution_str, ground_truth, extra_info=None", "return extra_info['a']", None, 1),
+        ("data_source, solution_str, ground_truth, method='strict', score=1.0", "return method", {"method": "x"}, "x"),
+        ("solution_str, **rest", "return sorted(rest)", None, ["data_source", "extra_info", "ground_truth"]),
+        ("*, ground_truth", "return ground_truth", None, "g"),
+        ("**everything", "return everything['b']", {"b": 2}, 2),
+    ],
+)
+def test_a_users_function_gets_what_it_declares(tmp_path, signature, body, kwargs, expected):
+    path = user_function(tmp_path, f"def compute_score({signature}):\n    {body}\n")
+    assert load_compute_score(path, reward_kwargs=kwargs)(**ARGUMENTS) == expected
+
+
+def test_a_users_async_function(tmp_path):
+    path = user_function(tmp_path, "async def judge(solution_str, ground_truth):\n    return 0.25\n")
+    assert asyncio.run(load_compute_score(path, "judge")(**ARGUMENTS)) == 0.25
+
+
+@pytest.mark.parametrize(
+    ("source", "kwargs", "message"),
+    [
+        ("compute_score = 3", None, "is no function but of type int"),
+        ("def other(): pass", None, "has no 'compute_score'"),
+        ("def compute_score(text, truth): pass", None, "requires 'text', which nothing provides"),
+        ("def compute_score(solution_str, /): pass", None, "requires 'solution_str'"),
+        (
+            "def compute_score(solution_str): pass",
+            {"metod": 1},
+            r"cannot take custom_reward_function.reward_kwargs.metod",
+        ),
+        ("raise KeyError('x')", None, "cannot import"),
+    ],
+)
+def test_a_users_function_that_cannot_be_used(tmp_path, source, kwargs, message):
+    with pytest.raises(ConfigError, match=message):
+        load_compute_score(user_function(tmp_path, source), reward_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("value", [1, 0.5, True, None])
+def test_rewards(value):
+    assert as_reward(value, "x") == float(value or 0)
+
+
+@pytest.mark.parametrize("value", ["1", b"1", [1.0], float("nan"), float("-inf"), 10**400, object()])
+def test_what_is_no_reward(value):
+    with pytest.raises(InfrastructureError, match=r"^the source returned"):
+        as_reward(value, "the source")

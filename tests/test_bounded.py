@@ -1,0 +1,115 @@
+"""Calls that cannot wait for ever."""
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+
+import pytest
+
+from etude.bounded import BlockingCalls, called, within
+from etude.errors import InfrastructureError
+
+VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
+
+
+async def test_within_returns_raises_or_gives_up():
+    async def answer(value):
+        return value
+
+    async def fail():
+        raise KeyError("x")
+
+    async def cancel_self():
+        raise asyncio.CancelledError
+
+    assert await within(5, answer, 3) == 3
+    with pytest.raises(KeyError):
+        await within(5, fail)
+    with pytest.raises(TimeoutError, match="no answer within"):
+        await within(0.01, asyncio.sleep, 1000)
+    with pytest.raises(InfrastructureError, match="from inside"):
+        await within(5, cancel_self)
+
+
+async def test_a_cancelled_caller_leaves_nothing_running():
+    ended = asyncio.Event()
+
+    async def clean_up():
+        try:
+            await asyncio.sleep(1000)
+        finally:
+            ended.set()
+
+    caller = asyncio.ensure_future(within(500, clean_up))
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    caller.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await caller
+    assert ended.is_set()
+
+
+async def test_what_would_end_the_loop_is_an_ordinary_error():
+    async def leave():
+        sys.exit(3)
+
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        await called(leave)
+    with pytest.raises(TypeError, match="must be defined with 'async def'"):
+        await called(lambda: 3)
+    threads = BlockingCalls("test", limit=1)
+    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+        await threads.run(sys.exit, 3)
+    with pytest.raises(RuntimeError, match="StopIteration"):
+        await threads.run(next, iter([]))
+    assert await threads.run(lambda: 7) == 7  # the thread has survived all of it
+
+
+async def test_no_more_than_the_limit_run_at_once_and_all_run():
+    threads, lock, running, most = BlockingCalls("test", limit=3), threading.Lock(), 0, 0
+    meeting = threading.Barrier(3)
+
+    def work(number):
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        meeting.wait(timeout=30)  # three must be inside together, or this breaks
+        with lock:
+            running -= 1
+        return number
+
+    assert await asyncio.gather(*(threads.run(work, i) for i in range(12))) == list(range(12))
+    assert most == 3
+
+
+async def test_context_travels_and_a_waiting_call_that_is_cancelled_never_starts():
+    threads, started, release = BlockingCalls("test", limit=1), [], threading.Event()
+    VARIABLE.set("set")
+    assert await threads.run(VARIABLE.get) == "set"
+    first = asyncio.ensure_future(threads.run(release.wait, 30))
+    await asyncio.sleep(0)
+    second = asyncio.ensure_future(threads.run(started.append, 1))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.wait({second})
+    release.set()
+    assert await first
+    assert await threads.run(lambda: len(started)) == 0
+
+
+def test_a_function_that_never_returns_does_not_keep_the_process():
+    program = (
+        "import asyncio, time\n"
+        "from etude.bounded import BlockingCalls, within\n"
+        "async def main():\n"
+        "    try:\n"
+        "        await within(0.05, BlockingCalls('t', 1).run, time.sleep, 1000)\n"
+        "    except TimeoutError:\n"
+        "        print('gave up')\n"
+        "asyncio.run(main())\n"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "gave up\n"), done.stderr

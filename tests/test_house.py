@@ -1,0 +1,182 @@
+"""The house stands: rooms import only from floors below, no circles, a tidy root, a docstring in every module."""
+
+import ast
+import shutil
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+import etude
+
+PACKAGE = Path(etude.__file__).parent
+ROOT = PACKAGE.parent
+
+FLOORS = (
+    {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "bounded", "algorithms", "limits"},
+    {"models", "chat", "sandbox", "retrieval", "distributed"},
+    {"inference", "training", "rewards"},
+    {"tools"},
+    {"data", "agents"},
+    {"workers"},
+    {"trainer", "config"},
+    {"cli", "viewer", "quickstart"},
+)
+SAME_FLOOR = {("trainer", "config"), ("cli", "viewer"), ("cli", "quickstart")}
+"""Steps within a floor above the ground; on the ground floor rooms stand on each other, without circles."""
+
+DOORS = {"etude.trainer.main_ppo", "etude.trainer.main_grpo"}
+"""Programs whose names the documents fix: they belong to the top floor, and nothing imports them."""
+
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+MODULES = sorted(PACKAGE.rglob("*.py"))
+
+
+def module_name(path: Path) -> str:
+    parts = path.relative_to(ROOT).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+NAMES = {module_name(path) for path in MODULES}
+
+
+def imports(tree: ast.AST, importer: str, *, is_package: bool) -> Iterator[str]:
+    """The modules of the package that the nodes of `tree` import, relative imports included."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "etude")
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                package = importer.split(".") if is_package else importer.split(".")[:-1]
+                base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+            if base.split(".")[0] == "etude":
+                for alias in node.names:
+                    submodule = f"{base}.{alias.name}"
+                    yield submodule if submodule in NAMES else base
+
+
+def at_import_time(tree: ast.Module) -> ast.Module:
+    """`tree` without what runs later or never: function bodies and `if TYPE_CHECKING` blocks."""
+
+    class Strip(ast.NodeTransformer):
+        def visit_FunctionDef(self, node: ast.FunctionDef) -> None:
+            return None
+
+        def visit_AsyncFunctionDef(self, node: ast.AsyncFunctionDef) -> None:
+            return None
+
+        def visit_If(self, node: ast.If) -> ast.AST | None:
+            return None if "TYPE_CHECKING" in ast.unparse(node.test) else self.generic_visit(node)
+
+    return Strip().visit(tree)
+
+
+def room_of(module: str) -> str:
+    """The room of a module; empty for the package itself."""
+    if module in DOORS:
+        return "cli"
+    parts = module.split(".")
+    return parts[1] if len(parts) > 1 else ""
+
+
+def read(path: Path) -> ast.Module:
+    return ast.parse(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("path", MODULES, ids=module_name)
+def test_a_module_opens_with_its_purpose(path):
+    assert (ast.get_docstring(read(path)) or "").strip(), f"{path.relative_to(ROOT)} has no docstring"
+
+
+def test_every_room_has_its_floor():
+    rooms = {room_of(module_name(path)) for path in MODULES} - {"", "__main__"}
+    assert rooms <= set(FLOOR_OF), f"rooms without a floor: {sorted(rooms - set(FLOOR_OF))}"
+
+
+def may_import(room: str, target: str) -> bool:
+    same_floor = FLOOR_OF[room] == FLOOR_OF[target]
+    stands_on = FLOOR_OF[room] == 0 or (room, target) in SAME_FLOOR
+    return room == target or FLOOR_OF[target] < FLOOR_OF[room] or (same_floor and stands_on)
+
+
+def imports_of(path: Path) -> set[str]:
+    """What a module imports from the package, at import time and later."""
+    return set(imports(read(path), module_name(path), is_package=path.name == "__init__.py"))
+
+
+def test_a_room_imports_only_from_floors_below():
+    climbs = [
+        f"{name} imports {target}"
+        for path in MODULES
+        if room_of(name := module_name(path)) in FLOOR_OF
+        for target in sorted(imports_of(path))
+        if room_of(target) in FLOOR_OF and not may_import(room_of(name), room_of(target))
+    ]
+    assert climbs == []
+
+
+def test_nothing_imports_a_door():
+    assert [module_name(path) for path in MODULES if imports_of(path) & DOORS] == []
+
+
+def find_circle(graph: dict[str, set[str]]) -> list[str]:
+    """A circle in `graph` as a list of nodes, or an empty list."""
+    done: set[str] = set()
+
+    def visit(node: str, trail: list[str]) -> list[str]:
+        if node in trail:
+            return [*trail[trail.index(node) :], node]
+        if node in done:
+            return []
+        for target in sorted(graph.get(node, ())):
+            circle = visit(target, [*trail, node])
+            if circle:
+                return circle
+        done.add(node)
+        return []
+
+    return next(filter(None, (visit(node, []) for node in sorted(graph))), [])
+
+
+def test_a_circle_is_found():
+    assert find_circle({"a": {"b"}, "b": {"c"}, "c": {"b"}}) == ["b", "c", "b"]
+    assert find_circle({"a": {"b", "c"}, "b": {"c"}}) == []
+
+
+def test_no_rooms_import_each_other():
+    graph: dict[str, set[str]] = {}
+    for path in MODULES:
+        room = room_of(module_name(path))
+        graph.setdefault(room, set()).update({room_of(target) for target in imports_of(path)} - {room, ""})
+    graph.pop("", None)
+    assert find_circle(graph) == []
+
+
+def test_no_modules_import_each_other():
+    graph = {}
+    for path in MODULES:
+        name = module_name(path)
+        found = imports(at_import_time(read(path)), name, is_package=path.name == "__init__.py")
+        graph[name] = set(found) - {name, "etude"}
+    assert find_circle(graph) == []
+
+
+def test_nothing_is_called_utils():
+    banned = {"utils", "util", "helpers", "common", "misc"}
+    assert [module_name(path) for path in MODULES if banned & set(path.relative_to(ROOT).with_suffix("").parts)] == []
+
+
+def test_the_root_is_tidy():
+    if shutil.which("git") is None or not (ROOT / ".git").exists():
+        pytest.skip("not a git clone")
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    entries = {name.split("/")[0] for name in listed.split("\0") if name}
+    visible = sorted(entry for entry in entries if not entry.startswith("."))
+    assert len(visible) <= 12, visible
+
+
+def test_test_files_have_names_of_their_own():
+    names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
+    assert len(names) == len(set(names))

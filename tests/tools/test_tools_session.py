@@ -1,0 +1,549 @@
+"""The lifecycle of one trajectory's tools, in virtual time: time limits cost nothing and a deadlock is an error."""
+
+import asyncio
+import json
+import logging
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, ToolError
+from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
+from etude.tools import BaseTool, ToolSession
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout=None):
+            if timeout is None:
+                raise RuntimeError("deadlock: nothing is scheduled")
+            self._now += timeout
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self._now
+
+
+def run(coroutine):
+    loop = VirtualTime()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        leftover = asyncio.all_tasks(loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            loop.run_until_complete(asyncio.wait(leftover))
+        loop.close()
+
+
+def schema(name):
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": {"name": name}})
+
+
+class Scripted(BaseTool):
+    """Does what its script says at each method, and logs what was begun and what succeeded."""
+
+    def __init__(self, name="t", config=None, **script):
+        super().__init__({"timeout": 1.0} | (config or {}), schema(name))
+        self.script = script
+        self.log = []
+        self.identities = []
+
+    def count(self, event):
+        return Counter(self.log)[event]
+
+    async def act(self, method, result):
+        self.log.append(method)
+        try:
+            return await self.play(method, result)
+        finally:
+            self.log.append(f"{method} ended")
+
+    async def play(self, method, result):
+        action = self.script.get(method, "ok")
+        if isinstance(action, Exception):
+            raise action
+        if action == "slow":
+            await asyncio.sleep(0.3)
+        elif action == "hang":
+            await asyncio.sleep(1e9)
+        elif action == "cancels_itself":
+            raise asyncio.CancelledError
+        elif action == "exits":
+            raise SystemExit(3)
+        elif action == "stubborn":
+            await self.ignore_cancellation(50.0)
+        elif not isinstance(action, str) or action not in ("ok",):
+            result = action
+        self.log.append(f"{method} done")
+        return result
+
+    async def ignore_cancellation(self, seconds):
+        end = asyncio.get_running_loop().time() + seconds
+        while (left := end - asyncio.get_running_loop().time()) > 0:
+            try:
+                await asyncio.sleep(left)
+            except asyncio.CancelledError:
+                continue
+
+    async def create(self, instance_id=None, **create_kwargs):
+        self.identities.append(instance_id)
+        self.created_with = (instance_id, create_kwargs)
+        return await self.act("create", (instance_id, ToolResponse()))
+
+    async def execute(self, instance_id, parameters, **execute_kwargs):
+        self.executed_with = (instance_id, parameters, execute_kwargs)
+        return await self.act("execute", (ToolResponse(text=f"{self.name}: {json.dumps(parameters)}"), 0.5, {"n": 1}))
+
+    async def calc_reward(self, instance_id, **calc_reward_kwargs):
+        self.calculated_with = (instance_id, calc_reward_kwargs)
+        return await self.act("calc_reward", 1.0)
+
+    async def release(self, instance_id, **release_kwargs):
+        self.released_with = (instance_id, release_kwargs)
+        await self.act("release", None)
+
+
+def call(name="t", arguments="{}"):
+    return FunctionCall(name=name, arguments=arguments)
+
+
+def session(*tools, row=(), request_id="r"):
+    return ToolSession({tool.name: tool for tool in tools}, {name: {} for name in row}, request_id=request_id)
+
+
+def fails(action):
+    return isinstance(action, Exception) or action in ("hang", "stubborn", "cancels_itself", "exits")
+
+
+def check_lifecycle(tool):
+    """The promise, read off a tool's log after everything has ended."""
+    assert tool.count("create") <= 1
+    assert tool.count("release") == tool.count("create done")
+    assert tool.count("calc_reward") <= 1
+    begun = [event for event in tool.log if " " not in event]
+    assert begun == sorted(begun, key=["create", "execute", "calc_reward", "release"].index)
+    if "release" in tool.log and tool.script.get("execute") != "stubborn":
+        before = Counter(tool.log[: tool.log.index("release")])
+        assert before["execute"] == before["execute ended"]  # no call runs while its tool is released
+    if "execute" in tool.log:
+        assert tool.log.index("create done") < tool.log.index("execute")
+
+
+# --- the promise, as a property ---------------------------------------------------------------------------------------
+
+FAILURES = [
+    "ok", "ok", "ok", "slow", "hang", "stubborn", "cancels_itself", "exits", "nonsense", ["nonsense"], float("nan"),
+    ToolError("no"), ValueError("bad"), InfrastructureError("down"), TimeoutError(), OSError("gone"),
+]  # fmt: skip
+scripts = st.fixed_dictionaries(
+    {method: st.sampled_from(FAILURES) for method in ("create", "execute", "calc_reward", "release")}
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    tools=st.lists(scripts, min_size=1, max_size=3),
+    named=st.sets(st.integers(0, 2)),
+    turns=st.lists(st.lists(st.integers(0, 3), min_size=1, max_size=3), max_size=3),
+    asks_rewards=st.booleans(),
+    cancellations=st.lists(st.floats(0, 3), max_size=3),
+)
+def test_lifecycle_holds_in_every_ending(tools, named, turns, asks_rewards, cancellations):
+    tools = [Scripted(f"t{i}", **script) for i, script in enumerate(tools)]
+    opened = session(*tools, row=[f"t{i}" for i in sorted(named) if i < len(tools)])
+
+    async def trajectory():
+        async with opened:
+            for number, turn in enumerate(turns):
+                await opened.execute([call(f"t{i}") for i in turn], number)
+            return await opened.calc_rewards() if asks_rewards else None
+
+    async def scenario():
+        loop = asyncio.get_running_loop()
+        task = asyncio.ensure_future(trajectory())
+        for moment in cancellations:
+            loop.call_later(moment, task.cancel)
+        await asyncio.wait({task})
+        ended = loop.time()
+        await asyncio.sleep(1000)  # for a create that ignored its cancellation, and its late release
+        return task, ended
+
+    task, ended = run(scenario())
+    for tool in tools:
+        check_lifecycle(tool)
+    assert ended < 120  # nothing waits for ever
+    failed_releases = [tool for tool in tools if "release" in tool.log and fails(tool.script["release"])]
+    late = [tool for tool in tools if tool.script["create"] == "stubborn"]
+    assert len(failed_releases) <= opened.release_failures <= len(failed_releases) + len(late)
+    if not cancellations:
+        assert not task.cancelled()
+        error = task.exception()
+        assert error is None or isinstance(error, InfrastructureError)
+        if error is None and asks_rewards:
+            assert all(tool.count("calc_reward") == tool.count("create done") for tool in tools)
+
+
+# --- the order of a quiet trajectory -----------------------------------------------------------------------------------
+
+
+def test_row_arguments_reach_each_method_and_a_named_tool_is_scored_without_a_call():
+    called, silent = Scripted("called"), Scripted("silent")
+    kwargs = {
+        "called": {
+            "create_kwargs": {"ground_truth": "7", "function": "f"},
+            "execute_kwargs": {"seconds": 3},
+            "calc_reward_kwargs": {"weight": 2},
+            "release_kwargs": {"force": True},
+        },
+        "silent": {"create_kwargs": None},
+        "absent": None,  # how a parquet file says that this row does not have the tool
+    }
+
+    async def main():
+        tools = {"called": called, "silent": silent, "absent": Scripted("absent")}
+        async with ToolSession(tools, kwargs, request_id="r1") as opened:
+            outcomes = await opened.execute([call("called", '{"a": 1}')], 0)
+            return outcomes, await opened.calc_rewards()
+
+    (outcome,), rewards = run(main())
+    identity = called.created_with[0]
+    assert called.created_with == (identity, {"ground_truth": "7", "function": "f"})
+    assert called.executed_with == (identity, {"a": 1}, {"seconds": 3})
+    assert called.calculated_with == (identity, {"weight": 2})
+    assert called.released_with == (identity, {"force": True})
+    assert silent.created_with[0] != identity
+    assert rewards == {"called": 1.0, "silent": 1.0}
+    assert (outcome.response.text, outcome.reward, outcome.metrics, outcome.error) == (
+        'called: {"a": 1}',
+        0.5,
+        {"n": 1},
+        None,
+    )
+    assert [event for event in silent.log if not event.endswith("ended")] == [
+        "create",
+        "create done",
+        "calc_reward",
+        "calc_reward done",
+        "release",
+        "release done",
+    ]
+
+
+def test_outcomes_keep_the_order_of_the_calls_and_calls_overlap():
+    slow, fast = Scripted("slow", execute="slow"), Scripted("fast")
+
+    async def main():
+        async with session(slow, fast) as opened:
+            outcomes = await opened.execute([call("slow"), call("fast"), call("slow")], 2)
+            return outcomes, asyncio.get_running_loop().time()
+
+    outcomes, seconds = run(main())
+    assert [outcome.call.name for outcome in outcomes] == ["slow", "fast", "slow"]
+    assert {outcome.turn for outcome in outcomes} == {2}
+    assert seconds == pytest.approx(0.3)  # of virtual time: the two slow ones ran together
+
+
+def test_a_lazy_tool_is_created_once_and_greets_its_first_call_only():
+    tool = Scripted("t", create=("mine", ToolResponse(text="hello")))
+
+    async def main():
+        async with session(tool) as opened:
+            first = await opened.execute([call("t", '{"i": 1}'), call("t", '{"i": 2}')], 0)
+            return first + await opened.execute([call("t", '{"i": 3}')], 1)
+
+    texts = [outcome.response.text for outcome in run(main())]
+    assert texts == ['hello\nt: {"i": 1}', 't: {"i": 2}', 't: {"i": 3}']
+    assert tool.count("create") == 1
+    assert tool.released_with[0] == "mine"  # the id that create returned
+
+
+def test_initial_responses_without_the_empty_ones_in_row_order():
+    tools = [
+        Scripted("a", create=("a", "from a")),
+        Scripted("b"),
+        Scripted("c", create=("c", ToolResponse(image=["i"]))),
+    ]
+
+    async def main():
+        async with session(*tools, row=["c", "b", "a"]) as opened:
+            return opened.initial_responses
+
+    assert run(main()) == [ToolResponse(image=["i"]), ToolResponse(text="from a")]
+
+
+# --- what a call can come to -------------------------------------------------------------------------------------------
+
+
+def outcome_of(tool, arguments="{}", name=None):
+    async def main():
+        async with session(tool) as opened:
+            return (await opened.execute([call(name or tool.name, arguments)], 0))[0]
+
+    return run(main())
+
+
+def test_a_tool_error_is_told_as_it_stands():
+    outcome = outcome_of(Scripted(execute=ToolError("no such\nfile")))
+    assert (outcome.error, outcome.response.text, outcome.reward) == ("tool", "no such\nfile", 0.0)
+
+
+def test_an_exception_is_told_in_one_line_and_its_traceback_is_logged_once(caplog):
+    tool = Scripted("logged_once", execute=ValueError("bad\nvalue"))
+    with caplog.at_level(logging.WARNING, logger="etude.tools"):
+        outcomes = [outcome_of(tool), outcome_of(tool)]
+    assert outcomes[0].error == "exception"
+    assert outcomes[0].response.text == "Error executing tool 'logged_once': ValueError: bad value"
+    assert [record.exc_info is not None for record in caplog.records] == [True]
+
+
+@pytest.mark.parametrize("returned", ["text", (), (ToolResponse(),), (1, 0.0, {}), (ToolResponse(), 0.0, [])])
+def test_a_result_of_the_wrong_shape_is_a_bug_of_the_tool(returned):
+    outcome = outcome_of(Scripted(execute=(returned) if isinstance(returned, tuple) else {"text": returned}))
+    assert outcome.error == "exception"
+    assert "TypeError" in outcome.response.text
+
+
+def test_plain_text_no_reward_and_no_metrics_are_accepted():
+    outcome = outcome_of(Scripted(execute=("plain", None, None)))
+    assert (outcome.response, outcome.reward, outcome.metrics) == (ToolResponse(text="plain"), 0.0, {})
+
+
+@pytest.mark.parametrize("reward", [float("nan"), float("inf"), "1.0", [1.0], {}])
+def test_a_reward_that_is_no_finite_number_is_never_trained_on(reward):
+    with pytest.raises(InfrastructureError, match="tool 'greedy'"):
+        outcome_of(Scripted("greedy", execute=("text", reward, {})))
+
+
+@pytest.mark.parametrize(
+    "error", [TimeoutError(), ConnectionError("refused"), OSError("gone"), InfrastructureError("x")]
+)
+def test_broken_infrastructure_ends_the_trajectory(error):
+    with pytest.raises(InfrastructureError, match="tool 't': execute failed") as caught:
+        outcome_of(Scripted(execute=error))
+    assert caught.value.__cause__ is error
+
+
+def test_a_timeout_really_cancels_the_call_and_its_siblings():
+    hanging, sibling = Scripted("hanging", execute="hang"), Scripted("sibling", {"timeout": 100}, execute="hang")
+
+    async def main():
+        async with session(hanging, sibling) as opened:
+            with pytest.raises(InfrastructureError, match=r"tool 'hanging'.*no answer within 1 s"):
+                await opened.execute([call("sibling"), call("hanging")], 0)
+            own = {asyncio.current_task()}
+            return asyncio.all_tasks() - own
+
+    assert run(main()) == set()
+    assert "execute done" not in sibling.log
+
+
+@pytest.mark.parametrize(("reaction", "kind"), [("infrastructure", InfrastructureError), ("stop", EtudeError)])
+def test_on_exception(reaction, kind):
+    with pytest.raises(kind, match="tool 't'"):
+        outcome_of(Scripted(config={"on_exception": reaction}, execute=ValueError("bad")))
+    assert outcome_of(Scripted(config={"on_exception": reaction}, execute=ToolError("said"))).error == "tool"
+
+
+def test_an_unknown_tool_is_answered_with_the_known_ones():
+    tool = Scripted("known")
+    outcome = outcome_of(tool, name="x" * 10_000)
+    assert outcome.error == "unknown_tool"
+    assert "Available tools: known." in outcome.response.text
+    assert len(outcome.response.text) < 300
+    assert tool.log == []
+
+
+@pytest.mark.parametrize(
+    "arguments", ["", "{", "[1]", "null", '"{}"', '{"a": NaN}', "[" * 100_000, "1" * 10_000, "{}x"]
+)
+def test_arguments_that_are_no_json_object_never_reach_the_tool(arguments):
+    tool = Scripted()
+    outcome = outcome_of(tool, arguments)
+    assert outcome.error == "malformed"
+    assert "\n" not in outcome.response.text
+    assert tool.log == []
+
+
+def test_response_text_is_bounded_and_encodable():
+    tool = Scripted(config={"max_response_chars": 10}, execute=("é" * 5_000_000, 0.0, {}))
+    assert outcome_of(tool).response.text == "é" * 10
+    tool = Scripted(config={"max_response_chars": 10}, execute=ToolError("x" * 1_000_000))
+    assert outcome_of(tool).response.text == "x" * 10
+    assert outcome_of(Scripted(execute=("a\ud800b", 0.0, {}))).response.text == "a?b"
+
+
+def test_record_of_an_outcome():
+    record = outcome_of(Scripted(), '{"a": 1}').to_record()
+    assert (record.turn, record.name, record.arguments, record.reward) == (0, "t", '{"a": 1}', 0.5)
+    assert record.response == 't: {"a": 1}'
+
+
+# --- endings -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", ["nonsense"], "cancels_itself"])
+def test_a_failed_create_releases_the_others(failure):
+    good, bad = Scripted("good"), Scripted("bad", create=failure)
+
+    async def main():
+        async with session(good, bad, row=["good", "bad"]):
+            raise AssertionError("not reached")
+
+    with pytest.raises(InfrastructureError, match="tool 'bad': create failed"):
+        run(main())
+    assert [event for event in good.log if not event.endswith("ended")] == [
+        "create",
+        "create done",
+        "release",
+        "release done",
+    ]
+
+
+@pytest.mark.parametrize("failure", [ToolError("x"), ValueError("x"), "hang", float("nan"), "nonsense"])
+def test_a_failed_calc_reward_is_infrastructure(failure):
+    tool = Scripted(calc_reward=failure)
+
+    async def main():
+        async with session(tool, row=["t"]) as opened:
+            await opened.calc_rewards()
+
+    with pytest.raises(InfrastructureError, match="tool 't'"):
+        run(main())
+    assert tool.count("release") == 1
+
+
+def test_rewards_are_calculated_once():
+    async def main():
+        async with session(Scripted(), row=["t"]) as opened:
+            await opened.calc_rewards()
+            with pytest.raises(RuntimeError, match="already"):
+                await opened.calc_rewards()
+
+    run(main())
+
+
+def test_a_session_is_used_inside_its_block_and_entered_once():
+    async def main():
+        opened = session(Scripted())
+        with pytest.raises(RuntimeError, match="async with"):
+            await opened.execute([call()], 0)
+        async with opened:
+            pass
+        with pytest.raises(RuntimeError, match="async with"):
+            await opened.calc_rewards()
+        with pytest.raises(RuntimeError, match="once"):
+            await opened.__aenter__()
+
+    run(main())
+
+
+@pytest.mark.parametrize("failure", [ValueError("x"), "hang", "cancels_itself"])
+def test_a_failing_release_is_counted_and_hides_nothing(failure, caplog):
+    bad, good = Scripted("bad", release=failure), Scripted("good")
+    opened = session(bad, good, row=["bad", "good"])
+
+    async def main():
+        async with opened:
+            raise KeyError("the trajectory's own error")
+
+    with pytest.raises(KeyError, match="own error"):
+        run(main())
+    assert opened.release_failures == 1
+    assert "tool 'bad': release failed" in caplog.text
+    assert good.count("release done") == 1
+
+
+@pytest.mark.parametrize("cancellations", [1, 2, 5])
+def test_cancelling_again_while_tools_are_released_skips_no_release(cancellations):
+    tools = [Scripted("a", execute="hang", release="slow"), Scripted("b", execute="stubborn", release="slow")]
+
+    async def trajectory():
+        async with session(*tools, row=["a", "b"]) as opened:
+            await opened.execute([call("a"), call("b")], 0)
+
+    async def main():
+        task = asyncio.ensure_future(trajectory())
+        await asyncio.sleep(0.5)
+        for _ in range(cancellations):
+            task.cancel()
+            await asyncio.sleep(0.1)
+        await asyncio.wait({task})
+        assert [tool.count("release done") for tool in tools] == [
+            1,
+            1,
+        ]  # before the trajectory ended, not some time after
+        return task
+
+    assert run(main()).cancelled()
+    assert [tool.count("calc_reward") for tool in tools] == [0, 0]
+
+
+def test_a_create_that_ignores_its_cancellation_is_released_when_it_ends():
+    late = Scripted("late", create="stubborn")
+
+    async def main():
+        opened = session(late, row=["late"])
+        with pytest.raises(InfrastructureError, match="create failed"):
+            await opened.__aenter__()
+        assert (late.count("release"), opened.release_failures) == (0, 1)
+        await asyncio.sleep(100)
+
+    run(main())
+    assert [event for event in late.log if not event.endswith("ended")] == [
+        "create",
+        "create done",
+        "release",
+        "release done",
+    ]
+
+
+def test_two_trajectories_never_share_an_instance():
+    tool = Scripted()
+
+    async def trajectory(request_id):
+        async with session(tool, row=["t"], request_id=request_id):
+            await asyncio.sleep(1)
+
+    async def main():
+        await asyncio.gather(trajectory("r1"), trajectory("r2"))
+
+    run(main())
+    assert len(set(tool.identities)) == 2
+
+
+def test_a_row_that_names_nothing_known_is_a_data_error():
+    with pytest.raises(DataError, match=r"'calculater'.*did you mean 'calculator'"):
+        ToolSession({"calculator": Scripted("calculator")}, {"calculater": {}}, request_id="r")
+    with pytest.raises(DataError, match=r"'create_kwarg'.*did you mean 'create_kwargs'"):
+        ToolSession({"t": Scripted()}, {"t": {"create_kwarg": {}}}, request_id="r")
+    with pytest.raises(DataError, match=r"tools_kwargs.t.release_kwargs must be a mapping"):
+        ToolSession({"t": Scripted()}, {"t": {"release_kwargs": 3}}, request_id="r")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [{"timeout": 0}, {"timeout": "5"}, {"timeout": True}, {"max_response_chars": 1.5}, {"on_exception": "stopp"}],
+)
+def test_limits_that_make_no_sense(config):
+    with pytest.raises(ConfigError, match=f"tool 't': config.{next(iter(config))}"):
+        session(Scripted(config=config))
+
+
+def test_a_method_that_is_not_async_is_named():
+    class Sync(BaseTool):
+        def execute(self, instance_id, parameters):
+            return ToolResponse(text="x"), 0.0, {}
+
+    assert "must be defined with 'async def'" in outcome_of(Sync({}, schema("sync"))).response.text

@@ -1,0 +1,233 @@
+"""The display: harmless to training, honest on a pipe, whole on a terminal."""
+
+import io
+import logging
+import math
+import re
+import sys
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.trainer import display as module
+from etude.trainer.curves import braille_curve, resample, sparkline
+from etude.trainer.display import Display, RunConsole, RunState, duration, plain_line, render, time_split
+
+METRICS = {
+    "reward/total/mean": 0.625,
+    "reward/success/mean": 0.5,
+    "rollout/tool_use_rate": 0.97,
+    "response_length/mean": 143.2,
+    "actor/ppo_kl": 1e-5,
+    "actor/entropy": 0.5,
+    "actor/grad_norm": 0.8,
+    "timing_s/step": 4.0,
+    "timing_s/gen": 3.0,
+    "timing_s/update_actor": 0.5,
+    "val-core/gsm8k/reward/mean@1": 0.71,
+    "val-core/gsm8k/reward/mean@1/ci95_low": 0.6,
+}
+
+
+def pipe() -> RunConsole:
+    return RunConsole(file=io.StringIO(), width=120, force_terminal=False)
+
+
+def terminal() -> RunConsole:
+    return RunConsole(file=io.StringIO(), width=100, height=50, force_terminal=True, _environ={"TERM": "xterm"})
+
+
+def output(console: RunConsole) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+
+
+def test_a_pipe_gets_one_plain_line_a_step() -> None:
+    console = pipe()
+    with Display(10, "demo", console=console) as display:
+        display.rollout_progress(1, 8)
+        display.step(1, METRICS)
+        display.step(2, METRICS | {"rollout/infrastructure_failures": 3})
+        display.note("checkpoint\nwritten")
+    first, second, note = output(console).splitlines()
+    for part in (
+        "step 1/10",
+        "reward 0.625",
+        "success 50 %",
+        "tools 97 %",
+        "length 143",
+        "KL 1.0e-05",
+        "0.710",
+        "left",
+    ):
+        assert part in first
+    assert "ci95" not in first
+    assert "dropped" not in first
+    assert "dropped 3" in second
+    assert note == "checkpoint written"
+
+
+def test_disabled_shows_nothing() -> None:
+    for console in (pipe(), terminal()):
+        with Display(10, "demo", enabled=False, console=console) as display:
+            display.rollout_progress(1, 8)
+            display.step(1, METRICS)
+            display.note("x")
+        assert output(console) == ""
+
+
+def test_a_terminal_gets_a_panel_with_everything() -> None:
+    console = terminal()
+    with Display(10, "demo", console=console) as display:
+        display.rollout_progress(3, 8)
+        display.step(1, METRICS)
+        display.step(2, METRICS)
+        display.note("checkpoint written")
+    text = output(console)
+    for part in ("Étude", "demo", "2/10", "3/8", "reward", "success", "entropy", "gen 75 %", "other 12 %", "gsm8k"):
+        assert part in text
+    assert "checkpoint written" in text
+
+
+def test_log_records_go_through_the_view_and_back_afterwards() -> None:
+    console = terminal()
+    root = logging.getLogger()
+    before = logging.StreamHandler(sys.stderr)
+    root.addHandler(before)
+    try:
+        with Display(10, "demo", console=console):
+            assert before not in root.handlers
+            logging.getLogger("etude.test").warning("[bold]tool raised[/bold]")
+        assert before in root.handlers
+    finally:
+        root.removeHandler(before)
+    assert "[bold]tool raised[/bold]" in output(console)
+
+
+class BrokenFile(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("force_terminal", [True, False])
+@pytest.mark.parametrize("error", [BrokenPipeError("gone"), OSError("disk full")])
+def test_a_broken_output_never_reaches_the_training(
+    force_terminal: bool, error: OSError, caplog: pytest.LogCaptureFixture
+) -> None:
+    console = RunConsole(file=BrokenFile(error), force_terminal=force_terminal, _environ={"TERM": "xterm"})
+    with Display(10, "demo", console=console) as display:
+        for step in range(3):
+            display.rollout_progress(1, 2)
+            display.step(step, METRICS)
+            display.note("x")
+    assert sum("training goes on" in record.message for record in caplog.records) == 1
+
+
+def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(state: RunState, width: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "render", broken)
+    console = terminal()
+    with Display(10, "demo", console=console) as display:
+        display.step(1, METRICS)
+    assert "the view failed: ZeroDivisionError" in output(console)
+
+
+anything = st.none() | st.floats() | st.integers() | st.text(max_size=3)
+keys = st.sampled_from([key for figure in module.FIGURES for key in figure.keys] + list(METRICS)) | st.text(max_size=5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 50), st.dictionaries(keys, anything, max_size=8)), max_size=6),
+    st.integers(1, 200),
+    st.integers(-1, 50),
+)
+def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, total: int) -> None:
+    state = RunState("t", total)
+    console = RunConsole(file=io.StringIO(), width=width, force_terminal=True)
+    for step, metrics in steps:
+        state.add(step, metrics, 1.0)
+        console.print(render(state, width))
+        assert "\n" not in plain_line(state)
+
+
+def test_exceptions_of_the_training_pass_through() -> None:
+    with pytest.raises(KeyError), Display(10, "demo", console=terminal()):
+        raise KeyError("from training")
+
+
+def test_time_left_is_the_mean_of_recent_steps() -> None:
+    state = RunState("t", 10)
+    assert state.eta() is None
+    state.add(0, {"val-core/x/reward/mean@1": 0.1}, 100.0)
+    assert state.eta() is None
+    state.add(1, METRICS, 2.0)
+    state.add(2, METRICS, 4.0)
+    assert state.eta() == 24.0
+
+
+def test_a_validation_stays_until_the_next() -> None:
+    state = RunState("t", 10)
+    state.add(1, METRICS, 1.0)
+    state.add(2, {"reward/total/mean": 1.0}, 1.0)
+    assert state.validation == {"val-core/gsm8k/reward/mean@1": 0.71}
+
+
+def test_time_split_adds_up_to_the_step() -> None:
+    assert time_split(METRICS) == [("gen", 0.75), ("update_actor", 0.125), ("other", 0.125)]
+    assert time_split({}) == []
+    overlapping = time_split({"timing_s/step": 1.0, "timing_s/gen": 2.0, "timing_s/ref": 2.0})
+    assert overlapping == [("gen", 0.5), ("ref", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert duration(seconds) == text
+
+
+values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
+
+
+@given(values, st.integers(1, 50))
+def test_resampling_keeps_mean_and_bounds(numbers: list[float], count: int) -> None:
+    shown = resample(numbers, count)
+    assert len(shown) == min(len(numbers), count)
+    assert min(numbers) - 1e-6 <= min(shown)
+    assert max(shown) <= max(numbers) + 1e-6
+    if len(numbers) % len(shown) == 0:
+        assert math.isclose(sum(shown) / len(shown), sum(numbers) / len(numbers), abs_tol=1e-3)
+
+
+@given(values, st.integers(1, 30), st.integers(1, 6))
+def test_curves_have_the_asked_size_and_every_column_a_dot(numbers: list[float], width: int, rows: int) -> None:
+    drawn = braille_curve(numbers, width, rows, min(numbers), max(numbers))
+    assert [len(row) for row in drawn] == [width] * rows
+    assert all(0x2800 <= ord(cell) <= 0x28FF for row in drawn for cell in row)
+    for column in zip(*drawn):
+        bits = [ord(cell) - 0x2800 for cell in column]
+        assert any(bit & 0x47 for bit in bits)
+        assert any(bit & 0xB8 for bit in bits)
+    assert len(sparkline(numbers, width)) == min(width, len(numbers))
+
+
+def test_curves_by_eye() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2, 2, 2], 8) == "▄▄▄"
+    assert sparkline([], 8) == ""
+    assert braille_curve([0, 1, 2, 3], 2, 1, 0, 3) == ["⡠⠊"]
+    assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]

@@ -1,0 +1,214 @@
+"""Metrics: padding changes nothing, names never come from a model, published formulas hold."""
+
+import itertools
+import math
+from statistics import mean
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.protocol import DataProto
+from etude.trainer.metrics import (
+    data_metrics,
+    expected_best,
+    reward_source_metrics,
+    timing_metrics,
+    tool_metrics,
+    validation_metrics,
+    wilson_interval,
+)
+from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
+
+
+def batch(padding: int = 0) -> DataProto:
+    """Two rows, prompts of 1 and 2 tokens in 2 columns, responses of 3 and 2 tokens in 3, then padding rows."""
+    rows = {
+        "response_mask": [[1, 0, 1], [1, 1, 0]],
+        "attention_mask": [[0, 1, 1, 1, 1], [1, 1, 1, 1, 0]],
+        "token_level_scores": [[0.0, 0.0, 1.0], [0.0, -1.0, 0.0]],
+        "token_level_rewards": [[0.0, 0.0, 0.5], [0.0, -1.0, 0.0]],
+        "advantages": [[1.0, 99.0, 2.0], [-1.0, -2.0, 99.0]],
+        "returns": [[1.0, 99.0, 1.0], [-1.0, -1.0, 99.0]],
+        "values": [[0.5, 99.0, 0.5], [-0.5, -0.5, 99.0]],
+    }
+    junk = {"response_mask": 0.0}
+    data: dict[str, object] = {}
+    for name, value in rows.items():
+        width = len(value[0])
+        data[name] = torch.tensor(value + [[junk.get(name, 7.0)] * width] * padding)
+    return DataProto.from_single_dict(data)
+
+
+def test_data_metrics_by_hand() -> None:
+    metrics = data_metrics(batch())
+    assert metrics["critic/score/mean"] == 0.0
+    assert metrics["critic/rewards/min"] == -1.0
+    assert metrics["critic/rewards/mean"] == -0.25
+    assert metrics["critic/advantages/mean"] == 0.0
+    assert metrics["critic/advantages/max"] == 2.0
+    assert metrics["critic/vf_explained_var"] == pytest.approx(0.75, abs=1e-4)
+    assert metrics["response_length/mean"] == 2.5
+    assert metrics["response_length/clip_ratio"] == 0.5
+    assert metrics["prompt_length/max"] == 2.0
+    assert data_metrics(batch(), max_response_length=4)["response_length/clip_ratio"] == 0.0
+
+
+@pytest.mark.parametrize("padding", [1, 3])
+def test_padding_rows_change_no_metric(padding: int) -> None:
+    assert data_metrics(batch(padding)) == data_metrics(batch())
+
+
+def test_a_batch_of_padding_alone_and_absent_columns_have_no_names() -> None:
+    assert data_metrics(batch(2)[2:]) == {}
+    lean = data_metrics(batch().select(["response_mask", "attention_mask"]))
+    assert {name.partition("/")[0] for name in lean} == {"response_length", "prompt_length"}
+
+
+def trajectory(*calls: ToolCallRecord, stop: StopReason = StopReason.COMPLETED, rewards: Rewards | None = None):
+    made = Trajectory("r", [1], tool_calls=list(calls), stop_reason=stop, rewards=rewards or Rewards())
+    made.append([1], Provenance.SAMPLED)
+    return made
+
+
+def call(name: str = "calculator", seconds: float = 1.0, error: str | None = None) -> ToolCallRecord:
+    return ToolCallRecord(0, name, "{}", "x", seconds=seconds, error=error)
+
+
+def test_tool_metrics_by_hand() -> None:
+    metrics = tool_metrics(
+        [
+            trajectory(
+                call(seconds=1.0), call(seconds=3.0, error="timeout"), rewards=Rewards([(0, "calculator", 0.5)])
+            ),
+            trajectory(call(error="exception"), rewards=Rewards(final={"calculator": 1.0, "judge": 2.0})),
+            trajectory(call("rm -rf /", error="unknown_tool"), call("{", error="malformed")),
+            trajectory(call(error="timeout"), stop=StopReason.INFRASTRUCTURE),
+        ]
+    )
+    assert metrics["tool/calculator/calls"] == 4
+    assert metrics["tool/calculator/errors"] == 3
+    assert metrics["tool/calculator/timeouts"] == 2
+    assert metrics["tool/calculator/latency_p50"] == 1.0
+    assert metrics["tool/calculator/latency_p95"] == pytest.approx(2.7)
+    assert metrics["tool/calculator/reward"] == 0.75
+    assert metrics["tool/judge/reward"] == 2.0
+    assert metrics["tool_call_counts/max"] == 2
+    assert metrics["num_turns/mean"] == 1.0
+    assert metrics["rollout/tool_use_rate"] == pytest.approx(1 / 3)
+    assert metrics["rollout/malformed_calls"] == 1
+    assert metrics["rollout/unknown_tool_calls"] == 1
+    assert metrics["rollout/stop_reason/completed"] == 0.75
+    assert metrics["rollout/stop_reason/infrastructure"] == 0.25
+    assert tool_metrics([]) == {}
+
+
+@given(st.text(min_size=1))
+def test_a_name_that_the_model_made_up_names_no_metric(name: str) -> None:
+    made_up = tool_metrics([trajectory(call(name, error="unknown_tool"), call(name, error="malformed"))])
+    assert made_up == tool_metrics([trajectory(call("x", error="unknown_tool"), call("y", error="malformed"))])
+
+
+def test_rewards_by_source_leave_out_dropped_trajectories() -> None:
+    metrics = reward_source_metrics(
+        [
+            trajectory(rewards=Rewards([(0, "a", 0.5), (1, "a", 0.5)], {"a": 1.0}, score=1.0)),
+            trajectory(rewards=Rewards(score=0.0)),
+            trajectory(rewards=Rewards(score=100.0), stop=StopReason.INFRASTRUCTURE),
+        ],
+        tool_weight=0.25,
+    )
+    assert metrics == {
+        "reward/step/mean": 0.5,
+        "reward/final/mean": 0.5,
+        "reward/score/mean": 0.5,
+        "reward/total/mean": 0.75,
+        "reward/success/mean": 0.5,
+    }
+    assert "reward/score/mean" not in reward_source_metrics([trajectory()])
+    assert reward_source_metrics([trajectory(stop=StopReason.CANCELLED)]) == {}
+
+
+@pytest.mark.parametrize(
+    ("rewards", "success"),
+    [
+        (Rewards(score=1.0), 1.0),
+        (Rewards(score=0.9), 0.0),
+        (Rewards(score=-1.0, score_info={"acc": True}), 1.0),
+        (Rewards(score=2.0, score_info={"acc": 0.0}), 0.0),
+        (Rewards(score=2.0, score_info={"acc": "yes"}), 1.0),
+    ],
+)
+def test_success_is_the_scorers_word_or_a_reward_of_one(rewards: Rewards, success: float) -> None:
+    assert reward_source_metrics([trajectory(rewards=rewards)])["reward/success/mean"] == success
+
+
+def test_timing() -> None:
+    metrics = timing_metrics({"gen": 3.0, "update_actor": 1.0, "step": 5.0}, 1000)
+    assert metrics["timing_s/gen"] == 3.0
+    assert metrics["timing_per_token_ms/gen"] == 3.0
+    assert metrics["perf/time_per_step"] == 5.0
+    assert metrics["perf/throughput"] == 200.0
+    assert 0.001 < metrics["perf/cpu_memory_used_gb"] < 10_000
+    assert timing_metrics({"gen": 3.0, "ref": 1.0}, 0)["perf/time_per_step"] == 4.0
+    assert "perf/throughput" not in timing_metrics({}, 0)
+
+
+@pytest.mark.parametrize(  # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3
+    ("successes", "n", "low", "high"),
+    [(81, 263, 0.2553, 0.3662), (15, 148, 0.0624, 0.1605), (0, 20, 0.0, 0.1611), (1, 29, 0.0061, 0.1718)],
+)
+def test_wilson_against_published_numbers(successes: int, n: int, low: float, high: float) -> None:
+    assert wilson_interval(successes, n) == pytest.approx((low, high), abs=5e-5)
+
+
+@given(st.integers(1, 10_000), st.floats(0, 1))
+def test_wilson_holds_the_proportion(n: int, share: float) -> None:
+    low, high = wilson_interval(share * n, n)
+    assert 0.0 <= low <= share + 1e-12
+    assert share - 1e-12 <= high <= 1.0
+    mirrored = wilson_interval(n - share * n, n)
+    assert mirrored == pytest.approx((1 - high, 1 - low), abs=1e-9)
+
+
+def test_wilson_refuses_what_is_no_proportion() -> None:
+    assert wilson_interval(0, 0) == (0.0, 1.0)
+    for successes, n in ((3, 2), (-1, 2), (1, 0)):
+        with pytest.raises(ValueError, match="successes of"):
+            wilson_interval(successes, n)
+
+
+@given(st.lists(st.integers(-3, 3).map(float), min_size=1, max_size=6), st.data())
+def test_expected_best_is_the_mean_over_all_subsets(samples: list[float], data: st.DataObject) -> None:
+    k = data.draw(st.integers(1, len(samples)))
+    expected = mean(max(subset) for subset in itertools.combinations(samples, k))
+    assert expected_best(samples, k) == pytest.approx(expected)
+
+
+def test_expected_best_of_many_samples_is_finite() -> None:
+    assert math.isclose(expected_best([0.0] * 1999 + [1.0], 1000), 0.5)
+
+
+def test_validation_by_hand() -> None:
+    metrics = validation_metrics(["a"] * 4 + ["b"], ["p", "p", "q", "q", "p"], [1.0, 0.0, 1.0, 1.0, 0.3])
+    low, high = wilson_interval(1.5, 2)
+    assert metrics == {
+        "val-core/a/reward/mean@2": 0.75,
+        "val-core/a/reward/mean@2/ci95_low": low,
+        "val-core/a/reward/mean@2/ci95_high": high,
+        "val-core/a/reward/best@2/mean": 1.0,
+        "val-core/b/reward/mean@1": 0.3,
+    }
+    assert validation_metrics([], [], []) == {}
+
+
+def test_validation_of_ragged_groups_counts_every_prompt() -> None:
+    metrics = validation_metrics(["a"] * 6, ["p"] * 5 + ["q"], [1.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    assert metrics["val-core/a/reward/mean@5"] == pytest.approx(0.1)
+    assert [metrics[f"val-core/a/reward/best@{k}/mean"] for k in (2, 4, 5)] == pytest.approx([0.2, 0.4, 0.5])
+
+
+def test_validation_refuses_unequal_lengths() -> None:
+    with pytest.raises(ValueError, match="2 data sources, 1 uids, 1 scores"):
+        validation_metrics(["a", "a"], ["p"], [1.0])
