@@ -1,6 +1,6 @@
 """Optimizers, learning-rate schedules and gradient clipping.
 
-`muon` uses `torch.optim.Muon` for the matrices of the transformer blocks, and AdamW for everything else (embeddings,
+`muon` uses Muon for the matrices of the transformer blocks, and AdamW for everything else (embeddings,
 norms, heads), as its authors advise. One `OptimizerSet` hides the difference.
 """
 
@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from etude.errors import ConfigError
+from etude.training.muon import Muon
 
 
 @dataclass(frozen=True)
@@ -111,5 +112,5 @@ def _build(model: nn.Module, o: OptimOptions) -> list[tuple[torch.optim.Optimize
         return [(adamw(p for _, p in named), o.lr)]
     is_matrix = {n: p.ndim == 2 and ".layers." in n for n, p in named}
     peak = o.lr * o.muon_lr_multiplier
-    muon = torch.optim.Muon([p for n, p in named if is_matrix[n]], lr=peak, weight_decay=o.weight_decay, momentum=0.95)
+    muon = Muon([p for n, p in named if is_matrix[n]], lr=peak, weight_decay=o.weight_decay, momentum=0.95)
     return [(muon, peak), (adamw(p for n, p in named if not is_matrix[n]), o.lr)]

@@ -465,7 +465,7 @@ def test_a_failing_release_is_counted_and_hides_nothing(failure, caplog):
     assert good.count("release done") == 1
 
 
-@pytest.mark.parametrize("cancellations", [1, 2, 5])
+@pytest.mark.parametrize("cancellations", [1, 2, 6])
 def test_cancelling_again_while_tools_are_released_skips_no_release(cancellations):
     tools = [Scripted("a", execute="hang", release="slow"), Scripted("b", execute="stubborn", release="slow")]
 
@@ -475,19 +475,32 @@ def test_cancelling_again_while_tools_are_released_skips_no_release(cancellation
 
     async def main():
         task = asyncio.ensure_future(trajectory())
+        released = []
+        task.add_done_callback(lambda _: released.extend(tool.count("release done") for tool in tools))
         await asyncio.sleep(0.5)
         for _ in range(cancellations):
             task.cancel()
-            await asyncio.sleep(0.1)
+            await asyncio.sleep(1.02)  # the sixth, at 5.6 s, arrives during the releases
         await asyncio.wait({task})
-        assert [tool.count("release done") for tool in tools] == [
-            1,
-            1,
-        ]  # before the trajectory ended, not some time after
+        assert released == [1, 1]  # at the moment the trajectory ended, not some time after
         return task
 
     assert run(main()).cancelled()
     assert [tool.count("calc_reward") for tool in tools] == [0, 0]
+
+
+def test_a_call_made_elsewhere_is_stopped_before_its_tool_is_released():
+    tool = Scripted(config={"timeout": 100}, execute="hang")
+
+    async def main():
+        async with session(tool, row=["t"]) as opened:
+            elsewhere = asyncio.ensure_future(opened.execute([call()], 0))
+            await asyncio.sleep(1)
+        with pytest.raises(asyncio.CancelledError):
+            await elsewhere
+
+    run(main())
+    assert tool.log.index("execute ended") < tool.log.index("release")
 
 
 def test_a_create_that_ignores_its_cancellation_is_released_when_it_ends():
