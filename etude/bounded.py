@@ -81,12 +81,16 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
         TimeoutError: no result in time.
         InfrastructureError: the call ended as cancelled although nobody had cancelled it.
     """
-    task = asyncio.ensure_future(called(function, *args, **kwargs))
+    return await result_of(asyncio.ensure_future(called(function, *args, **kwargs)), seconds)
+
+
+async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
+    """What `within` gives, of a task that runs already and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
         await asyncio.wait({task}, timeout=seconds)
     finally:
         in_time = task.done()
-        await settle({task})
+        await settle({task}, grace)
     if not in_time:
         raise TimeoutError(f"no answer within {seconds:g} s")
     if task.cancelled():

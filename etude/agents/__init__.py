@@ -1,11 +1,15 @@
 """Agent loops: how trajectories come about, and the manager that runs many at once."""
 
-from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, TrajectoryClient, register
+from etude.agents.agent_data import AgentData, AgentState
+from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
 from etude.agents.batch import to_batch, token_level_scores
-from etude.agents.manager import AgentLoopManager, RolloutResult, Sampling
+from etude.agents.client import TrajectoryClient
+from etude.agents.manager import AgentLoopManager, Sampling
 from etude.agents.options import MultiTurnOptions, RolloutOptions, ValSamplingOptions
+from etude.agents.result import RolloutResult
+from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
-from etude.agents.tool_agent import AgentData, AgentState, ToolAgentLoop
+from etude.agents.tool_agent import ToolAgentLoop
 from etude.trajectory import AgentLoopOutput
 
 __all__ = [
@@ -25,6 +29,7 @@ __all__ = [
     "TrajectoryClient",
     "ValSamplingOptions",
     "register",
+    "score_result",
     "to_batch",
     "token_level_scores",
 ]

@@ -1,26 +1,23 @@
 """`AgentLoopBase`: how one trajectory is rolled out, and what a loop is given to do it with.
 
-A loop is written against `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)`. What it gets is a
-`TrajectoryClient`: it speaks to the engine for exactly one trajectory and remembers every sampled token.
-
-Invariant: the tokens a loop marks as sampled (mask 1) are, in order, tokens that its client drew; `TrajectoryClient.check`
-refuses an output for which that does not hold. Training on tokens nobody sampled is a bug, never a warning.
+A loop is written against `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)`; what it gets is a
+`TrajectoryClient`. One object rolls out one trajectory, so that a loop may keep state on `self`.
 """
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
+from etude.agents.client import TrajectoryClient
 from etude.agents.options import RolloutOptions
 from etude.chat import ChatTemplate, ToolParser
-from etude.errors import EtudeError
-from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.registry import Registry
 from etude.tools import BaseTool
-from etude.trajectory import AgentLoopOutput
+from etude.trajectory import AgentLoopOutput, Trajectory
 
 AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
@@ -38,59 +35,53 @@ class AgentContext:
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
 
 
-class TrajectoryClient:
-    """One trajectory's door to the engine.
-
-    Seeds: turn t of a trajectory draws with a seed made from the trajectory's seed and t, so that no two turns share
-    random numbers, and no loop has to think of it.
-    """
-
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine, self.request_id = engine, request_id
-        self.outputs: list[TokenOutput] = []
-
-    async def generate(
-        self,
-        request_id: str | None = None,
-        *,
-        prompt_ids: Sequence[int],
-        sampling_params: SamplingParams | Mapping[str, Any],
-        **media: Any,
-    ) -> TokenOutput:
-        """Samples one turn. Whatever `request_id` a loop made up, the engine knows the trajectory by its own."""
-        params = SamplingParams.of(sampling_params)
-        seed = (params.seed * 1_000_003 + 97 * len(self.outputs)) & 0x7FFFFFFFFFFFFFFF
-        output = await self._engine.generate(self.request_id, prompt_ids, replace(params, seed=seed), **media)
-        self.outputs.append(output)
-        return output
-
-    def check(self, output: AgentLoopOutput) -> None:
-        """Raises EtudeError when the output marks a token as sampled that the engine did not sample there."""
-        drawn = [token for turn in self.outputs for token in turn.token_ids]
-        claimed = [token for token, mask in zip(output.response_ids, output.response_mask) if mask]
-        if claimed != drawn[: len(claimed)]:
-            place = next(i for i, (a, b) in enumerate(zip([*claimed, None], [*drawn, None])) if a != b)
-            raise EtudeError(
-                f"the agent loop marked token {claimed[place]} (masked token {place} of {self.request_id}) as sampled, "
-                "but the engine did not sample it: keep token_ids as generate() returned them"
-            )
-
-
 class AgentLoopBase(ABC):
     """Base class of agent loops; one object a trajectory.
 
-    Subclasses registered with `@register("name")` are chosen by a row's `agent_name`. They may keep state on `self`.
+    Subclasses registered with `@register("name")` are chosen by a row's `agent_name`. One with an `__init__` of its own
+    hands on what it was given: `super().__init__(trainer_config, **kwargs)`.
+
+    Attributes:
+        context: the shared parts, `context.options` the rollout section among them.
+        config: the whole configuration, keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`.
+        server_manager: samples tokens.
+        tokenizer, chat: for prompts, `chat.initial_ids(messages, tools)`; for what follows an assistant turn,
+            `chat.context_ids(messages, after_stop=…)`. Neither ever encodes a sampled id again.
+        tools: the configured tools by name.
     """
 
     def __init__(
-        self, trainer_config: AgentContext, server_manager: TrajectoryClient, tokenizer: Any, **_: Any
+        self,
+        trainer_config: AgentContext,
+        server_manager: TrajectoryClient,
+        tokenizer: Any,
+        processor: Any = None,
+        **_: Any,
     ) -> None:
         self.context = trainer_config
         self.config = trainer_config.config
         self.server_manager = server_manager
         self.tokenizer = tokenizer
+        self.processor = processor
         self.chat = trainer_config.chat
         self.tools = trainer_config.tools
+
+    @property
+    def loop(self) -> asyncio.AbstractEventLoop:
+        """The running event loop, for `run_in_executor`."""
+        return asyncio.get_running_loop()
+
+    def room(self, trajectory: Trajectory) -> int:
+        """Tokens left for the response: of its own budget, and of `rollout.max_model_len`."""
+        options = self.context.options
+        room = options.response_length - trajectory.response_length
+        if options.max_model_len is not None:
+            room = min(room, options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length)
+        return room
+
+    def prompt_fits(self, trajectory: Trajectory) -> bool:
+        """Whether the prompt is within `data.max_prompt_length` and leaves room for a token."""
+        return len(trajectory.prompt_ids) <= self.context.options.prompt_length and self.room(trajectory) >= 1
 
     @abstractmethod
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
@@ -99,6 +90,10 @@ class AgentLoopBase(ABC):
         Args:
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `seed`.
             row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …) and `request_id`.
+
+        Returns:
+            The response's ids with their mask. Where `response_logprobs` is None, those of the engine are filled in. A
+            `reward_score` counts where `reward_model.enable=false`; otherwise the reward manager's score replaces it.
 
         Raises:
             InfrastructureError: the world broke; the trajectory is retried from fresh state.

@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.agents.manager import RolloutResult
+from etude.agents.result import RolloutResult
 from etude.protocol import DataProto
 from etude.trajectory import Trajectory
 
@@ -66,5 +66,7 @@ def _pad(rows: Sequence[Sequence[float]], width: int, fill: float, left: bool = 
     out = torch.full((len(rows), width), fill)
     for i, row in enumerate(rows):
         if row:
-            out[i, slice(width - len(row), None) if left else slice(None, len(row))] = torch.tensor(row, dtype=out.dtype)
+            out[i, slice(width - len(row), None) if left else slice(None, len(row))] = torch.tensor(
+                row, dtype=out.dtype
+            )
     return out

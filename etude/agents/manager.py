@@ -2,11 +2,13 @@
 
 There is no barrier between trajectories: one waits for a tool while others decode and others are being scored.
 
-Failures (DESIGN, "Wrong is not broken"): a trajectory that infrastructure broke is run again from fresh state up to
-`infrastructure_retries` times, then dropped; a scorer that infrastructure broke is asked again as often. Any other
-exception is a bug of the user's or ours: everything is cancelled, tools are released, and it is raised.
+Failures (DESIGN, "Wrong is not broken"): a trajectory that infrastructure broke, or that took longer than
+`trajectory_timeout`, is run again from fresh state under a new request id up to `infrastructure_retries` times, then
+dropped; a scorer that infrastructure broke is asked again as often. Any other exception is a bug of the user's or ours:
+everything is cancelled, tools are released, and it is raised.
 
-Invariant: one result a row, in row order, whatever happened; a dropped row has no trajectory.
+Invariant: one result a row, in row order, whatever happened; a dropped row has no trajectory. Every trajectory that was
+opened at the engine is closed, in every ending.
 """
 
 from __future__ import annotations
@@ -14,29 +16,24 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Awaitable, Callable, Coroutine, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from etude.agents.base import AGENT_LOOPS, AgentContext, TrajectoryClient
-from etude.errors import ConfigError, InfrastructureError, is_infrastructure, one_line
+from etude.agents.base import AGENT_LOOPS, AgentContext
+from etude.agents.client import TrajectoryClient
+from etude.agents.crew import Crew
+from etude.agents.result import RolloutResult
+from etude.agents.scoring import Scorer, score_result
+from etude.bounded import GRACE_SECONDS, called, result_of
+from etude.errors import ConfigError, EtudeError, is_infrastructure, one_line
 from etude.inference import Engine
-from etude.trajectory import StopReason, Trajectory
+from etude.tools import CallPolicy
+from etude.trajectory import AgentLoopOutput, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
-Scorer = Callable[[Trajectory, Mapping[str, Any]], Awaitable[None]]
 Progress = Callable[[int, int], None]
-
-
-@dataclass
-class RolloutResult:
-    """A row's trajectory, or why there is none. `attempts` counts runs, `failures` those that infrastructure broke."""
-
-    trajectory: Trajectory | None
-    attempts: int = 1
-    failures: int = 0
-    dropped: StopReason | None = None
 
 
 @dataclass(frozen=True)
@@ -71,15 +68,32 @@ class AgentLoopManager:
         self.on_progress: Progress | None = None
         self._deterministic = deterministic
         self._logged = False
+        slowest = max(
+            (CallPolicy.from_config(t.config, name).timeout for name, t in context.tools.items()), default=0.0
+        )
+        self._clean_up_seconds = slowest + 4 * GRACE_SECONDS  # as long as a ToolSession may take to close
 
     async def generate(self, rows: Sequence[Mapping[str, Any]], sampling: Sampling) -> list[RolloutResult]:
-        """Rolls out every row; a row may carry `rollout_index` (its number in the whole step's batch).
+        """Rolls out every row; a row may carry `rollout_index` (its number in the whole step's batch) and `active_tools`
+        (names of those configured tools that it may use; default all).
 
         Raises:
+            ConfigError: a row names an agent loop that does not exist (before any work).
             EtudeError, Exception: a loop, tool or scorer failed for a reason that is not infrastructure.
         """
         run = _Run(self, [dict(row) for row in rows], sampling)
         return await run.all()
+
+    def loop_name(self, row: Mapping[str, Any]) -> str:
+        """The agent loop of a row: its `agent_name`, or `tool_agent` if it has tools, else `single_turn_agent`.
+
+        With `multi_turn.enable=false` a row that asks for `tool_agent` gets its single turn.
+        """
+        chosen, enabled = row.get("agent_name"), self.context.options.multi_turn.enable
+        if chosen and (enabled or chosen != "tool_agent"):
+            return str(chosen)
+        active = row.get("active_tools", list(self.context.tools))
+        return "tool_agent" if active and enabled else "single_turn_agent"
 
     def _report(self, done: int, total: int) -> None:
         if self.on_progress is not None:
@@ -104,52 +118,59 @@ class _Run:
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self._results: list[RolloutResult | None] = [None] * len(rows)
-        self._scoring: list[asyncio.Task[None]] = []
+        self._opened: set[str] = set()
+        self._crew = Crew()
         self._done = 0
 
     async def all(self) -> list[RolloutResult]:
-        count = len(self._rows)
-        lanes = min(self._options.max_concurrent_trajectories, count)
         for i, row in enumerate(self._rows):  # before any work: a bad name must not cost a rollout
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
-            AGENT_LOOPS.get(self._loop_name(row))
-        shared = iter(range(lanes, count))
-        self._engine.open([self._id(i, 0) for i in range(lanes)])
-        # Which trajectory follows which must not depend on the clock in the deterministic mode.
-        follow: Callable[[int], Iterator[int]] = (
-            (lambda lane: iter(range(lane + lanes, count, lanes)))
-            if self._manager._deterministic
-            else (lambda lane: shared)
-        )
-        await _all_or_cancel([self._lane(lane, follow(lane)) for lane in range(lanes)])
-        await _all_or_cancel(self._scoring)
+            try:
+                AGENT_LOOPS.get(self._manager.loop_name(row))
+            except ConfigError as error:
+                raise ConfigError(f"row {row['request_id']}: agent_name: {error}") from error
+        lanes = min(self._options.max_concurrent_trajectories, len(self._rows))
+        follow = self._followers(lanes)
+        try:
+            self._open([self._id(i, 0) for i in range(lanes)])
+            for lane in range(lanes):
+                self._crew.start(self._lane(lane, follow(lane)))
+            await self._crew.finish(self._manager._clean_up_seconds + GRACE_SECONDS)
+        finally:
+            for request_id in sorted(self._opened):
+                self._close(request_id)
         return [result for result in self._results if result is not None]
+
+    def _followers(self, lanes: int) -> Callable[[int], Iterator[int]]:
+        """The rows that a lane takes after its first one; in the deterministic mode they must not depend on the clock."""
+        count = len(self._rows)
+        shared = iter(range(lanes, count))
+        if self._manager._deterministic:
+            return lambda lane: iter(range(lane + lanes, count, lanes))
+        return lambda lane: shared
 
     def _id(self, index: int, attempt: int) -> str:
         return f"{self._rows[index]['request_id']}/{attempt}"
 
-    def _loop_name(self, row: Mapping[str, Any]) -> str:
-        chosen = row.get("agent_name")
-        if chosen:
-            return str(chosen)
-        active = row.get("active_tools", list(self._manager.context.tools))
-        return "tool_agent" if active else "single_turn_agent"
+    def _open(self, request_ids: Sequence[str]) -> None:
+        self._engine.open(request_ids)
+        self._opened.update(request_ids)
+
+    def _close(self, request_id: str, then_open: str | None = None) -> None:
+        """Closes a trajectory and, with no await between (see `NativeEngine`), opens the one that follows it."""
+        self._opened.discard(request_id)
+        self._engine.close(request_id)
+        if then_open is not None:
+            self._open([then_open])
 
     async def _lane(self, first: int, following: Iterator[int]) -> None:
         index: int | None = first
-        try:
-            while index is not None:
-                result, last_id = await self._attempts(index)
-                self._results[index] = result
-                done, index = index, next(following, None)
-                self._engine.close(last_id)  # and, with no await between, open the next: see NativeEngine
-                if index is not None:
-                    self._engine.open([self._id(index, 0)])
-                self._scoring.append(asyncio.ensure_future(self._finish(done)))
-        finally:
-            if index is not None:
-                for attempt in range(self._options.infrastructure_retries + 1):
-                    self._engine.close(self._id(index, attempt))
+        while index is not None:
+            result, last_id = await self._attempts(index)
+            self._results[index] = result
+            done, index = index, next(following, None)
+            self._close(last_id, None if index is None else self._id(index, 0))
+            self._crew.start(self._finish(done))
 
     async def _attempts(self, index: int) -> tuple[RolloutResult, str]:
         """Runs a row until it succeeds or its retries are spent; the last request is left open for the lane to close."""
@@ -157,10 +178,10 @@ class _Run:
         for attempt in range(limit):
             request_id = self._id(index, attempt)
             if attempt:
-                self._engine.close(self._id(index, attempt - 1))
-                self._engine.open([request_id])
+                self._close(self._id(index, attempt - 1), request_id)
+            task = asyncio.ensure_future(called(self._run_once, index, request_id))
             try:
-                trajectory = await asyncio.wait_for(self._run_once(index, request_id), self._options.trajectory_timeout)
+                trajectory = await result_of(task, self._options.trajectory_timeout, self._manager._clean_up_seconds)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -173,19 +194,38 @@ class _Run:
 
     async def _run_once(self, index: int, request_id: str) -> Trajectory:
         context, row = self._manager.context, self._rows[index]
+        name = self._manager.loop_name(row)
         client = TrajectoryClient(self._engine, request_id)
-        loop_class = AGENT_LOOPS.get(self._loop_name(row))
-        loop = loop_class(
+        loop = AGENT_LOOPS.get(name)(
             trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=None
         )
         number = int(row.get("rollout_index", index))
         params = self._sampling.params(number, self._options.response_length, context.chat.stop_token_ids)
-        output = await loop.run(params, **{**row, "request_id": request_id})
+        try:
+            output = await loop.run(params, **{**row, "request_id": request_id})
+        finally:
+            client.end()
+        return self._accepted(output, client, name)
+
+    def _accepted(self, output: AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
+        """The trajectory in what a loop returned.
+
+        Raises:
+            EtudeError: it is not what loops return, or claims tokens that were not sampled.
+            ConfigError: it is longer than `data.max_response_length`.
+        """
+        if not isinstance(output, AgentLoopOutput):
+            raise EtudeError(f"the agent loop '{name}' must return an AgentLoopOutput, not {type(output).__name__}")
         client.check(output)
-        trajectory = output.to_trajectory(request_id)
-        if len(trajectory.response_ids) > self._options.response_length:
+        if output.response_logprobs is None:
+            output.response_logprobs = client.log_probs(output)
+        try:
+            trajectory = output.to_trajectory(client.request_id)
+        except ValueError as error:
+            raise EtudeError(f"the agent loop '{name}' returned a wrong AgentLoopOutput: {one_line(error)}") from error
+        if trajectory.response_length > self._options.response_length:
             raise ConfigError(
-                f"the agent loop '{self._loop_name(row)}' returned {len(trajectory.response_ids)} response tokens, more "
+                f"the agent loop '{name}' returned {trajectory.response_length} response tokens, more "
                 f"than data.max_response_length={self._options.response_length}"
             )
         return trajectory
@@ -194,35 +234,14 @@ class _Run:
         """Scores a finished trajectory, unless scoring is left to a later stage."""
         result, scorer = self._results[index], self._manager.scorer
         assert result is not None
-        if result.trajectory is not None and scorer is not None:
-            await self._score(result, result.trajectory, scorer, self._rows[index])
+        if scorer is not None:
+            await score_result(
+                result,
+                self._rows[index],
+                scorer,
+                retries=self._options.infrastructure_retries,
+                timeout=self._options.trajectory_timeout,
+                on_failure=self._manager._log_failure,
+            )
         self._done += 1
         self._manager._report(self._done, len(self._rows))
-
-    async def _score(self, result: RolloutResult, trajectory: Trajectory, scorer: Scorer, row: dict[str, Any]) -> None:
-        loop = asyncio.get_running_loop()
-        for _ in range(self._options.infrastructure_retries + 1):
-            started = loop.time()
-            try:
-                await scorer(trajectory, row)
-            except Exception as error:
-                if not is_infrastructure(error):
-                    raise
-                result.failures += 1
-                self._manager._log_failure(trajectory.request_id, InfrastructureError(f"scoring: {one_line(error)}"))
-                continue
-            trajectory.timings["compute_score"] = loop.time() - started
-            return
-        result.trajectory, result.dropped = None, StopReason.INFRASTRUCTURE
-
-
-async def _all_or_cancel(work: Iterable[Coroutine[Any, Any, None] | asyncio.Task[None]]) -> None:
-    """Awaits everything; on the first exception cancels the rest, waits for their clean-up, and raises it."""
-    tasks = [asyncio.ensure_future(item) for item in work]
-    try:
-        await asyncio.gather(*tasks)
-    except BaseException:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
-        raise

@@ -27,6 +27,10 @@ class MultiTurnOptions:
                 "multi_turn.tool_response_truncate_side must be left, middle or right, "
                 f"not '{self.tool_response_truncate_side}'"
             )
+        for name in ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise ConfigError(f"multi_turn.{name} must be at least 1, not {value}")
 
 
 @dataclass(frozen=True)
@@ -68,3 +72,9 @@ class RolloutOptions:
             raise ConfigError(f"rollout.mode must be async or sync, not '{self.mode}'")
         if self.n < 1 or self.infrastructure_retries < 0 or self.max_concurrent_trajectories < 1:
             raise ConfigError("rollout.n and max_concurrent_trajectories must be >= 1, infrastructure_retries >= 0")
+        if min(self.prompt_length, self.response_length, self.max_num_seqs, self.max_num_batched_tokens) < 1:
+            raise ConfigError(
+                "rollout.prompt_length, response_length, max_num_seqs and max_num_batched_tokens must be >= 1"
+            )
+        if not self.trajectory_timeout > 0:
+            raise ConfigError(f"rollout.trajectory_timeout must be a positive number, not {self.trajectory_timeout}")

@@ -17,7 +17,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         messages = list(row["raw_prompt"])
         prompt_ids = self.chat.initial_ids(messages)
         trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages)
-        if len(prompt_ids) > self.context.options.prompt_length:
+        if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory.to_output()
         output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)

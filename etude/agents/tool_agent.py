@@ -2,8 +2,8 @@
 
     PENDING → GENERATING ⇄ PROCESSING_TOOLS → TERMINATED
 
-PENDING creates the tools that the row names and renders the prompt. The order in which endings are checked after a
-generation:
+PENDING creates the tools that the row names and renders the prompt; one that does not fit, or leaves no room for an
+answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are checked after a generation:
 
 1. the response budget is used up, or the engine stopped for length → `RESPONSE_LENGTH`;
 2. the turn holds neither a call nor a malformed one → `COMPLETED`;
@@ -19,30 +19,26 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
-from enum import Enum
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from etude.agents.agent_data import AgentState
 from etude.agents.base import AgentLoopBase, register
+from etude.agents.truncation import shorten
 from etude.chat import ParsedResponse
+from etude.errors import DataError
 from etude.inference import SamplingParams
-from etude.schemas import FunctionCall, ToolResponse
-from etude.tools import ToolOutcome, ToolSession
+from etude.registry import did_you_mean
+from etude.schemas import ToolResponse
+from etude.tools import BaseTool, ToolOutcome, ToolSession
 from etude.trace import collect_spans
 from etude.trajectory import AgentLoopOutput, Provenance, StopReason, ToolCallRecord, Trajectory
 
-
-class AgentState(Enum):
-    """States of the loop."""
-
-    PENDING = "pending"
-    GENERATING = "generating"
-    PROCESSING_TOOLS = "processing_tools"
-    TERMINATED = "terminated"
+_MEDIA = "(the tool returned media that a text model cannot see)"
 
 
 @dataclass
-class AgentData:
+class _Conversation:
     """What one run knows: the growing trajectory, and the turn in hand."""
 
     trajectory: Trajectory
@@ -58,13 +54,16 @@ class ToolAgentLoop(AgentLoopBase):
     """See the module's docstring."""
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
-        """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown."""
-        names = row.get("active_tools", list(self.tools))
-        active = {name: self.tools[name] for name in names}
+        """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown.
+
+        Raises:
+            DataError: the row selects a tool that is not configured, or hands arguments to one that it does not select.
+        """
+        active = self._active_tools(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         with collect_spans() as spans:
             async with ToolSession(active, row.get("tools_kwargs"), request_id=row["request_id"]) as session:
-                data = AgentData(
+                data = _Conversation(
                     trajectory,
                     session,
                     SamplingParams.of(sampling_params),
@@ -72,25 +71,36 @@ class ToolAgentLoop(AgentLoopBase):
                 )
                 state = AgentState.PENDING
                 while state is not AgentState.TERMINATED:
-                    state = await self._handlers[state](self, data)
+                    state = await getattr(self, self._handlers[state])(data)
                 if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                     trajectory.rewards.final = await session.calc_rewards()
             trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.timings["tool_spans"] = sum(span.seconds for span in spans)
         return trajectory.to_output()
 
-    async def _handle_pending(self, data: AgentData) -> AgentState:
+    def _active_tools(self, row: dict[str, Any]) -> dict[str, BaseTool]:
+        names: Sequence[str] = row.get("active_tools", list(self.tools))
+        for name in names:
+            if name not in self.tools:
+                hint = did_you_mean(name, self.tools)
+                raise DataError(f"row {row['request_id']}: the selected tool '{name}' is not configured{hint}")
+        for name, kwargs in (row.get("tools_kwargs") or {}).items():
+            if kwargs is not None and name in self.tools and name not in names:
+                raise DataError(f"row {row['request_id']}: tools_kwargs names the tool '{name}', which is not selected")
+        return {name: self.tools[name] for name in names}
+
+    async def _handle_pending(self, data: _Conversation) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            _append_to_last_user(trajectory.messages, response)
+            _append_to_last_user(trajectory.messages, self._shown(response))
         trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None)
-        if len(trajectory.prompt_ids) > self.context.options.prompt_length:
+        if not self.prompt_fits(trajectory):
             return _end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
 
-    async def _handle_generating(self, data: AgentData) -> AgentState:
+    async def _handle_generating(self, data: _Conversation) -> AgentState:
         trajectory = data.trajectory
-        room = self._room(trajectory)
+        room = self.room(trajectory)
         started = time.perf_counter()
         output = await self.server_manager.generate(
             prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
@@ -106,7 +116,7 @@ class ToolAgentLoop(AgentLoopBase):
         message: dict[str, Any] = {"role": "assistant", "content": self.chat.decode(output.token_ids)}
         trajectory.messages.append(message)
         data.after_stop = output.token_ids[-1:] == [self.chat.end_of_turn_id]
-        if output.stop_reason != "stop" or self._room(trajectory) < 1:
+        if output.stop_reason != "stop" or self.room(trajectory) < 1:
             for error in data.parsed.errors:  # a call cut off by the length limit is no habit worth answering
                 trajectory.tool_calls.append(ToolCallRecord(turn, "", "", error, error="malformed"))
             return _end(data, StopReason.RESPONSE_LENGTH)
@@ -114,7 +124,7 @@ class ToolAgentLoop(AgentLoopBase):
             return _end(data, StopReason.COMPLETED)
         return AgentState.PROCESSING_TOOLS
 
-    async def _handle_tools(self, data: AgentData) -> AgentState:
+    async def _handle_tools(self, data: _Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         turn = trajectory.assistant_turns - 1
         started = time.perf_counter()
@@ -123,8 +133,8 @@ class ToolAgentLoop(AgentLoopBase):
         _add_time(trajectory, "tool_calls", started)
         texts = []
         for outcome in outcomes:
-            texts.append(self._shorten(outcome.response.text or _no_text(outcome.response)))
-            _record(trajectory, turn, outcome, texts[-1])
+            texts.append(self._shown(outcome.response))
+            _record(trajectory, outcome, texts[-1])
         for call in extra:
             texts.append(f"Not executed: at most {limits.max_parallel_calls} calls are executed in one turn.")
             trajectory.tool_calls.append(ToolCallRecord(turn, call.name, call.arguments, texts[-1], error="malformed"))
@@ -133,7 +143,7 @@ class ToolAgentLoop(AgentLoopBase):
             trajectory.tool_calls.append(ToolCallRecord(turn, "", "", error, error="malformed"))
         return self._feed_back(data, texts)
 
-    def _feed_back(self, data: AgentData, texts: Sequence[str]) -> AgentState:
+    def _feed_back(self, data: _Conversation, texts: Sequence[str]) -> AgentState:
         """Checks endings 4 and 5; otherwise adds the tools' answers to the context."""
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         messages = [{"role": "tool", "content": text} for text in texts]
@@ -143,80 +153,59 @@ class ToolAgentLoop(AgentLoopBase):
         if limits.max_user_turns is not None and trajectory.user_turns >= limits.max_user_turns:
             return _end(data, StopReason.MAX_USER_TURNS)
         context = self.chat.context_ids(messages, after_stop=data.after_stop)
-        if sum(len(ids) for ids, _ in context) >= self._room(trajectory):
+        if sum(len(ids) for ids, _ in context) >= self.room(trajectory):
             return _end(data, StopReason.TOOL_RESPONSE_OVERFLOW)
         for ids, provenance in context:
             trajectory.append(ids, provenance)
         trajectory.user_turns += 1
         return AgentState.GENERATING
 
-    def _room(self, trajectory: Trajectory) -> int:
-        """Tokens left for the response: of its own budget, and of the model's context."""
-        options = self.context.options
-        room = options.response_length - trajectory.response_length
-        if options.max_model_len is not None:
-            room = min(room, options.max_model_len - len(trajectory.prompt_ids) - trajectory.response_length)
-        return room
-
-    def _shorten(self, text: str) -> str:
-        """`text` within `max_tool_response_length` tokens, cut on the configured side, with a mark at the cut."""
+    def _shown(self, response: ToolResponse) -> str:
+        """What the model sees of a response: its text within `max_tool_response_length` tokens."""
         options = self.context.options.multi_turn
-        limit = options.max_tool_response_length
-        if len(text) <= limit:  # a token is at least one character
-            return text
-        ids = self.tokenizer.encode(text[: 64 * limit] + text[-64 * limit :], add_special_tokens=False)
-        if len(ids) <= limit and len(text) <= 128 * limit:
-            return text
-        head, tail = self.tokenizer.decode(ids[:limit]), self.tokenizer.decode(ids[-limit:])
-        if options.tool_response_truncate_side == "right":
-            return head + "...(truncated)"
-        if options.tool_response_truncate_side == "left":
-            return "(truncated)..." + tail
-        half = limit // 2
-        return self.tokenizer.decode(ids[:half]) + "...(truncated)..." + self.tokenizer.decode(ids[len(ids) - half :])
+        return shorten(
+            response.text or ("" if response.is_empty() else _MEDIA),
+            limit=options.max_tool_response_length,
+            side=options.tool_response_truncate_side,
+            tokenizer=self.tokenizer,
+            count=self._tool_tokens,
+        )
 
-    _handlers = {
-        AgentState.PENDING: _handle_pending,
-        AgentState.GENERATING: _handle_generating,
-        AgentState.PROCESSING_TOOLS: _handle_tools,
+    def _tool_tokens(self, text: str) -> int:
+        context = self.chat.context_ids([{"role": "tool", "content": text}], after_stop=True)
+        return sum(len(ids) for ids, provenance in context if provenance is Provenance.TOOL)
+
+    _handlers = {  # by name, so that a subclass may override one
+        AgentState.PENDING: "_handle_pending",
+        AgentState.GENERATING: "_handle_generating",
+        AgentState.PROCESSING_TOOLS: "_handle_tools",
     }
 
 
-def _end(data: AgentData, reason: StopReason) -> AgentState:
+def _end(data: _Conversation, reason: StopReason) -> AgentState:
     data.trajectory.stop_reason = reason
     return AgentState.TERMINATED
 
 
-def _no_text(response: ToolResponse) -> str:
-    return "" if response.is_empty() else "(the tool returned media that a text model cannot see)"
-
-
 def _with_max_tokens(sampling: SamplingParams, room: int, parser_stops: Sequence[int]) -> SamplingParams:
     stops = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser_stops]))
-    return SamplingParams(
-        sampling.temperature, sampling.top_p, sampling.top_k, min(sampling.max_tokens, room), stops, sampling.seed
-    )
+    return replace(sampling, max_tokens=min(sampling.max_tokens, room), stop_token_ids=stops)
 
 
 def _add_time(trajectory: Trajectory, name: str, started: float) -> None:
     trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
 
 
-def _append_to_last_user(messages: list[dict[str, Any]], response: ToolResponse) -> None:
+def _append_to_last_user(messages: list[dict[str, Any]], text: str) -> None:
     """DESIGN: a non-empty initial response is appended to the last user message."""
     for message in reversed(messages):
         if message["role"] == "user":
-            message["content"] = f"{message['content']}\n{response.text}"
+            message["content"] = f"{message['content']}\n{text}"
             return
-    messages.append({"role": "user", "content": response.text or ""})
+    messages.append({"role": "user", "content": text})
 
 
-def _record(trajectory: Trajectory, turn: int, outcome: ToolOutcome, text: str) -> None:
-    call: FunctionCall = outcome.call
-    trajectory.tool_calls.append(
-        ToolCallRecord(
-            turn, call.name, call.arguments, text, outcome.reward, outcome.seconds, outcome.error, outcome.metrics
-        )
-    )
-    if outcome.reward:
-        trajectory.rewards.steps.append((turn, call.name, outcome.reward))
+def _record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
+    trajectory.tool_calls.append(replace(outcome.to_record(), response=text))
+    if outcome.error is None:
+        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))

@@ -1,19 +1,25 @@
 """Advantage estimators: from rewards (and values) to how much better than expected each token was.
 
 Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and
-their advantages are 0. Masked tokens (tool output, template glue) have advantage 0.
+their advantages are 0. Masked tokens (tool output, template glue) have advantage 0, and the values there, even where they
+are not finite, change nothing.
 """
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from etude.algorithms.aggregation import masked_mean
 from etude.errors import ConfigError
 from etude.registry import Registry
+
+GroupIds: TypeAlias = Sequence[Hashable] | np.ndarray | Tensor
 
 
 class AdvantageEstimator(Protocol):
@@ -24,7 +30,7 @@ class AdvantageEstimator(Protocol):
         *,
         token_level_rewards: Tensor,
         response_mask: Tensor,
-        index: Any,
+        index: GroupIds | None,
         values: Tensor | None,
         gamma: float,
         lam: float,
@@ -40,7 +46,7 @@ def compute_advantage(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any = None,
+    index: GroupIds | None = None,
     values: Tensor | None = None,
     gamma: float = 1.0,
     lam: float = 1.0,
@@ -74,7 +80,7 @@ def grpo(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: Any,
+    index: GroupIds | None,
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
     **_: Any,
@@ -84,19 +90,28 @@ def grpo(
     rows contributes nothing: there is nothing to compare with."""
     if index is None:
         raise ConfigError("algorithm.adv_estimator=grpo needs group ids")
-    mask = response_mask.to(token_level_rewards.dtype)
-    scores = token_level_rewards.sum(dim=-1)
+    mask = response_mask > 0
+    # In double precision, and nothing at all for equal scores: a mean's rounding error divided by ε is no advantage.
+    scores = token_level_rewards.double().sum(dim=-1)
     advantages = torch.zeros_like(scores)
-    valid = (response_mask.sum(dim=-1) > 0).cpu().numpy()
-    groups = np.asarray(index, dtype=object)
-    for group in dict.fromkeys(groups.tolist()):
-        rows = torch.from_numpy(np.flatnonzero((groups == group) & valid)).to(scores.device)
-        if len(rows) < 2:
+    for members in _groups(index, mask.any(dim=-1)):
+        group = scores[members]
+        if len(members) < 2 or bool((group == group[0]).all()):
             continue
-        centred = scores[rows] - scores[rows].mean()
-        advantages[rows] = centred / (scores[rows].std() + epsilon) if norm_adv_by_std_in_grpo else centred
-    spread = advantages[:, None] * mask
+        centred = group - group.mean()
+        advantages[members] = centred / (group.std() + epsilon) if norm_adv_by_std_in_grpo else centred
+    spread = torch.where(mask, advantages[:, None], 0.0).to(token_level_rewards.dtype)
     return spread, spread
+
+
+def _groups(index: GroupIds, valid: Tensor) -> list[list[int]]:
+    """The valid rows of each group, in order of first appearance."""
+    keys = index.tolist() if isinstance(index, np.ndarray | Tensor) else index
+    members: dict[Hashable, list[int]] = defaultdict(list)
+    for row, (key, counts) in enumerate(zip(keys, valid.tolist(), strict=True)):
+        if counts:
+            members[key].append(row)
+    return list(members.values())
 
 
 @ADVANTAGE_ESTIMATORS.register("gae")
@@ -115,7 +130,7 @@ def gae(
     the mask. A reward on a masked token counts at the sampled token before it."""
     if values is None:
         raise ConfigError("algorithm.adv_estimator=gae needs values from a critic")
-    mask = response_mask.to(values.dtype)
+    mask = response_mask > 0
     width = values.shape[1]
     advantages = torch.zeros_like(values)
     next_value = torch.zeros_like(values[:, 0])
@@ -125,17 +140,17 @@ def gae(
         reward = token_level_rewards[:, t] + pending
         delta = reward + gamma * next_value - values[:, t]
         advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = advantage * m
-        pending = reward * (1 - m)
-        next_value = torch.where(m > 0, values[:, t], next_value)
-        next_advantage = torch.where(m > 0, advantage, next_advantage)
-    returns = (advantages + values) * mask
+        advantages[:, t] = torch.where(m, advantage, 0.0)
+        pending = torch.where(m, 0.0, reward)
+        next_value = torch.where(m, values[:, t], next_value)
+        next_advantage = torch.where(m, advantage, next_advantage)
+    returns = torch.where(mask, advantages + values, 0.0)
     return (whiten_masked(advantages, mask) if whiten else advantages), returns
 
 
 def whiten_masked(values: Tensor, mask: Tensor) -> Tensor:
     """Zero mean and unit (unbiased) variance over the mask; 0 elsewhere."""
-    count = mask.sum().clamp(min=1)
-    mean = (values * mask).sum() / count
-    variance = (((values - mean) ** 2) * mask).sum() / (count - 1).clamp(min=1)
-    return (values - mean) * torch.rsqrt(variance + 1e-8) * mask
+    mask = mask > 0
+    centred = torch.where(mask, values - masked_mean(values, mask), 0.0)
+    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
+    return centred * torch.rsqrt(variance + 1e-8)

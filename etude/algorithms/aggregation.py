@@ -17,8 +17,9 @@ LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-tok
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` where `mask` is 1, as a scalar; 0 where the mask is empty."""
-    return (values * mask).sum() / mask.sum().clamp(min=1)
+    """Mean of `values` where `mask` is 1, as a scalar; 0 where the mask is empty. Masked values may be anything."""
+    counts = mask > 0
+    return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
 
 
 def agg_loss(
@@ -46,9 +47,9 @@ def agg_loss(
     Raises:
         ConfigError: unknown mode.
     """
-    mask = loss_mask.to(loss_mat.dtype)
+    mask = loss_mask > 0
     # where() rather than a product: a masked infinity must not become NaN.
-    losses = torch.where(mask > 0, loss_mat, torch.zeros_like(loss_mat))
+    losses = torch.where(mask, loss_mat, 0.0)
     lengths = mask.sum(dim=-1)
     sequences = float((lengths > 0).sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "token-mean":

@@ -36,13 +36,13 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         value = 0.5 * difference.square()
     elif base in ("low_var_kl", "k3"):
         bounded = difference.clamp(-20.0, 20.0)
-        value = (torch.exp(-bounded) - 1 + bounded).clamp(-10.0, 10.0)
+        value = (torch.expm1(-bounded) + bounded).clamp(-10.0, 10.0)
     else:
         raise ConfigError(f"unknown kl_loss_type or kl_penalty '{kind}'{did_you_mean(kind, KL_KINDS)}")
     if not kind.endswith("+"):
         return value
     surrogate = 0.5 * difference.square()
-    return surrogate + (value - surrogate).detach()
+    return value.detach() + (surrogate - surrogate.detach())
 
 
 @dataclass

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.aggregation import agg_loss, masked_mean
+from etude.errors import ConfigError
 from etude.registry import Registry
 
 
@@ -75,9 +76,15 @@ def vanilla(
     **scaling: Any,
 ) -> tuple[Tensor, dict[str, float]]:
     """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO) and, for negative advantages, the
-    dual clip at `clip_ratio_c` (arXiv 1912.09729, eq. 5). `clip_ratio` fills in for a bound that is None."""
+    dual clip at `clip_ratio_c` (arXiv 1912.09729, eq. 5). `clip_ratio` fills in for a bound that is None.
+
+    Raises:
+        ConfigError: `clip_ratio_c` is not greater than 1: it would cut off the gradient of the sampling policy itself.
+    """
     low = clip_ratio if clip_ratio_low is None else clip_ratio_low
     high = clip_ratio if clip_ratio_high is None else clip_ratio_high
+    if clip_ratio_c <= 1:
+        raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {clip_ratio_c}")
     mask = response_mask.bool()
     # Masked positions get a log-ratio of exactly 0, so that whatever stands there moves nothing.
     log_ratio = torch.where(mask, log_prob - old_log_prob, torch.zeros_like(log_prob)).clamp(-20.0, 20.0)
@@ -108,12 +115,14 @@ def value_loss(
 ) -> tuple[Tensor, dict[str, float]]:
     """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), aggregated; the clipped value loss of the PPO implementations
     (Huang et al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
+    mask = response_mask.bool()
+    vpreds, values, returns = (torch.where(mask, x, 0.0) for x in (vpreds, values, returns))
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     plain, bounded = (vpreds - returns).square(), (clipped - returns).square()
     loss = 0.5 * agg_loss(torch.maximum(plain, bounded), response_mask, loss_agg_mode, **scaling)
     with torch.no_grad():
         metrics = {
-            "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), response_mask)),
-            "critic/vpred_mean": float(masked_mean(vpreds, response_mask)),
+            "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), mask)),
+            "critic/vpred_mean": float(masked_mean(vpreds, mask)),
         }
     return loss, metrics

@@ -56,11 +56,11 @@ class _Request:
             self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions))
 
 
-@dataclass
+@dataclass(eq=False)
 class _Row:
     """A trajectory: its slot, the ids whose keys and values the slot holds, and those still to be fed."""
 
-    rank: int
+    rank: tuple[int, int, str]
     slot: int | None = None
     cached: list[int] = field(default_factory=list)
     feed: list[int] = field(default_factory=list)
@@ -89,7 +89,7 @@ class NativeEngine:
         self._queue: list[_Row] = []
         self._active: list[_Row] = []
         self._closed: list[_Row] = []  # their slots are free from the next admission on
-        self._opened = 0
+        self._admissions = 0
         self._paused = False
         self._task: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
@@ -109,12 +109,15 @@ class NativeEngine:
     # -- the interface -------------------------------------------------------------------------------------------
 
     def open(self, request_ids: Sequence[str]) -> None:
-        """Announces trajectories, in row order."""
-        for request_id in request_ids:
+        """Announces trajectories, in row order.
+
+        Those announced one by one between two scheduling points rank by their ids: which lane was free first is the
+        clock's doing.
+        """
+        for place, request_id in enumerate(request_ids):
             if request_id in self._rows:
                 raise ConfigError(f"trajectory '{request_id}' is already open")
-            self._rows[request_id] = _Row(rank=self._opened)
-            self._opened += 1
+            self._rows[request_id] = _Row(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
         """Frees the trajectory's slot; closing twice, or what was never opened, does nothing."""
@@ -153,8 +156,9 @@ class NativeEngine:
         loop = asyncio.get_running_loop()
         request = row.request = _Request(list(prompt_ids), params, limit, loop.create_future())
         self._queue.append(row)
-        if self._task is None or self._task.done():
+        if self._model.training:
             self._model.eval()
+        if self._task is None or self._task.done():
             self._task = loop.create_task(self._run())
         self._notify()
         try:
@@ -190,10 +194,16 @@ class NativeEngine:
         """
         if source is not None:
             raise ConfigError("the native engine shares the trainer's weights: update_weights takes source=None")
-        self._version = version
-        for row in self._rows.values():
-            held, row.cached, row.leader = row.cached, [], None
-            row.feed = held + row.feed if row in self._active else []
+        was_paused = self._paused
+        try:
+            await self.pause()  # a step under way still reads what is forgotten here
+            self._version = version
+            for row in self._rows.values():
+                held, row.cached, row.leader = row.cached, [], None
+                row.feed = held + row.feed if row in self._active else []
+        finally:
+            if not was_paused:
+                await self.resume()
 
     def metrics(self) -> dict[str, float]:
         """Counts since the last call: sampled and prefilled tokens, steps, mean rows a step."""
@@ -216,6 +226,12 @@ class NativeEngine:
         return any(row.request is None for row in self._rows.values())
 
     async def _run(self) -> None:
+        try:
+            await self._serve()
+        except Exception as error:  # nobody awaits this task: without this its requests would wait for ever
+            self._fail(error)
+
+    async def _serve(self) -> None:
         steps_since_point = 0
         while self._queue or self._active:
             if self._paused:
@@ -236,6 +252,7 @@ class NativeEngine:
 
     def _admit(self) -> None:
         """Moves queued rows into the batch, in row order, as far as slots reach."""
+        self._admissions += 1
         for row in self._closed:
             if row.slot is not None:
                 self._cache.give_back(row.slot)
@@ -278,7 +295,11 @@ class NativeEngine:
     async def _step(self) -> None:
         plan = self._plan()
         drawing = [row for row, count in plan if count == len(row.feed)]
-        followers = [r for r in self._active if r.leader is not None and r.leader in drawing]
+        leaders = set(drawing)
+        followers = [row for row in self._active if row.leader in leaders]
+        # While the step runs a request may be dropped, and its row may even get another one.
+        served = [(row, row.request) for row in self._active]
+        draws = [(row, row.request) for row in drawing + followers]
         loop = asyncio.get_running_loop()
         self._stepping = loop.run_in_executor(self._thread, self._compute, plan, drawing, followers)
         try:
@@ -291,16 +312,15 @@ class NativeEngine:
         for row, count in plan:
             row.cached += row.feed[:count]
             row.feed = row.feed[count:]
-        for row in followers:
-            row.cached, row.feed, row.leader = list(row.request.prompt) if row.request else [], [], None
-        for row, token, log_prob in zip(drawing + followers, tokens, log_probs):
-            self._take(row, token, log_prob)
-        self._sweep()
+        for row, request in draws[len(drawing) :]:
+            row.cached, row.feed, row.leader = list(request.prompt) if request else [], [], None
+        for (row, request), token, log_prob in zip(draws, tokens, log_probs):
+            if request is not None and row.request is request:
+                self._take(row, request, token, log_prob)
+        self._active = [row for row, request in served if row.request is request]
+        self._sweep([row for row, _ in served])
 
-    def _take(self, row: _Row, token: int, log_prob: float) -> None:
-        request = row.request
-        if request is None:  # aborted while the step ran
-            return
+    def _take(self, row: _Row, request: _Request, token: int, log_prob: float) -> None:
         request.tokens.append(token)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
@@ -311,14 +331,15 @@ class NativeEngine:
             row.request = None
             request.finish("stop" if stopped else "length")
 
-    def _sweep(self) -> None:
+    def _sweep(self, rows: list[_Row]) -> None:
         """Takes rows without a request out of the batch; whoever waited for their prefill computes it itself."""
-        for row in self._active:
-            if row.request is None:
-                row.feed = []
-            if row.leader is not None and row.leader.request is None:
-                row.leader = None
         self._active = [row for row in self._active if row.request is not None]
+        staying = set(self._active)
+        for row in rows:
+            if row not in staying:
+                row.feed, row.leader = [], None
+            elif row.leader not in staying:
+                row.leader = None
 
     def _drop_request(self, row: _Row, reason: str) -> None:
         request, row.request = row.request, None
@@ -328,7 +349,7 @@ class NativeEngine:
         if row in self._queue:
             self._queue.remove(row)
         if self._stepping is None:  # otherwise the step's end sweeps
-            self._sweep()
+            self._sweep(list(self._active))
 
     def _fail(self, error: Exception) -> None:
         """A step failed: every request under way fails with it, and the cache starts anew."""

@@ -7,14 +7,13 @@ norms, heads), as its authors advise. One `OptimizerSet` hides the difference.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
-from etude.errors import ConfigError
+from etude.errors import CheckpointError, ConfigError, one_line
 from etude.training.muon import Muon
 
 
@@ -41,7 +40,9 @@ class OptimOptions:
         if self.name not in ("adamw", "muon"):
             raise ConfigError(f"optim.name must be adamw or muon, not '{self.name}'")
         if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
-            raise ConfigError(f"optim.lr_scheduler_type must be constant, linear or cosine, not '{self.lr_scheduler_type}'")
+            raise ConfigError(
+                f"optim.lr_scheduler_type must be constant, linear or cosine, not '{self.lr_scheduler_type}'"
+            )
         if not 0 < self.lr_decay_ratio <= 1:
             raise ConfigError(f"optim.lr_decay_ratio must lie in (0, 1], not {self.lr_decay_ratio}")
 
@@ -96,21 +97,37 @@ class OptimizerSet:
         return {"steps": self.steps, "optimizers": [o.state_dict() for o, _ in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`'s result."""
+        """Restores `state_dict`'s result.
+
+        Raises:
+            CheckpointError: it was saved by another kind of optimizer or for another model.
+        """
+        held, saved = [o for o, _ in self._optimizers], state["optimizers"]
+        try:
+            if len(held) != len(saved):
+                raise ValueError(f"{len(saved)} optimizers saved, {len(held)} in use")
+            for optimizer, part in zip(held, saved):
+                optimizer.load_state_dict(part)
+        except ValueError as error:
+            raise CheckpointError(
+                f"the saved optimizer does not fit optim.name={self.options.name} and this model: {one_line(error)}"
+            ) from error
         self.steps = state["steps"]
-        for (optimizer, _), saved in zip(self._optimizers, state["optimizers"]):
-            optimizer.load_state_dict(saved)
 
 
 def _build(model: nn.Module, o: OptimOptions) -> list[tuple[torch.optim.Optimizer, float]]:
+    """The optimizers that have something to optimise, each with its peak learning rate."""
     named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
-
-    def adamw(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
-        return torch.optim.AdamW(list(parameters), lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
-
-    if o.name == "adamw":
-        return [(adamw(p for _, p in named), o.lr)]
-    is_matrix = {n: p.ndim == 2 and ".layers." in n for n, p in named}
-    peak = o.lr * o.muon_lr_multiplier
-    muon = Muon([p for n, p in named if is_matrix[n]], lr=peak, weight_decay=o.weight_decay, momentum=0.95)
-    return [(muon, peak), (adamw(p for n, p in named if not is_matrix[n]), o.lr)]
+    if not named:
+        raise ConfigError("the model has no trainable parameters: nothing to optimise")
+    built: list[tuple[torch.optim.Optimizer, float]] = []
+    matrices = [p for n, p in named if o.name == "muon" and p.ndim == 2 and ".layers." in n]
+    if matrices:
+        peak = o.lr * o.muon_lr_multiplier
+        built.append((Muon(matrices, lr=peak, weight_decay=o.weight_decay, momentum=0.95), peak))
+    taken = {id(p) for p in matrices}
+    others = [p for _, p in named if id(p) not in taken]
+    if others:
+        adamw = torch.optim.AdamW(others, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
+        built.append((adamw, o.lr))
+    return built

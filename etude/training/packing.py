@@ -1,7 +1,8 @@
 """From padded batch columns to packed rows of tokens, and back.
 
-Invariant: packing drops padding and nothing else; a scored token is one whose `response_mask` is 1, and only the hidden
-states that predict scored tokens are ever multiplied with the vocabulary. Rows without a scored token are not computed.
+Invariant: packing drops padding, and tokens on which no scored one depends, and nothing else; a scored token is one
+whose `response_mask` is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary.
+Rows without a scored token are not computed.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from etude.errors import DataError
 from etude.models.packed import CausalSequences
 from etude.protocol import DataProto
 
@@ -38,26 +40,40 @@ class PackedRows:
 
 
 def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedRows:
-    """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`."""
+    """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`.
+
+    Raises:
+        DataError: a row's very first token is scored, which nothing can predict.
+    """
     index = torch.as_tensor(list(rows))
-    ids, attention = batch.batch["input_ids"][index], batch.batch["attention_mask"][index].bool()
-    mask = batch.batch["response_mask"][index].bool()
-    width = mask.shape[1]
-    lengths = attention.sum(dim=1)
+    ids, mask = batch.batch["input_ids"][index], batch.batch["response_mask"][index].bool()
+    attention = batch.batch["attention_mask"][index].bool()
+    prompt_width = ids.shape[1] - mask.shape[1]
+    needed = _needed(attention, mask)
+    lengths = needed.sum(dim=1)
     starts = lengths.cumsum(0) - lengths
-    prompt_lengths = attention[:, : ids.shape[1] - width].sum(dim=1)
+    prompt_lengths = attention[:, :prompt_width].sum(dim=1)
     row, column = mask.nonzero(as_tuple=True)
-    position = starts[row] + prompt_lengths[row] + column
-    tokens = ids[attention]
+    position = prompt_lengths[row] + column
+    if not position.all():
+        first = rows[int(row[position == 0][0])]
+        raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
     return PackedRows(
-        token_ids=tokens.to(device),
+        token_ids=ids[needed].to(device),
         layout=CausalSequences(lengths.tolist()),
-        source=(position - 1).to(device),
-        labels=tokens[position].to(device),
+        source=(starts[row] + position - 1).to(device),
+        labels=ids[row, prompt_width + column].to(device),
         row=row.to(device),
         column=column.to(device),
-        shape=(len(index), width),
+        shape=(len(index), mask.shape[1]),
     )
+
+
+def _needed(attention: Tensor, mask: Tensor) -> Tensor:
+    """(rows, width) of bool: tokens before each row's last scored one (that one is a label, never a context)."""
+    prompt_width = attention.shape[1] - mask.shape[1]
+    last = (mask * torch.arange(mask.shape[1])).amax(dim=1)
+    return attention & (torch.arange(attention.shape[1]) < prompt_width + last[:, None])
 
 
 def scored_rows(batch: DataProto) -> list[int]:
@@ -66,5 +82,5 @@ def scored_rows(batch: DataProto) -> list[int]:
 
 
 def row_lengths(batch: DataProto) -> list[int]:
-    """Tokens a row, padding left out."""
-    return batch.batch["attention_mask"].sum(dim=1).tolist()
+    """Tokens that `pack` lays down for each row."""
+    return _needed(batch.batch["attention_mask"].bool(), batch.batch["response_mask"].bool()).sum(dim=1).tolist()

@@ -43,9 +43,9 @@ def balanced_partitions(lengths: Sequence[int], k: int, equal_size: bool = False
         _, _, other = heapq.heappop(heap)
         merged = [(a[0] + b[0], a[1] + b[1]) for a, b in zip(heavy_first, reversed(other))]
         heapq.heappush(heap, _solution(merged, serial))
-    parts = [sorted(items) for _, items in heap[0][2]]
-    _fill_empty(parts, lengths)
-    return sorted(parts)
+    members = [sorted(items) for _, items in heap[0][2]]
+    _fill_empty(members, lengths)
+    return sorted(members)
 
 
 _Parts = list[tuple[int, list[int]]]
@@ -66,12 +66,21 @@ def _fill_empty(parts: list[list[int]], lengths: Sequence[int]) -> None:
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The fewest balanced parts whose token sums stay within `max_tokens` (an item longer than that stands alone)."""
-    if not lengths:
-        return []
-    k = max(1, -(-sum(lengths) // max_tokens))
-    while True:
-        parts = balanced_partitions(lengths, min(k, len(lengths)))
-        if k >= len(lengths) or all(sum(lengths[i] for i in p) <= max_tokens for p in parts):
-            return parts
-        k += 1
+    """The fewest balanced parts whose token sums stay within `max_tokens`; an item longer than that stands alone.
+
+    Parts are sorted and in order of their first index, as in `balanced_partitions`, which decides what is balanced.
+    """
+    alone = [[i] for i, length in enumerate(lengths) if length > max_tokens]
+    items = [i for i, length in enumerate(lengths) if length <= max_tokens]
+    costs = [lengths[i] for i in items]
+    for k in range(_fewest(costs, max_tokens), len(items) + 1):
+        parts = balanced_partitions(costs, k)
+        if all(sum(costs[j] for j in part) <= max_tokens for part in parts):
+            return sorted(alone + [[items[j] for j in part] for part in parts])
+    return sorted(alone)
+
+
+def _fewest(costs: Sequence[int], budget: int) -> int:
+    """A number of parts below which no cut can fit: by the sum, and since at most n items above budget/(n+1) share."""
+    by_size = (-(-sum(cost * (n + 1) > budget for cost in costs) // n) for n in range(1, 9))
+    return max(1, -(-sum(costs) // budget), *by_size)

@@ -83,9 +83,12 @@ class PolicyEngine:
         accumulate(batch, self._max_tokens, step)
         return result, entropy
 
-    def update(self, batch: DataProto, loss_of: MicroLoss, temperature: float, entropy_grad: bool = False) -> dict[str, float]:
+    def update(
+        self, batch: DataProto, loss_of: MicroLoss, temperature: float, entropy_grad: bool = False
+    ) -> dict[str, float]:
         """One optimizer step on a mini-batch; returns the loss's figures, `grad_norm` and `lr`."""
         assert self.optimizer is not None
+        self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
         mask = batch.batch["response_mask"]
         scale = LossScale(float(mask.sum()), float(mask.any(dim=1).sum()))

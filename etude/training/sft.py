@@ -21,9 +21,10 @@ Demonstration = Sequence[tuple[Sequence[int], Provenance]]
 
 def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int) -> DataProto:
     """Right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch, width)."""
-    ids = [torch.tensor([t for run, _ in example for t in run]) for example in examples]
+    ids = [torch.tensor([t for run, _ in example for t in run], dtype=torch.long) for example in examples]
     masks = [
-        torch.tensor([int(who is Provenance.SAMPLED) for run, who in example for _ in run]) for example in examples
+        torch.tensor([int(who is Provenance.SAMPLED) for run, who in example for _ in run], dtype=torch.long)
+        for example in examples
     ]
     pad = torch.nn.utils.rnn.pad_sequence
     return DataProto.from_single_dict(
@@ -41,9 +42,7 @@ def sft_step(engine: PolicyEngine, batch: DataProto) -> dict[str, float]:
     Returns the figures `loss`, `grad_norm`, `lr`.
     """
 
-    def loss(
-        log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale
-    ) -> tuple[Tensor, dict[str, float]]:
+    def loss(log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, dict[str, float]]:
         mask = micro.batch["response_mask"]
         return agg_loss(-log_probs, mask, "token-mean", batch_num_tokens=scale.batch_num_tokens), {}
 

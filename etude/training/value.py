@@ -43,6 +43,7 @@ class ValueEngine:
 
     def update(self, batch: DataProto, *, cliprange_value: float, loss_agg_mode: str) -> dict[str, float]:
         """One optimizer step towards `returns`; needs the columns `values` and `returns`."""
+        self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
         mask = batch.batch["response_mask"]
         tokens, sequences = float(mask.sum()), float(mask.any(dim=1).sum())

@@ -13,6 +13,7 @@ from etude.errors import ConfigError
 from etude.models import load_value_model
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine
+from etude.workers.checkpoint import read_tensors
 from etude.workers.minibatches import mini_batches
 from etude.workers.options import RoleOptions
 
@@ -67,9 +68,15 @@ class CriticWorker(Worker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state."""
-        source = Path(folder) / "critic"
-        saved = load_value_model(str(source / "huggingface"), dtype=self.options.model.dtype, device=self.device)
+        """Restores weights, in place, and the optimizer's state, bit for bit.
+
+        Raises:
+            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
+        """
+        source, model = Path(folder) / "critic", self.options.model
+        saved = load_value_model(
+            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+        )
+        state = read_tensors(source / "optimizer.pt", self.device)
         self.model.load_state_dict(saved.state_dict())
-        state = torch.load(source / "optimizer.pt", map_location=self.device, weights_only=True)
         self._optimizer.load_state_dict(state)

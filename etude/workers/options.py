@@ -52,11 +52,7 @@ class ActorOptions:
     optim: OptimOptions = field(default_factory=OptimOptions)
 
     def __post_init__(self) -> None:
-        if self.loss_agg_mode not in LOSS_AGG_MODES:
-            hint = did_you_mean(self.loss_agg_mode, LOSS_AGG_MODES)
-            raise ConfigError(f"actor.loss_agg_mode: unknown mode '{self.loss_agg_mode}'{hint}")
-        if min(self.ppo_mini_batch_size, self.ppo_max_token_len_per_gpu, self.ppo_epochs) < 1:
-            raise ConfigError("actor.ppo_mini_batch_size, ppo_max_token_len_per_gpu and ppo_epochs must be at least 1")
+        _check_updates("actor", self)
 
 
 @dataclass(frozen=True)
@@ -84,6 +80,17 @@ class CriticOptions:
     ppo_max_token_len_per_gpu: int = 16384
     cliprange_value: float = 0.5
     loss_agg_mode: str = "token-mean"
+
+    def __post_init__(self) -> None:
+        _check_updates("critic", self)
+
+
+def _check_updates(section: str, options: ActorOptions | CriticOptions) -> None:
+    mode = options.loss_agg_mode
+    if mode not in LOSS_AGG_MODES:
+        raise ConfigError(f"{section}.loss_agg_mode: unknown mode '{mode}'{did_you_mean(mode, LOSS_AGG_MODES)}")
+    if min(options.ppo_mini_batch_size, options.ppo_max_token_len_per_gpu, options.ppo_epochs) < 1:
+        raise ConfigError(f"{section}.ppo_mini_batch_size, ppo_max_token_len_per_gpu and ppo_epochs must be at least 1")
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_
 from etude.protocol import DataProto
 from etude.tools import BaseTool
 from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
+from etude.workers.checkpoint import read_tensors
 from etude.workers.minibatches import mini_batches
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
@@ -55,9 +56,7 @@ class ActorRolloutRefWorker(Worker):
         options = self.options
         self.tokenizer, self.model = self._load()
         optimizer = OptimizerSet(self.model, options.actor.optim, options.total_steps)
-        self._actor = PolicyEngine(
-            self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer
-        )
+        self._actor = PolicyEngine(self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
             self._ref = PolicyEngine(self._load()[1], max_tokens=options.ref.log_prob_max_token_len_per_gpu)
@@ -114,7 +113,7 @@ class ActorRolloutRefWorker(Worker):
 
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
-        `engine`, a list of the engine's figures.
+        `metrics`, the engine's figures.
         """
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
@@ -221,15 +220,24 @@ class ActorRolloutRefWorker(Worker):
         if self.rank == 0:
             target = Path(folder) / "actor"
             save_pretrained(self.model, self.tokenizer, target / "huggingface")
-            torch.save({"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}, target / "optimizer.pt")
+            torch.save(
+                {"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}, target / "optimizer.pt"
+            )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state, bit for bit."""
+        """Restores weights, in place, and the optimizer's state, bit for bit.
+
+        Raises:
+            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
+        """
         source = Path(folder) / "actor"
-        saved = load_causal_lm(str(source / "huggingface"), dtype=self.options.model.dtype, device=self.device)
+        model = self.options.model
+        saved = load_causal_lm(
+            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+        )
+        state = read_tensors(source / "optimizer.pt", self.device)
         self.model.load_state_dict(saved.state_dict())
-        state = torch.load(source / "optimizer.pt", map_location=self.device, weights_only=True)
         self._actor_optimizer.load_state_dict(state["optimizer"])
         self._updates = state["updates"]
         self._run(self._manager.engine.update_weights(None, self._updates))

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 from typing import Any
 
 import numpy as np
 
-from etude.agents import RolloutResult
+from etude.agents import RolloutResult, score_result
 from etude.agents.batch import rows_of
+from etude.bounded import settle
 from etude.distributed import Dispatch, Worker, register
-from etude.errors import is_infrastructure
+from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
 from etude.rewards import REWARD_MANAGERS, TrajectoryScorer, load_compute_score
 from etude.rewards import compute_score as default_compute_score
-from etude.trajectory import StopReason
 from etude.workers.options import RoleOptions
+
+logger = logging.getLogger(__name__)
 
 
 def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | None:
@@ -28,7 +31,9 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
         return None
     custom = options.custom_reward
     function = (
-        load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else default_compute_score
+        load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs))
+        if custom.path
+        else default_compute_score
     )
     manager: Any = REWARD_MANAGERS.get(options.reward.reward_manager)  # a user's class may take what it likes
     return TrajectoryScorer(manager(tokenizer, function, **dict(options.reward.reward_kwargs)))
@@ -40,7 +45,7 @@ class RewardWorker(Worker):
     def __init__(self, options: RoleOptions, tokenizer: Any, **place: Any) -> None:
         super().__init__(**place)
         self._scorer = build_scorer(options, tokenizer)
-        self._retries = options.rollout.infrastructure_retries
+        self._rollout = options.rollout
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, data: DataProto) -> DataProto:
@@ -53,17 +58,23 @@ class RewardWorker(Worker):
         return DataProto.from_single_dict({"rollout": column})
 
     async def _score_all(self, results: list[RolloutResult], rows: list[dict[str, Any]]) -> None:
-        await asyncio.gather(*(self._score(result, row) for result, row in zip(results, rows)))
+        scorings = [asyncio.ensure_future(self._score(result, row)) for result, row in zip(results, rows)]
+        try:
+            await asyncio.gather(*scorings)
+        finally:
+            await settle(scorings)
 
     async def _score(self, result: RolloutResult, row: dict[str, Any]) -> None:
         assert self._scorer is not None
-        for _ in range(self._retries + 1):
-            if result.trajectory is None:
-                return
-            try:
-                return await self._scorer(result.trajectory, row)
-            except Exception as error:
-                if not is_infrastructure(error):
-                    raise
-                result.failures += 1
-        result.trajectory, result.dropped = None, StopReason.INFRASTRUCTURE
+        await score_result(
+            result,
+            row,
+            self._scorer,
+            retries=self._rollout.infrastructure_retries,
+            timeout=self._rollout.trajectory_timeout,
+            on_failure=_log_failure,
+        )
+
+
+def _log_failure(request_id: str, error: InfrastructureError) -> None:
+    logger.warning("trajectory %s: %s", request_id, one_line(error))

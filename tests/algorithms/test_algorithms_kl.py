@@ -1,0 +1,93 @@
+"""KL penalties against their formulas, their expectations and their gradients; the controller against its recursion."""
+
+import math
+
+import pytest
+import torch
+
+from etude.algorithms import KLController, kl_penalty
+from etude.errors import ConfigError
+
+F64 = torch.float64
+DIFFERENCES = [-30.0, -25.0, -3.0, -1.0, -1e-5, 0.0, 1e-5, 0.5, 2.0, 9.0, 12.0, 25.0]
+FORMULAS = {
+    "kl": lambda d: d,
+    "abs": abs,
+    "k2": lambda d: d * d / 2,
+    "k3": lambda d: max(-10.0, min(10.0, math.expm1(-max(-20.0, min(20.0, d))) + max(-20.0, min(20.0, d)))),
+}
+ALIASES = {"kl": "kl", "k1": "kl", "abs": "abs", "mse": "k2", "k2": "k2", "low_var_kl": "k3", "k3": "k3"}
+
+
+def penalty_and_slope(kind, differences):
+    log_prob = torch.tensor(differences, dtype=F64, requires_grad=True)
+    value = kl_penalty(log_prob, torch.zeros(len(differences), dtype=F64), kind)
+    (slope,) = torch.autograd.grad(value.sum(), log_prob)
+    return value.detach().tolist(), slope.tolist()
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_kinds_are_their_formulas(kind):
+    formula = FORMULAS[ALIASES[kind]]
+    values, slopes = penalty_and_slope(kind, DIFFERENCES)
+    assert values == pytest.approx([formula(d) for d in DIFFERENCES], rel=1e-12, abs=1e-15)
+    for d, slope in zip(DIFFERENCES, slopes):
+        if d != 0:  # |d| has a corner there
+            numeric = (formula(d + 1e-6) - formula(d - 1e-6)) / 2e-6
+            assert slope == pytest.approx(numeric, rel=1e-4, abs=1e-6)
+
+
+@pytest.mark.parametrize("kind", ALIASES)
+def test_a_plus_keeps_the_value_and_takes_the_slope_of_k2(kind):
+    values, _ = penalty_and_slope(kind, DIFFERENCES)
+    plus, slopes = penalty_and_slope(kind + "+", DIFFERENCES)
+    assert plus == values
+    assert slopes == DIFFERENCES
+
+
+def test_k3_is_not_negative_and_exact_for_close_policies():
+    difference = torch.linspace(-1e-3, 1e-3, 101)  # float32, as in training
+    value = kl_penalty(difference, torch.zeros(101), "k3")
+    assert (value >= 0).all()
+    torch.testing.assert_close(value, difference.square() / 2, rtol=1e-3, atol=1e-11)
+
+
+def test_k1_and_k3_average_to_the_divergence_and_k2_plus_has_its_gradient():
+    """Over a whole distribution, not samples: Σ π · penalty = KL(π‖ref), and E[k2's slope · ∇ log π] = ∇ KL."""
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(8, generator=generator, dtype=F64).mul(0.5).requires_grad_()
+    log_prob = logits.log_softmax(0)
+    ref = torch.randn(8, generator=generator, dtype=F64).mul(0.5).log_softmax(0)
+    weights = log_prob.detach().exp()
+    divergence = torch.distributions.kl_divergence(
+        torch.distributions.Categorical(logits=log_prob), torch.distributions.Categorical(logits=ref)
+    )
+    for kind in ("k1", "k3"):
+        torch.testing.assert_close((weights * kl_penalty(log_prob, ref, kind)).sum(), divergence)
+    (exact,) = torch.autograd.grad(divergence, logits, retain_graph=True)
+    for kind in ("k1+", "k3+"):
+        (estimated,) = torch.autograd.grad((weights * kl_penalty(log_prob, ref, kind)).sum(), logits, retain_graph=True)
+        torch.testing.assert_close(estimated, exact)
+
+
+def test_unknown_kinds_name_the_nearest():
+    with pytest.raises(ConfigError, match="did you mean 'low_var_kl'"):
+        kl_penalty(torch.zeros(1), torch.zeros(1), "low_var_k1")
+    with pytest.raises(ConfigError, match="fixed or adaptive"):
+        KLController(type="cosine")
+
+
+def test_a_fixed_coefficient_stays():
+    controller = KLController(kl_coef=0.2)
+    controller.update(5.0, 1000)
+    assert controller.kl_coef == 0.2
+
+
+def test_an_adaptive_coefficient_follows_its_recursion():
+    controller = KLController(kl_coef=0.1, type="adaptive", horizon=1000, target_kl=0.5)
+    controller.update(0.55, 100)  # error 0.1
+    assert controller.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
+    controller.update(50.0, 100)  # error cut at 0.2
+    assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02)
+    controller.update(0.0, 100)  # and at −0.2
+    assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)

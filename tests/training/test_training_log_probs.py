@@ -1,0 +1,84 @@
+"""Chunked log-probs against torch.distributions: values, gradients, temperature, and what is kept for the backward."""
+
+import pytest
+import torch
+from torch.distributions import Categorical
+
+from etude.training import log_probs, token_log_probs
+
+TOKENS, HIDDEN, VOCAB = 11, 6, 23
+
+
+@pytest.fixture()
+def inputs():
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(TOKENS, HIDDEN, generator=generator)
+    weight = torch.randn(VOCAB, HIDDEN, generator=generator)
+    bias = torch.randn(VOCAB, generator=generator)
+    return hidden, weight, bias, torch.randint(0, VOCAB, (TOKENS,), generator=generator)
+
+
+def values_and_gradients(function, hidden, weight, bias, entropy_weight):
+    leaves = [x.clone().requires_grad_() for x in (hidden, weight, bias)]
+    probs, entropy = function(*leaves)
+    ramp = torch.linspace(-1, 1, TOKENS)
+    ((probs * ramp).sum() + entropy_weight * (entropy * ramp.flip(0)).sum()).backward()
+    return [probs.detach(), entropy.detach(), *(leaf.grad for leaf in leaves)]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_chunks_equal_the_whole(inputs, monkeypatch, temperature, recompute, entropy_weight, chunk):
+    hidden, weight, bias, labels = inputs
+    if recompute:
+        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+
+    def chunked(h, w, b):
+        return token_log_probs(
+            h, w, labels, bias=b, temperature=temperature, entropy_grad=entropy_weight != 0, chunk=chunk
+        )
+
+    def plain(h, w, b):
+        distribution = Categorical(logits=(h @ w.T + b) / temperature)
+        return distribution.log_prob(labels), distribution.entropy()
+
+    ours = values_and_gradients(chunked, hidden, weight, bias, entropy_weight)
+    expected = values_and_gradients(plain, hidden, weight, bias, entropy_weight)
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_a_reported_entropy_carries_no_gradient(inputs, monkeypatch, recompute):
+    if recompute:
+        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+    hidden, weight, _, labels = inputs
+    probs, entropy = token_log_probs(hidden.requires_grad_(), weight, labels)
+    assert probs.requires_grad
+    assert not entropy.requires_grad
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_recomputation_keeps_no_logits(inputs, monkeypatch, recompute):
+    if recompute:
+        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+    hidden, weight, _, labels = inputs
+    kept = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
+        token_log_probs(hidden.requires_grad_(), weight, labels, chunk=4)
+    assert any(shape == (4, VOCAB) for shape in kept) != recompute
+
+
+def test_no_tokens_give_no_log_probs(inputs):
+    hidden, weight, _, labels = inputs
+    for result in token_log_probs(hidden[:0], weight, labels[:0]):
+        assert result.shape == (0,)
+
+
+def test_half_precision_states_give_float32_log_probs(inputs):
+    hidden, weight, _, labels = inputs
+    probs, entropy = token_log_probs(hidden.bfloat16(), weight.bfloat16(), labels)
+    assert probs.dtype == entropy.dtype == torch.float32
+    torch.testing.assert_close(probs, token_log_probs(hidden, weight, labels)[0], rtol=0.05, atol=0.05)
