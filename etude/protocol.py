@@ -38,7 +38,7 @@ Keys = Iterable[str] | None
 class DataProtoItem:
     """One row: tensors without the batch dimension, one object a column."""
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict | None: tensordict has no types that a checker could use
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 
@@ -51,7 +51,7 @@ class DataProto:
     such; `meta_info`, copied down to its last dict, list, tuple, set, array and tensor whenever rows are picked.
     """
 
-    batch: TensorDict | None = None
+    batch: Any = None  # TensorDict | None: tensordict has no types that a checker could use
     non_tensor_batch: dict[str, np.ndarray] = field(default_factory=dict)
     meta_info: dict[str, Any] = field(default_factory=dict)
 

@@ -50,7 +50,7 @@ class OpenAIFunctionToolSchema(BaseModel):
 
     def to_openai(self) -> dict[str, Any]:
         """The schema as the plain dictionary it was made from: only keys that were set."""
-        return self.model_dump(exclude_unset=True, exclude_none=True) | {"type": self.type}
+        return self.model_dump(exclude_unset=True) | {"type": self.type}
 
 
 class OpenAIFunctionParsedSchema(BaseModel):

@@ -1,14 +1,20 @@
-"""A small random Qwen3 model: big enough for grouped heads and two layers, small enough for milliseconds."""
+"""What all rooms' tests share: a small random model, and Hypothesis without a clock."""
 
 import pytest
-import torch
-from transformers import Qwen3Config, Qwen3ForCausalLM
+from hypothesis import settings
 
 VOCAB = 97
 
+settings.register_profile("etude", deadline=None)  # a busy machine is no failure
+settings.load_profile("etude")
 
-@pytest.fixture()
+
+@pytest.fixture
 def model():
+    """A random Qwen3: big enough for grouped heads and two layers, small enough for milliseconds."""
+    import torch  # here, so that tests without a model do not wait for these two
+    from transformers import Qwen3Config, Qwen3ForCausalLM
+
     torch.manual_seed(0)
     config = Qwen3Config(
         vocab_size=VOCAB,

@@ -20,7 +20,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
 from etude.agents.base import AgentLoopBase, register
@@ -175,7 +175,7 @@ class ToolAgentLoop(AgentLoopBase):
         context = self.chat.context_ids([{"role": "tool", "content": text}], after_stop=True)
         return sum(len(ids) for ids, provenance in context if provenance is Provenance.TOOL)
 
-    _handlers = {  # by name, so that a subclass may override one
+    _handlers: ClassVar[dict[AgentState, str]] = {  # by name, so that a subclass may override one
         AgentState.PENDING: "_handle_pending",
         AgentState.GENERATING: "_handle_generating",
         AgentState.PROCESSING_TOOLS: "_handle_tools",

@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import heapq
 from dataclasses import dataclass
+from typing import Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -25,7 +27,7 @@ class SlotCache:
 
     def __init__(self, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
         self._shape = (kv_heads, head_dim)
-        self._options = {"dtype": dtype, "device": device}
+        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
         self.keys = [torch.zeros(0, kv_heads, 0, head_dim, **self._options) for _ in range(num_layers)]
         self.values = [torch.zeros(0, kv_heads, 0, head_dim, **self._options) for _ in range(num_layers)]
         self._free: list[int] = []

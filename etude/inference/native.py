@@ -394,8 +394,7 @@ class NativeEngine:
             self._cache.copy(row.leader.slot, row.slot, len(row.leader.cached) + len(row.leader.feed))
         if followers:
             logits = logits[list(range(len(drawing))) + [places[id(row.leader)] for row in followers]]
-        rows = [row for row in drawing + followers]
-        requests = [row.request for row in rows]
+        requests = [row.request for row in drawing + followers]
         params = [r.params if r else SamplingParams() for r in requests]
         tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
         return tokens.tolist(), log_probs.tolist()

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -109,11 +110,26 @@ def save_pretrained(
     """
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
-        model.save_pretrained(folder)
+        with _no_progress_bars():
+            model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: cannot save the model: {one_line(error)}") from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    """A run has a display of its own, which Transformers' bars would tear."""
+    from transformers.utils import logging
+
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def check_vocabulary(tokenizer: PreTrainedTokenizerBase, model: PreTrainedModel | ValueModel) -> None:
@@ -169,7 +185,8 @@ def _local_folder(path: str | Path) -> Path | None:
 def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | None, noun: str, **options: Any) -> Any:
     target = str(path) if folder is None else str(folder)
     try:
-        return load(target, local_files_only=folder is not None, **options)
+        with _no_progress_bars():
+            return load(target, local_files_only=folder is not None, **options)
     except Exception as error:  # transformers raises anything from OSError to TypeError for a broken folder
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
         raise ConfigError(f"{target}: {where}: {one_line(error)}") from error

@@ -29,7 +29,9 @@ class Quickstart:
         if self._ledger.exists():
             held = json.loads(self._ledger.read_text())
             if held.get("seed") != seed:
-                raise ConfigError(f"{folder} holds the quickstart of seed {held.get('seed')}: give another --output-dir")
+                raise ConfigError(
+                    f"{folder} holds the quickstart of seed {held.get('seed')}: give another --output-dir"
+                )
             self._times = held["stages"]
 
     def run(self) -> dict[str, Any]:

@@ -15,36 +15,19 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import torch
-
 from etude.algorithms import KLController, compute_advantage, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError, one_line
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.display import Display
 from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupts
-from etude.trainer.metrics import (
-    data_metrics,
-    reward_source_metrics,
-    timing_metrics,
-    tool_metrics,
-    validation_metrics,
-)
+from etude.trainer.metrics import data_metrics, timing_metrics
 from etude.trainer.report import write_report
-from etude.trainer.rollouts import (
-    dump,
-    failure_metrics,
-    place_scores,
-    rollout_batch,
-    spread_groups,
-    survivors,
-    trajectories_of,
-)
+from etude.trainer.rollouts import Rollouts, dump, joined, mean_figures, spread_groups, survivors
 from etude.trainer.setup import RunSetup, plain_config
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
@@ -73,7 +56,7 @@ class PPOTrainer:
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
-        self.val_set = validation_set(setup)
+        self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         if not self.total_steps:
             raise ConfigError(
@@ -101,6 +84,7 @@ class PPOTrainer:
         self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
         self.critic_wg: WorkerGroup | None = None
         self.policy_wg.init_model()
+        self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
         if self.algorithm.needs_critic:
             self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, roles)
             self.critic_wg.init_model()
@@ -133,12 +117,22 @@ class PPOTrainer:
             finally:
                 tracking.close()
                 if self.options.report:
-                    display.note(f"report: {write_report(self.run_dir)}")
+                    display.note(self._report())
+
+    def _report(self) -> str:
+        """Writes the report; what is wrong with it is told, and hides no other error."""
+        try:
+            page = write_report(
+                self.run_dir, rollouts=self.options.rollout_data_dir, validation=self.options.validation_data_dir
+            )
+        except (EtudeError, OSError) as error:
+            return f"no report: {one_line(error)}"
+        return f"report: {page}"
 
     def _loop(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
         validated: Metrics = {}
         if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
-            validated = self.validate()
+            validated = self._validate(self.val_set)
             tracking.log(validated, 0)
             display.step(0, validated)
         saved_at = self.global_step
@@ -147,7 +141,7 @@ class PPOTrainer:
                 metrics = self.training_step(interrupts)
                 last = self.global_step == self.total_steps
                 if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
-                    validated = self.validate()
+                    validated = self._validate(self.val_set)
                     metrics |= validated
                 tracking.log(metrics, self.global_step)
                 display.step(self.global_step, metrics)
@@ -176,10 +170,10 @@ class PPOTrainer:
             if len(learned):
                 if self.critic_wg is not None:
                     with timings("update_critic"):
-                        metrics |= _mean(self.critic_wg.update_critic(learned))
+                        metrics |= mean_figures(self.critic_wg.update_critic(learned))
                 if self.global_step >= self.options.critic_warmup:
                     with timings("update_actor"):  # and sync weights: the engine shares them
-                        metrics |= _mean(self.policy_wg.update_actor(learned))
+                        metrics |= mean_figures(self.policy_wg.update_actor(learned))
         self.global_step += 1
         self._loader_state = self.loader.state_dict()
         tokens = int(batch.batch["attention_mask"].sum())
@@ -196,35 +190,12 @@ class PPOTrainer:
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         wanted = self.setup.data.train_batch_size * self.setup.roles.rollout.n
         for attempt in range(limit):
-            rows = next(self._batches)
-            step = self.global_step + 1
-            prompts = rollout_batch(
-                rows,
-                n=self.setup.roles.rollout.n,
-                label=f"{step}.{attempt}",
-                seed=self._seed(step, attempt),
-                validate=False,
-            )
-            rolled, figures = self._generate(prompts)
+            rolled, figures = self.rollouts.training(self._next_rows(), self.global_step + 1, attempt)
             all_figures.append(figures)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             if sum(len(spread_groups(part)) for part in parts) >= wanted:
                 break
-        return _joined(parts), _mean(all_figures)
-
-    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
-        """Rolls out and scores; rewards stand in `token_level_scores`."""
-        rolled: DataProto = self.policy_wg.generate_sequences(prompts)
-        engine = rolled.meta_info.pop("metrics", {})
-        batch = prompts.union(rolled)
-        if self.setup.roles.rollout.mode == "sync":  # lock-step: the whole batch first, then its scores
-            batch.non_tensor_batch["rollout"] = self.reward_wg.compute_scores(batch).non_tensor_batch["rollout"]
-        reward = self.setup.roles.reward
-        place_scores(batch, reward)
-        trajectories = trajectories_of(batch)
-        figures = failure_metrics(batch) | tool_metrics(trajectories)
-        figures |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-        return batch, figures | {f"engine/{name}": value for name, value in _mean_engine(engine).items()}
+        return joined(parts), mean_figures(all_figures)
 
     def _with_rewards(self, batch: DataProto, timings: Timings) -> DataProto:
         """Adds old and reference log-probs, values, rewards, advantages and returns."""
@@ -252,7 +223,7 @@ class PPOTrainer:
         mask = columns["response_mask"]
         rewards = columns["token_level_scores"]
         if algorithm.use_kl_in_reward:
-            old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else columns["rollout_log_probs"]
+            old = columns.get("old_log_probs", columns["rollout_log_probs"])
             penalty = kl_penalty(old, columns["ref_log_prob"], algorithm.kl_penalty) * mask
             rewards = rewards - self.kl.kl_coef * penalty
             self.kl.update(float(masked_mean(penalty, mask)), n_steps=len(batch))
@@ -262,54 +233,25 @@ class PPOTrainer:
             token_level_rewards=rewards,
             response_mask=mask,
             index=batch.non_tensor_batch["uid"],
-            values=columns["values"] if "values" in columns.keys() else None,
+            values=columns.get("values", None),
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
 
-    def _seed(self, step: int, attempt: int) -> int:
-        return (self.setup.roles.rollout.seed * 1_000_003 + step) * 64 + attempt
+    def _next_rows(self) -> list[dict[str, Any]]:
+        """The next batch of rows; a new epoch begins where one ends."""
+        rows = next(self._batches, None)
+        if rows is None:
+            self._batches = iter(self.loader)
+            rows = next(self._batches)
+        return rows
 
-    # -- validation ----------------------------------------------------------------------------------------------
-
-    def validate(self) -> Metrics:
-        """Rolls out the validation rows with `rollout.val_kwargs`; the same seeds at every step."""
-        assert self.val_set is not None
-        started = Timings()
-        with started("testing"):
-            batch = self.roll_out_validation(self.val_set)
-        reward = self.setup.roles.reward
-        trajectories = trajectories_of(batch)
-        figures = reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-        figures |= {k: v for k, v in tool_metrics(trajectories).items() if not k.startswith("tool/")}
-        kept = [r is not None for r in (result.trajectory for result in batch.non_tensor_batch["rollout"])]
-        scored = batch.select_idxs(np.array(kept))
-        metrics = validation_metrics(
-            scored.non_tensor_batch["data_source"].tolist(),
-            scored.non_tensor_batch["uid"].tolist(),
-            scored.batch["token_level_scores"].sum(dim=1).tolist(),
-        )
+    def _validate(self, validation: RLDataset) -> Metrics:
+        batch, metrics = self.rollouts.validate(validation)
         if self.options.validation_data_dir:
-            dump(self.options.validation_data_dir, self.global_step, batch, self.setup.chat, reward)
-        metrics |= {f"val/{name}": value for name, value in (figures | failure_metrics(batch)).items()}
-        return metrics | {"timing_s/testing": started.seconds["testing"]}
-
-    def roll_out_validation(self, dataset: RLDataset) -> DataProto:
-        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`."""
-        size = self.setup.data.val_batch_size or len(dataset)
-        parts = []
-        for start in range(0, len(dataset), size):
-            rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-            prompts = rollout_batch(
-                rows,
-                n=self.setup.roles.rollout.val_kwargs.n,
-                label=f"val.{start}",
-                seed=self._seed(0, 0) + start,
-                validate=True,
-            )
-            parts.append(self._generate(prompts)[0])
-        return _joined(parts)
+            dump(self.options.validation_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
+        return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
@@ -343,37 +285,5 @@ class PPOTrainer:
         logger.info("resumed from %s", folder)
 
 
-def validation_set(setup: RunSetup) -> RLDataset | None:
-    """The rows of `data.val_files`; None without any."""
-    return setup.dataset(setup.data.val_files, setup.data.val_max_samples) if setup.data.val_files else None
-
-
 def _due(frequency: int, step: int) -> bool:
     return frequency > 0 and step % frequency == 0
-
-
-def _joined(parts: list[DataProto]) -> DataProto:
-    """Batches of different widths as one: prompts padded on the left, responses on the right."""
-    if len(parts) == 1:
-        return parts[0]
-    prompt = max(p.batch["prompts"].shape[1] for p in parts)
-    response = max(p.batch["responses"].shape[1] for p in parts)
-    for part in parts:
-        left = prompt - part.batch["prompts"].shape[1]
-        right = response - part.batch["responses"].shape[1]
-        for name, tensor in list(part.batch.items()):
-            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
-            tail = 0 if name == "prompts" else right
-            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
-    return DataProto.concat(parts)
-
-
-def _mean(several: list[Metrics]) -> Metrics:
-    """Figures of several ranks or rollouts, averaged by name."""
-    names = dict.fromkeys(name for metrics in several for name in metrics)
-    return {n: float(np.mean([m[n] for m in several if n in m])) for n in names}
-
-
-def _mean_engine(gathered: Any) -> Metrics:
-    """Engine figures of all ranks: DataProto gathers them as lists."""
-    return {name: float(np.mean(values)) for name, values in dict(gathered).items()}

@@ -1,4 +1,9 @@
-"""What the trainer makes of a rollout: the batch to roll out, who survived, rewards on tokens, dumps."""
+"""`Rollouts`: from rows to scored trajectories through the worker groups; and what the trainer makes of them: who
+survived, which groups have spread, dumps.
+
+Invariant: a trajectory's random numbers follow from the run's seed, the step and its place in the batch, so that a step
+that is done again draws the same.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +17,77 @@ import torch
 from etude.agents import RolloutResult, token_level_scores
 from etude.agents.batch import rows_of
 from etude.chat import ChatTemplate
-from etude.data import collate
+from etude.data import RLDataset, collate
+from etude.distributed import WorkerGroup
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
 from etude.trainer.dumps import rollout_record, write_rollouts
+from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
+from etude.trainer.setup import RunSetup
+from etude.trainer.timing import Timings
 from etude.trajectory import StopReason, Trajectory
 from etude.workers.options import RewardOptions
 
+Figures = dict[str, float]
+
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
+
+
+class Rollouts:
+    """Rolls out rows for training and for validation, and scores them."""
+
+    def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup) -> None:
+        self._setup, self._policy, self._reward = setup, policy, reward
+
+    def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Figures]:
+        """`rollout.n` trajectories of each row; `attempt` counts the batches of one step."""
+        n = self._setup.roles.rollout.n
+        seed = self._seed(step, attempt)
+        return self._generate(rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False))
+
+    def validation(self, dataset: RLDataset) -> DataProto:
+        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same seeds."""
+        size = self._setup.data.val_batch_size or len(dataset)
+        n = self._setup.roles.rollout.val_kwargs.n
+        parts = []
+        for start in range(0, len(dataset), size):
+            rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
+            seed = self._seed(0, 0) + start
+            parts.append(self._generate(rollout_batch(rows, n=n, label=f"val.{start}", seed=seed, validate=True))[0])
+        return joined(parts)
+
+    def validate(self, dataset: RLDataset) -> tuple[DataProto, Figures]:
+        """The validation rollouts and their figures, names `val-core/*` and `val/*`."""
+        timings = Timings()
+        with timings("testing"):
+            batch = self.validation(dataset)
+        kept = batch.select_idxs([i for i, r in enumerate(results_of(batch)) if r.trajectory is not None])
+        figures = validation_metrics(
+            kept.non_tensor_batch["data_source"].tolist(),
+            kept.non_tensor_batch["uid"].tolist(),
+            kept.batch["token_level_scores"].sum(dim=1).tolist(),
+        )
+        overall = {k: v for k, v in self._figures(batch).items() if not k.startswith("tool/")}
+        figures |= {f"val/{name}": value for name, value in overall.items()}
+        return batch, figures | {"timing_s/testing": timings.seconds["testing"]}
+
+    def _generate(self, prompts: DataProto) -> tuple[DataProto, Figures]:
+        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len)."""
+        rolled: DataProto = self._policy.generate_sequences(prompts)
+        engine = rolled.meta_info.pop("metrics", {})  # gathered over ranks: a list a name
+        batch = prompts.union(rolled)
+        if self._setup.roles.rollout.mode == "sync":  # lock-step: the whole batch first, then its scores
+            batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
+        place_scores(batch, self._setup.roles.reward)
+        return batch, self._figures(batch) | {f"engine/{name}": float(np.mean(v)) for name, v in engine.items()}
+
+    def _figures(self, batch: DataProto) -> Figures:
+        reward, trajectories = self._setup.roles.reward, trajectories_of(batch)
+        figures = failure_metrics(batch) | tool_metrics(trajectories)
+        return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+
+    def _seed(self, step: int, attempt: int) -> int:
+        return (self._setup.roles.rollout.seed * 1_000_003 + step) * 64 + attempt
 
 
 def rollout_batch(rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool) -> DataProto:
@@ -43,7 +111,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     return [result.trajectory for result in results_of(batch) if result.trajectory is not None]
 
 
-def failure_metrics(batch: DataProto) -> dict[str, float]:
+def failure_metrics(batch: DataProto) -> Figures:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that or for a long prompt."""
     results = results_of(batch)
     return {
@@ -113,6 +181,28 @@ def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, op
             )
         )
     write_rollouts(folder, step, records)
+
+
+def joined(parts: Sequence[DataProto]) -> DataProto:
+    """Batches of different widths as one: prompts padded on the left, responses on the right."""
+    if len(parts) == 1:
+        return parts[0]
+    prompt = max(part.batch["prompts"].shape[1] for part in parts)
+    response = max(part.batch["responses"].shape[1] for part in parts)
+    for part in parts:
+        left = prompt - part.batch["prompts"].shape[1]
+        right = response - part.batch["responses"].shape[1]
+        for name, tensor in list(part.batch.items()):
+            lead = left if name in ("prompts", *_PROMPT_TENSORS) else 0
+            tail = 0 if name == "prompts" else right
+            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
+    return DataProto.concat(parts)
+
+
+def mean_figures(several: Sequence[Figures]) -> Figures:
+    """Figures of several ranks or batches, averaged by name."""
+    names = dict.fromkeys(name for figures in several for name in figures)
+    return {name: float(np.mean([f[name] for f in several if name in f])) for name in names}
 
 
 def _objects(values: Any) -> np.ndarray:

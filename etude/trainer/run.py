@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 import json
-import logging
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.trainer.dumps import written_atomically
 from etude.trainer.metrics import is_success, wilson_interval
-from etude.trainer.ppo import PPOTrainer, validation_set
-from etude.trainer.rollouts import dump, trajectories_of
+from etude.trainer.ppo import PPOTrainer
+from etude.trainer.rollouts import Rollouts, dump, trajectories_of
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
-
-logger = logging.getLogger(__name__)
+from etude.workers import ActorRolloutRefWorker, RewardWorker
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -41,12 +40,13 @@ def evaluate(config: DictConfig, *, output: Path | None = None, dump_folder: Pat
         with a successful call), `reward`; written to `output` as JSON if given, the trajectories to `dump_folder`.
     """
     setup = prepare(config)
-    dataset = validation_set(setup)
+    dataset = setup.validation_set()
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
-    trainer = PPOTrainer(replace(setup, data=replace(setup.data, train_files=setup.data.val_files, train_batch_size=1)))
-    trainer.init_workers()
-    batch = trainer.roll_out_validation(dataset)
+    policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, replace(setup.roles, needs_ref=False), setup.tools)
+    policy.init_model()
+    reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
+    batch = Rollouts(setup, policy, reward_group).validation(dataset)
     trajectories = trajectories_of(batch)
     reward = setup.roles.reward
     weights = (reward.tool_reward_weight, reward.score_weight)

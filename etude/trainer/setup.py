@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -52,6 +52,11 @@ class RunSetup:
     def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
         """The rows of `files`, checked against the tools."""
         return RLDataset(files, chat=self.chat, tool_schemas=self.schemas, options=self.data, max_samples=max_samples)
+
+    def validation_set(self) -> RLDataset | None:
+        """The rows of `data.val_files`; None without any."""
+        files = self.data.val_files
+        return self.dataset(files, self.data.val_max_samples) if files else None
 
 
 def prepare(config: DictConfig) -> RunSetup:
@@ -114,6 +119,7 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
     tools: dict[str, BaseTool] = {}
     if not options.enable:
         return tools
+    sources: list[tuple[str, Callable[[str], list[BaseTool]]]]
     sources = [(path, load_tools) for path in _paths(options.tool_config_path)]
     sources += [(path, load_function_tools) for path in _paths(options.function_tool_path)]
     for path, load in sources:

@@ -50,7 +50,6 @@ class SFTDataOptions:
     """`data` of a supervised run. Lengths in tokens."""
 
     train_files: tuple[str, ...] = ()
-    val_files: tuple[str, ...] = ()
     train_batch_size: int = 32
     max_length: int = 1024
     shuffle: bool = True

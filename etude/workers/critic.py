@@ -10,7 +10,7 @@ import torch
 
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
-from etude.models import load_value_model
+from etude.models import load_value_model, save_pretrained
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine
 from etude.workers.checkpoint import read_tensors
@@ -63,7 +63,7 @@ class CriticWorker(Worker):
         """Writes `critic/huggingface` and `critic/optimizer.pt`."""
         if self.rank == 0:
             target = Path(folder) / "critic"
-            self.model.save_pretrained(target / "huggingface")
+            save_pretrained(self.model, None, target / "huggingface")
             torch.save(self._optimizer.state_dict(), target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

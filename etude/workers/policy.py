@@ -78,7 +78,8 @@ class ActorRolloutRefWorker(Worker):
         if rollout.name not in ENGINES or rollout.name == "scripted":
             usable = [name for name in ENGINES.names() if name != "scripted"]
             raise ConfigError(
-                f"actor_rollout_ref.rollout.name={rollout.name}: this engine is not available (available: {', '.join(usable)})"
+                f"actor_rollout_ref.rollout.name={rollout.name}: this engine is not available "
+                f"(available: {', '.join(usable)})"
             )
         engine = NativeEngine(
             self.model,
@@ -182,14 +183,15 @@ class ActorRolloutRefWorker(Worker):
     ) -> tuple[Tensor, dict[str, float]]:
         """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
         actor, columns = self.options.actor, micro.batch
+        assert columns is not None
         mask = columns["response_mask"]
-        scaling = {
+        scaling: dict[str, Any] = {
             "batch_num_tokens": scale.batch_num_tokens,
             "global_batch_size": scale.global_batch_size,
             "loss_scale_factor": actor.loss_scale_factor,
         }
         # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
-        old = columns["old_log_probs"] if "old_log_probs" in columns.keys() else log_probs.detach()
+        old = columns.get("old_log_probs", log_probs.detach())
         loss, metrics = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,

@@ -11,7 +11,7 @@ MASKS = ["1110011", "", "00000", "011010110", "100"]
 """Rows 1 (dropped: no response) and 2 (nothing sampled) carry nothing to learn; row 4 ends in a tool's answer."""
 
 
-@pytest.fixture()
+@pytest.fixture
 def batch():
     generator = torch.Generator().manual_seed(7)
     rows, before, after = len(PROMPTS), max(PROMPTS), max(RESPONSES)
@@ -35,7 +35,7 @@ def batch():
     )
 
 
-@pytest.fixture()
+@pytest.fixture
 def row_ids(batch):
     """The ids of row i without padding, and the length of its prompt."""
 

@@ -9,7 +9,7 @@ from etude.training import log_probs, token_log_probs
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 
 
-@pytest.fixture()
+@pytest.fixture
 def inputs():
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(TOKENS, HIDDEN, generator=generator)

@@ -1,7 +1,7 @@
 """Balanced cuts as properties."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.training import balanced_partitions, token_budget_batches
@@ -54,7 +54,6 @@ def test_impossible_cuts_are_refused(lengths, k, equal):
 
 
 @given(LENGTHS, st.integers(1, 1500))
-@settings(deadline=None)
 def test_batches_keep_to_the_budget_with_as_few_as_balance_allows(lengths, budget):
     parts = token_budget_batches(lengths, budget)
     assert sorted(i for part in parts for i in part) == list(range(len(lengths)))

@@ -1,0 +1,119 @@
+"""The stage of the agents' tests: a real tiny tokenizer, its template and parser, scripted turns, recording tools."""
+
+import asyncio
+import json
+from collections import Counter
+
+from etude.agents import AgentContext, MultiTurnOptions, RolloutOptions, Sampling, ToolAgentLoop, TrajectoryClient
+from etude.chat import ChatTemplate, HermesToolParser
+from etude.inference import ScriptedEngine
+from etude.models import build_tiny_tokenizer
+from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+
+TEXTS = ["What is 2 + 3? The answer is 5. tool call name arguments text value", '{"name": "echo", "arguments": {}}'] * 4
+TOKENIZER = build_tiny_tokenizer(TEXTS, 400)
+CHAT = ChatTemplate(TOKENIZER)
+SAMPLING = Sampling(1.0, 1.0, -1, seed=7)
+QUESTION = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "What is 2 + 3?"}]
+
+
+def encode(text):
+    return TOKENIZER.encode(text, add_special_tokens=False)
+
+
+def says(text):
+    """The ids of a turn that ends of its own accord."""
+    return [*encode(text), CHAT.end_of_turn_id]
+
+
+def call(name="echo", **arguments):
+    """The text of a tool call."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def schema(name):
+    return OpenAIFunctionToolSchema.model_validate(
+        {
+            "type": "function",
+            "function": {
+                "name": name,
+                "description": "Repeats a text.",
+                "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+            },
+        }
+    )
+
+
+class Echo(BaseTool):
+    """Repeats its text; `log` counts what happened to it, the constructor's keywords make it act up."""
+
+    def __init__(self, name="echo", *, reward=0.0, final=0.0, greeting=None, respond=None, **config):
+        super().__init__(config, schema(name))
+        self.reward, self.final, self.greeting, self.respond = reward, final, greeting, respond
+        self.log = Counter()
+        self.events = []
+
+    def note(self, event, instance_id):
+        self.log[event] += 1
+        self.events.append((event, instance_id))
+
+    async def create(self, instance_id=None, **kwargs):
+        self.note("create", instance_id)
+        return instance_id, ToolResponse(text=self.greeting)
+
+    async def execute(self, instance_id, parameters, **kwargs):
+        self.note("execute", instance_id)
+        answer = self.respond(parameters) if self.respond else parameters.get("text", "")
+        return answer if isinstance(answer, ToolResponse) else ToolResponse(text=answer), self.reward, {}
+
+    async def calc_reward(self, instance_id, **kwargs):
+        self.note("calc_reward", instance_id)
+        return self.final
+
+    async def release(self, instance_id, **kwargs):
+        self.note("release", instance_id)
+
+
+def options(*, multi_turn=None, **given):
+    return RolloutOptions(multi_turn=MultiTurnOptions(**(multi_turn or {})), **given)
+
+
+def context(tools=(), config=None, **given):
+    return AgentContext(
+        config=config,
+        options=options(**given),
+        tokenizer=TOKENIZER,
+        chat=CHAT,
+        parser=HermesToolParser(TOKENIZER),
+        tools={tool.name: tool for tool in tools},
+    )
+
+
+class Recorder(ScriptedEngine):
+    """A scripted engine that remembers every request: (request id, prompt ids, sampling parameters)."""
+
+    def __init__(self, script, latency=0.0):
+        turns = script if callable(script) else (lambda request_id, prompt, turn: script[turn])
+        super().__init__(turns, latency)
+        self.asked = []
+
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+        self.asked.append((request_id, list(prompt_ids), sampling_params))
+        return await super().generate(request_id, prompt_ids, sampling_params, images=images)
+
+
+def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
+    """(trajectory, engine) of one scripted run of an agent loop."""
+    engine = Recorder(script)
+    shared = context(tools, **given)
+    row = {"raw_prompt": QUESTION, "request_id": "r"} | (row or {})
+
+    async def main():
+        client = TrajectoryClient(engine, "r")
+        loop = loop_class(trainer_config=shared, server_manager=client, tokenizer=TOKENIZER, processor=None)
+        params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
+        output = await loop.run(params, **row)
+        client.check(output)
+        return output.to_trajectory("r")
+
+    return asyncio.run(main()), engine

@@ -1,0 +1,381 @@
+"""The tool agent, state by state and ending by ending: what the engine is asked with, what counts, what is trained on."""
+
+import pytest
+from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, call, encode, roll, says
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
+from etude.agents.truncation import shorten
+from etude.errors import DataError, InfrastructureError
+from etude.tools import ToolResponse
+from etude.trajectory import Provenance, StopReason
+
+SAMPLED = Provenance.SAMPLED
+
+
+def texts_of(trajectory, provenance):
+    return [TOKENIZER.decode(s.token_ids) for s in trajectory.segments if s.provenance is provenance]
+
+
+# -- endings -----------------------------------------------------------------------------------------------------
+
+
+def test_an_answer_without_a_call_completes():
+    trajectory, engine = roll([says("5")], [Echo()])
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert (trajectory.assistant_turns, trajectory.user_turns, trajectory.num_turns) == (1, 0, 2)
+    assert trajectory.response_ids == says("5")
+    assert trajectory.prompt_ids == engine.asked[0][1]
+    assert trajectory.messages[-1] == {"role": "assistant", "content": "5"}
+
+
+def test_a_call_is_answered_and_the_model_goes_on():
+    tool = Echo()
+    trajectory, engine = roll([says(call(text="hello")), says("5")], [tool])
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert (trajectory.assistant_turns, trajectory.user_turns) == (2, 1)
+    whole = [*QUESTION, {"role": "assistant", "content": call(text="hello")}, {"role": "tool", "content": "hello"}]
+    schemas = [tool.get_openai_tool_schema().to_openai()]
+    assert engine.asked[1][1] == CHAT.initial_ids(whole, schemas)  # the template's own rendering, id for id
+    assert [r.response for r in trajectory.tool_calls] == ["hello"]
+    assert tool.log == {"create": 1, "execute": 1, "calc_reward": 1, "release": 1}
+    assert [event for event, _ in tool.events] == ["create", "execute", "calc_reward", "release"]
+    assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+
+
+def test_the_last_assistant_turn_may_still_use_its_tools():
+    tool = Echo(reward=0.5, final=1.0)
+    trajectory, engine = roll([says(call(text="x"))], [tool], multi_turn={"max_assistant_turns": 1})
+    assert trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert tool.log["execute"] == 1
+    assert len(engine.asked) == 1
+    assert trajectory.response_ids == says(call(text="x"))  # what the tool said is not part of the context
+    assert trajectory.rewards.total() == 1.5
+
+
+def test_user_turns_are_limited_by_tool_answers():
+    trajectory, engine = roll([says(call(text="x"))] * 5, [Echo()], multi_turn={"max_user_turns": 2})
+    assert trajectory.stop_reason is StopReason.MAX_USER_TURNS
+    assert (trajectory.assistant_turns, trajectory.user_turns, len(engine.asked)) == (3, 2, 3)
+
+
+def test_assistant_turns_are_checked_before_user_turns():
+    limits = {"max_assistant_turns": 2, "max_user_turns": 1}
+    trajectory, _ = roll([says(call(text="x"))] * 3, [Echo()], multi_turn=limits)
+    assert trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+
+
+def test_turn_limits_are_checked_before_the_fit_of_the_answer():
+    tool = Echo(respond=lambda _: "long " * 500)
+    limits = {"max_assistant_turns": 1}
+    assert roll([says(call())], [tool], response_length=60, multi_turn=limits)[0].stop_reason is (
+        StopReason.MAX_ASSISTANT_TURNS
+    )
+    trajectory, _ = roll([says(call())], [tool], response_length=60)
+    assert trajectory.stop_reason is StopReason.TOOL_RESPONSE_OVERFLOW
+    assert trajectory.response_ids == says(call())
+    assert tool.log["execute"] == 2
+
+
+def test_a_turn_cut_by_the_budget_ends_for_length_and_runs_no_tool():
+    tool = Echo(final=0.25)
+    turn = says(call(text="x") + call(text="y"))
+    trajectory, _ = roll([turn], [tool], row={"tools_kwargs": {"echo": {}}}, response_length=len(turn) - 1)
+    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert trajectory.response_ids == turn[:-1]
+    assert tool.log == {"create": 1, "calc_reward": 1, "release": 1}
+    assert trajectory.rewards.final == {"echo": 0.25}
+
+
+def test_a_turn_that_fills_the_budget_exactly_ends_for_length():
+    turn = says(call(text="x"))
+    trajectory, _ = roll([turn], [Echo()], response_length=len(turn))
+    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+
+
+def test_the_budget_shrinks_from_turn_to_turn_and_leaves_room_for_one_token():
+    first, second = says(call(text="x")), says("a long answer of many tokens")
+    _, engine = roll([first, second], [Echo()], response_length=500)
+    context = len(engine.asked[1][1]) - len(engine.asked[0][1])
+    assert [params.max_tokens for _, _, params in engine.asked] == [500, 500 - context]
+    fits, _ = roll([first, second], [Echo()], response_length=context + 1)
+    assert (fits.stop_reason, fits.assistant_turns) == (StopReason.RESPONSE_LENGTH, 2)
+    assert fits.response_length == context + 1
+    overflows, _ = roll([first, second], [Echo()], response_length=context)
+    assert (overflows.stop_reason, overflows.assistant_turns) == (StopReason.TOOL_RESPONSE_OVERFLOW, 1)
+
+
+def test_a_call_cut_short_is_counted_but_not_answered():
+    turn = encode('<tool_call>\n{"name": "echo", "argum')
+    trajectory, engine = roll([turn], [Echo()], response_length=len(turn) - 1)
+    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert [record.error for record in trajectory.tool_calls] == ["malformed"]
+    assert len(engine.asked) == 1
+
+
+def test_max_model_len_bounds_the_whole_context():
+    prompt = len(roll([says("5")], [Echo()])[0].prompt_ids)
+    trajectory, engine = roll([says("a long answer of many tokens")], [Echo()], max_model_len=prompt + 3)
+    assert engine.asked[0][2].max_tokens == 3
+    assert (trajectory.stop_reason, trajectory.response_length) == (StopReason.RESPONSE_LENGTH, 3)
+
+
+@pytest.mark.parametrize("loop_class", [ToolAgentLoop, SingleTurnAgentLoop])
+def test_a_prompt_that_does_not_fit_asks_nothing_of_anybody(loop_class):
+    tool = Echo(final=1.0)
+    prompt = len(roll([says("5")], [tool], loop_class=loop_class)[0].prompt_ids)
+    for limits in ({"prompt_length": prompt - 1}, {"max_model_len": prompt}):
+        trajectory, engine = roll([says("5")], [tool], loop_class=loop_class, **limits)
+        assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+        assert engine.asked == []
+        assert trajectory.rewards.final == {}
+    assert roll([says("5")], [tool], loop_class=loop_class, prompt_length=prompt, max_model_len=prompt + 1)[1].asked
+
+
+def test_created_tools_of_a_too_long_prompt_are_released_without_a_reward():
+    tool = Echo(final=1.0)
+    trajectory, _ = roll([], [tool], row={"tools_kwargs": {"echo": {}}}, prompt_length=3)
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+    assert tool.log == {"create": 1, "release": 1}
+
+
+def test_single_turn_samples_once_and_calls_nothing():
+    tool = Echo()
+    trajectory, engine = roll([says(call(text="x"))], [tool], loop_class=SingleTurnAgentLoop)
+    assert (trajectory.stop_reason, trajectory.assistant_turns) == (StopReason.COMPLETED, 1)
+    assert engine.asked[0][1] == CHAT.initial_ids(QUESTION)
+    assert not tool.log
+    cut, _ = roll([says("a long answer")], loop_class=SingleTurnAgentLoop, response_length=2)
+    assert cut.stop_reason is StopReason.RESPONSE_LENGTH
+
+
+# -- calls -------------------------------------------------------------------------------------------------------
+
+
+def test_calls_beyond_the_limit_are_answered_and_not_executed():
+    tool = Echo()
+    turn = says(call(text="a") + call(text="b") + call(text="c"))
+    trajectory, engine = roll([turn, says("5")], [tool], multi_turn={"max_parallel_calls": 2})
+    assert tool.log["execute"] == 2
+    answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
+    assert answers[:2] == ["a", "b"]
+    assert "at most 2 calls" in answers[2]
+    assert [record.error for record in trajectory.tool_calls] == [None, None, "malformed"]
+    assert trajectory.tool_calls[2].arguments == '{"text": "c"}'
+    assert engine.asked[1][1][-len(encode("x")) :]  # asked again with all three answers
+    assert "at most 2 calls" in TOKENIZER.decode(engine.asked[1][1])
+
+
+def test_malformed_and_unknown_calls_are_answered_and_counted():
+    turn = says("<tool_call>\n{broken\n</tool_call>" + call("ehco", text="a") + call(text="b"))
+    trajectory, engine = roll([turn, says("5")], [Echo()])
+    assert [record.error for record in trajectory.tool_calls] == ["unknown_tool", None, "malformed"]
+    asked = TOKENIZER.decode(engine.asked[1][1])
+    assert "Unknown tool 'ehco'. Available tools: echo." in asked
+    assert "tool call 1 was not read: invalid JSON" in asked
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_a_turn_of_nothing_but_a_malformed_call_is_answered():
+    trajectory, engine = roll([says("<tool_call>\n{broken\n</tool_call>"), says("5")], [Echo()])
+    assert (trajectory.assistant_turns, len(engine.asked)) == (2, 2)
+
+
+def test_step_rewards_stand_where_their_turn_ended_and_the_rest_on_the_last_sampled_token():
+    tool = Echo(reward=0.5, final=2.0)
+    first, second = says(call(text="a") + call(text="b")), says("5")
+    trajectory, _ = roll([first, second], [tool])
+    assert trajectory.rewards.steps == [(0, "echo", 0.5), (0, "echo", 0.5)]
+    assert trajectory.rewards.final == {"echo": 2.0}
+    scores = trajectory.token_level_scores()
+    assert {i: s for i, s in enumerate(scores) if s} == {len(first) - 1: 1.0, len(scores) - 1: 2.0}
+
+
+def test_a_step_reward_of_zero_is_kept_and_one_of_a_refused_call_is_none():
+    trajectory, _ = roll([says(call(text="a") + call("nobody")), says("5")], [Echo()])
+    assert trajectory.rewards.steps == [(0, "echo", 0.0)]
+
+
+def test_images_are_announced_to_a_text_model():
+    tool = Echo(respond=lambda _: ToolResponse(image=["pixels"]))
+    trajectory, _ = roll([says(call()), says("5")], [tool])
+    assert "media that a text model cannot see" in trajectory.tool_calls[0].response
+
+
+# -- the row's tools ---------------------------------------------------------------------------------------------
+
+
+def test_a_greeting_is_appended_to_the_last_user_message_and_the_row_stays_as_it_was():
+    tool = Echo(greeting="The board is empty.")
+    prompt = [{"role": "user", "content": "Play."}, {"role": "assistant", "content": "Yes."}]
+    row = {"raw_prompt": [*prompt, {"role": "user", "content": "Go on."}], "tools_kwargs": {"echo": {}}}
+    trajectory, engine = roll([says("5")], [tool], row=row)
+    shown = [*prompt, {"role": "user", "content": "Go on.\nThe board is empty."}]
+    assert engine.asked[0][1] == CHAT.initial_ids(shown, [tool.get_openai_tool_schema().to_openai()])
+    assert trajectory.prompt_ids == engine.asked[0][1]
+    assert row["raw_prompt"][-1]["content"] == "Go on."
+
+
+def test_a_greeting_without_a_user_message_or_text():
+    row = {"raw_prompt": [{"role": "system", "content": "Play."}], "tools_kwargs": {"echo": {}}}
+    trajectory, _ = roll([says("5")], [Echo(greeting="Hello.")], row=row)
+    assert trajectory.messages[1] == {"role": "user", "content": "Hello."}
+
+    class Painter(Echo):
+        async def create(self, instance_id=None, **kwargs):
+            return instance_id, ToolResponse(image=["pixels"])
+
+    trajectory, _ = roll([says("5")], [Painter()], row={"tools_kwargs": {"echo": {}}})
+    assert "None" not in trajectory.messages[1]["content"]
+    assert "media" in trajectory.messages[1]["content"]
+
+
+def test_a_row_sees_and_may_call_only_its_active_tools():
+    one, other = Echo("one"), Echo("other")
+    script = [says(call("other", text="x") + call("one", text="y")), says("5")]
+    trajectory, engine = roll(script, [one, other], row={"active_tools": ["one"]})
+    assert "other" not in TOKENIZER.decode(engine.asked[0][1])
+    assert [record.error for record in trajectory.tool_calls] == ["unknown_tool", None]
+    assert not other.log
+
+
+def test_a_row_that_contradicts_itself_is_a_data_error_before_any_tool_is_made():
+    one, other = Echo("one"), Echo("other")
+    row = {"active_tools": ["one"], "tools_kwargs": {"one": {}, "other": {}}}
+    with pytest.raises(DataError, match="row r: tools_kwargs names the tool 'other', which is not selected"):
+        roll([], [one, other], row=row)
+    with pytest.raises(DataError, match="row r: the selected tool 'onne' is not configured; did you mean 'one'"):
+        roll([], [one, other], row={"active_tools": ["onne"]})
+    with pytest.raises(DataError, match="'third', which is not configured"):
+        roll([], [one, other], row={"tools_kwargs": {"third": {}}})
+    assert not one.log
+    assert roll([says("5")], [one, other], row={"active_tools": ["one"], "tools_kwargs": {"other": None}})[1].asked
+
+
+@pytest.mark.parametrize("method", ["create", "execute", "calc_reward"])
+def test_broken_infrastructure_leaves_the_loop_and_the_tool_released(method):
+    tool = Echo()
+
+    async def broken(*args, **kwargs):
+        raise ConnectionError("gone")
+
+    setattr(tool, method, broken)
+    with pytest.raises(InfrastructureError, match=f"'echo': {method} failed: ConnectionError: gone"):
+        roll([says(call(text="x")), says("5")], [tool])
+    assert tool.log["release"] == (0 if method == "create" else 1)
+
+
+def test_a_subclass_may_override_a_state():
+    class Polite(ToolAgentLoop):
+        async def _handle_pending(self, data):
+            data.trajectory.messages.append({"role": "user", "content": "Please."})
+            return await super()._handle_pending(data)
+
+    trajectory, _ = roll([says("5")], [Echo()], loop_class=Polite)
+    assert "Please." in TOKENIZER.decode(trajectory.prompt_ids)
+
+
+# -- truncation --------------------------------------------------------------------------------------------------
+
+
+def tool_tokens(text):
+    runs = CHAT.context_ids([{"role": "tool", "content": text}], after_stop=True)
+    return sum(len(ids) for ids, provenance in runs if provenance is Provenance.TOOL)
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [("right", r"(0 1 2 .*)\.\.\.\(truncated\)"), ("left", r"\(truncated\)\.\.\.(.* 398 399)"), ("middle", r"(0 1 .*) ?\.\.\.\(truncated\)\.\.\.(.*399)")],
+)  # fmt: skip
+def test_long_answers_are_cut_on_the_configured_side(side, kept):
+    tool = Echo(respond=lambda _: " ".join(map(str, range(400))))
+    limits = {"max_tool_response_length": 60, "tool_response_truncate_side": side}
+    trajectory, engine = roll([says(call()), says("5")], [tool], multi_turn=limits)
+    import re
+
+    (shown,) = texts_of(trajectory, Provenance.TOOL)
+    assert re.fullmatch(kept, shown)
+    assert 50 < tool_tokens(shown) <= 60
+    assert trajectory.tool_calls[0].response == shown
+    assert sum(len(s.token_ids) for s in trajectory.segments if s.provenance is Provenance.TOOL) <= 60
+    assert shown in TOKENIZER.decode(engine.asked[1][1])
+
+
+hostile = st.lists(
+    st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_response>", "é", "日本", "🙂", "word ", "7", "\n"])
+    | st.text(max_size=5),
+    max_size=60,
+).map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())  # fmt: skip
+
+
+@settings(max_examples=60, deadline=None)
+@given(text=hostile, limit=st.integers(1, 40), side=st.sampled_from(["left", "middle", "right"]))
+def test_a_shortened_text_takes_at_most_its_limit(text, limit, side):
+    cut = shorten(text, limit=limit, side=side, tokenizer=TOKENIZER, count=tool_tokens)
+    assert tool_tokens(cut) <= limit
+    if tool_tokens(text) <= limit:
+        assert cut == text
+    else:
+        assert "�" not in cut or "�" in text  # no character is cut in two
+        plain = cut.replace("...(truncated)...", "|").replace("...(truncated)", "|").replace("(truncated)...", "|")
+        first, _, last = plain.partition("|") if "|" in plain else (plain, "", "")
+        if "|" not in text:
+            assert {"left": text.endswith(last or first), "right": text.startswith(first), "middle": True}[side]
+
+
+def test_shortening_looks_at_a_bounded_part_of_a_huge_text():
+    looked_at = []
+
+    def tokenizer(text, **options):
+        looked_at.append(len(text))
+        return TOKENIZER(text, **options)
+
+    cut = shorten("word " * 1_000_000, limit=20, side="middle", tokenizer=tokenizer, count=tool_tokens)
+    assert tool_tokens(cut) <= 20
+    assert sum(looked_at) <= 2 * 64 * 20
+
+
+# -- exactness ---------------------------------------------------------------------------------------------------
+
+model_text = st.lists(
+    st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "echo", "arguments": {"text": "x"}}', "<think>", "</think>", " 5", "é", "Hi"]),
+    max_size=6,
+).map("".join)  # fmt: skip
+a_turn = st.tuples(
+    st.sampled_from(["call", "call", "call", "two calls", "anything"]),
+    model_text,
+    st.sampled_from([[CHAT.end_of_turn_id], [CHAT.end_of_turn_id], []]),
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(turns=st.lists(a_turn, min_size=1, max_size=4), outputs=st.lists(hostile, min_size=9, max_size=9), budget=st.integers(20, 600))
+def test_what_is_trained_on_is_what_was_sampled_after_what_the_engine_saw(turns, outputs, budget):
+    """For any turns of the model and any outputs of the tools, special tokens in both."""
+    answers = iter(outputs)
+    tool = Echo(respond=lambda _: next(answers))
+    bodies = {"call": call(text="x"), "two calls": call(text="x") + call(text="y"), "anything": ""}
+    script = [encode(text + bodies[kind]) + end for kind, text, end in turns] + [says("done")]
+    script = [ids or says("") for ids in script]
+    trajectory, engine = roll(script, [tool], response_length=budget)
+    response, mask = trajectory.response_ids, trajectory.response_mask
+    assert len(response) == len(mask) == len(trajectory.response_log_probs) <= budget
+    assert engine.asked[0][1] == trajectory.prompt_ids
+    position = 0
+    drawn = []
+    sampled = [s for s in trajectory.segments if s.provenance is SAMPLED]
+    assert len(sampled) == len(engine.asked) == trajectory.assistant_turns
+    before = list(trajectory.prompt_ids)
+    turn = 0
+    for segment in trajectory.segments:
+        if segment.provenance is SAMPLED:
+            assert engine.asked[turn][1] == before  # the engine was asked with the prompt and all segments before
+            assert list(segment.token_ids) == script[turn][: len(segment.token_ids)]
+            drawn += segment.token_ids
+            turn += 1
+        elif segment.provenance is Provenance.TOOL:
+            assert not {CHAT.end_of_turn_id, *TOKENIZER.all_special_ids} & set(segment.token_ids)
+        before += segment.token_ids
+        position += len(segment.token_ids)
+    assert drawn == [token for token, m in zip(response, mask) if m]

@@ -1,0 +1,270 @@
+"""Schedules by hand, clipping and skipping, exact continuation, and Muon against its formula."""
+
+import copy
+import io
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from etude.errors import CheckpointError, ConfigError
+from etude.training import OptimizerSet, OptimOptions
+from etude.training.muon import Muon
+
+
+class Net(nn.Module):
+    """Two blocks under `.layers.`, as Hugging Face names them, and parameters of other kinds around them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model = nn.Module()
+        self.model.layers = nn.ModuleList([nn.Linear(4, 6), nn.Linear(6, 4)])
+        self.head = nn.Linear(4, 2)
+
+    def forward(self, x):
+        for layer in self.model.layers:
+            x = torch.tanh(layer(x))
+        return self.head(x)
+
+
+@pytest.fixture
+def net():
+    torch.manual_seed(1)
+    return Net()
+
+
+def set_gradients(net, seed, scale=1.0):
+    generator = torch.Generator().manual_seed(seed)
+    for parameter in net.parameters():
+        parameter.grad = scale * torch.randn(parameter.shape, generator=generator)
+
+
+def weights(net):
+    return [p.detach().clone() for p in net.parameters()]
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ({}, [1, 1, 1, 1, 1, 1]),
+        ({"lr_warmup_steps": 4}, [0.25, 0.5, 0.75, 1, 1, 1]),
+        ({"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25, 0, 0]),
+        ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
+        ({"lr_scheduler_type": "linear", "lr_decay_ratio": 0.5}, [1, 1, 1, 0.5, 0, 0]),
+        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2}, [0.5, 0.75, 0.5, 0.25, 0, 0]),
+        ({"lr_scheduler_type": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0, 0]),
+        (
+            {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.5},
+            [1, (3 + math.sqrt(0.5)) / 4, 0.75, 0.5732233, 0.5, 0.5],
+        ),
+    ],
+)
+def test_schedules_by_hand(net, options, expected):
+    optimizer = OptimizerSet(net, OptimOptions(lr=0.01, **options), total_steps=4)
+    seen = []
+    for _ in range(6):
+        seen.append(optimizer.lr / 0.01)
+        set_gradients(net, 0)
+        optimizer.step()
+    assert seen == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_the_schedule_reaches_the_weights(net, name):
+    """A step at learning rate 0 moves nothing; the one before did."""
+    optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01, lr_scheduler_type="linear"), total_steps=1)
+    steps = [weights(net)]
+    for _ in range(2):
+        set_gradients(net, 0)
+        optimizer.step()
+        steps.append(weights(net))
+    assert not any(torch.equal(a, b) for a, b in zip(steps[0], steps[1]))
+    assert all(torch.equal(a, b) for a, b in zip(steps[1], steps[2]))
+
+
+def adamw_reference(start, gradients, o):
+    """Algorithm 2 of arXiv 1711.05101 in float64."""
+    w, m, v = start.astype(np.float64), 0.0, 0.0
+    for t, g in enumerate(gradients, start=1):
+        m = o.betas[0] * m + (1 - o.betas[0]) * g
+        v = o.betas[1] * v + (1 - o.betas[1]) * g * g
+        step = (m / (1 - o.betas[0] ** t)) / (np.sqrt(v / (1 - o.betas[1] ** t)) + 1e-8)
+        w = w - o.lr * o.weight_decay * w - o.lr * step
+    return w
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.5, 1e9])
+def test_adamw_with_clipping_is_its_formula(net, clip):
+    options = OptimOptions(lr=0.02, betas=(0.8, 0.95), weight_decay=0.1, clip_grad=clip)
+    optimizer = OptimizerSet(net, options, None)
+    start, history = weights(net), []
+    for seed, scale in enumerate((100.0, 1.0, 0.01)):  # what is clipped matters to what follows
+        set_gradients(net, seed, scale)
+        gradients = [p.grad.double().numpy() for p in net.parameters()]
+        norm = math.sqrt(sum(float((g * g).sum()) for g in gradients))
+        factor = min(1.0, clip / norm) if clip else 1.0
+        history.append([g * factor for g in gradients])
+        assert optimizer.step() == pytest.approx(norm, rel=1e-5)
+    for first, now, *gradients in zip(start, net.parameters(), *history):
+        expected = adamw_reference(first.numpy(), gradients, options)
+        np.testing.assert_allclose(now.detach().numpy(), expected, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+@pytest.mark.parametrize("poison", [math.inf, math.nan])
+def test_a_gradient_that_is_not_finite_moves_nothing_and_shows(net, name, poison):
+    optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01), None)
+    set_gradients(net, 0)
+    optimizer.step()
+    before, state = weights(net), copy.deepcopy(optimizer.state_dict()["optimizers"])
+    set_gradients(net, 1)
+    net.head.bias.grad[0] = poison
+    assert not math.isfinite(optimizer.step())
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net)))
+    assert str(optimizer.state_dict()["optimizers"]) == str(state)
+    assert optimizer.steps == 2
+    assert all(p.grad is None for p in net.parameters())
+    set_gradients(net, 2)
+    assert math.isfinite(optimizer.step())
+    assert not torch.equal(before[0], weights(net)[0])
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_saved_and_restored_run_ends_with_the_same_bits(net, name):
+    options = OptimOptions(name=name, lr=0.01, lr_warmup_steps=3, lr_scheduler_type="cosine")
+
+    def train(net, optimizer, seeds):
+        for seed in seeds:
+            set_gradients(net, seed)
+            optimizer.step()
+
+    optimizer = OptimizerSet(net, options, total_steps=8)
+    train(net, optimizer, range(3))
+    resumed = copy.deepcopy(net)
+    file = io.BytesIO()
+    torch.save(optimizer.state_dict(), file)
+    file.seek(0)
+    second = OptimizerSet(resumed, options, total_steps=8)
+    second.load_state_dict(torch.load(file, weights_only=True))
+    assert second.lr == optimizer.lr
+    train(net, optimizer, range(3, 6))
+    train(resumed, second, range(3, 6))
+    assert all(torch.equal(a, b) for a, b in zip(weights(net), weights(resumed)))
+    third = OptimizerSet(copy.deepcopy(net), options, total_steps=8)  # without its state it would go elsewhere
+    set_gradients(resumed, 9)
+    second.step()
+    fresh = third._parameters
+    for parameter, seen in zip(fresh, net.parameters()):
+        assert torch.equal(parameter, seen)
+    generator = torch.Generator().manual_seed(9)
+    for parameter in fresh:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    third.step()
+    assert not torch.equal(fresh[0], weights(resumed)[0])
+
+
+@pytest.mark.parametrize(("saved", "used"), [("adamw", "muon"), ("muon", "adamw")])
+def test_the_state_of_another_optimizer_is_refused(net, saved, used):
+    state = OptimizerSet(net, OptimOptions(name=saved), None).state_dict()
+    state["steps"] = 5
+    optimizer = OptimizerSet(net, OptimOptions(name=used), None)
+    with pytest.raises(CheckpointError, match=f"optim.name={used}"):
+        optimizer.load_state_dict(state)
+    assert optimizer.steps == 0
+
+
+def test_the_state_of_another_model_is_refused(net):
+    state = OptimizerSet(nn.Linear(2, 2), OptimOptions(), None).state_dict()
+    with pytest.raises(CheckpointError, match="this model"):
+        OptimizerSet(net, OptimOptions(), None).load_state_dict(state)
+
+
+def test_frozen_parameters_stay_and_an_optimizer_needs_something(net):
+    for parameter in net.model.parameters():
+        parameter.requires_grad_(False)
+    optimizer = OptimizerSet(net, OptimOptions(name="muon", lr=0.01), None)  # no matrix in the blocks is left to Muon
+    before = weights(net.model)
+    set_gradients(net.head, 0)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net.model)))
+    for parameter in net.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(ConfigError, match="no trainable parameters"):
+        OptimizerSet(net, OptimOptions(), None)
+
+
+def test_muon_alone_is_enough_where_only_matrices_of_blocks_learn(net):
+    for name, parameter in net.named_parameters():
+        parameter.requires_grad_("layers" in name and parameter.ndim == 2)
+    optimizer = OptimizerSet(net, OptimOptions(name="muon", lr=0.01), None)
+    before = net.model.layers[0].weight.detach().clone()
+    set_gradients(net, 0)
+    optimizer.step()
+    assert not torch.equal(before, net.model.layers[0].weight)
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_a_step_without_gradients_moves_nothing(net, name):
+    before = weights(net)
+    assert OptimizerSet(net, OptimOptions(name=name, lr=0.1), None).step() == 0
+    assert all(torch.equal(a, b) for a, b in zip(before, weights(net)))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"name": "sgd"}, "optim.name"),
+        ({"lr_scheduler_type": "step"}, "optim.lr_scheduler_type"),
+        ({"lr_decay_ratio": 0.0}, "optim.lr_decay_ratio"),
+    ],
+)
+def test_wrong_options_name_their_key(options, message):
+    with pytest.raises(ConfigError, match=message):
+        OptimOptions(**options)
+
+
+def test_a_decaying_schedule_needs_a_length(net):
+    with pytest.raises(ConfigError, match="total_training_steps"):
+        OptimizerSet(net, OptimOptions(lr_scheduler_type="cosine"), None)
+
+
+def muon_reference(start, gradients, lr, decay):
+    """One matrix at a time in float64: Nesterov momentum, five Newton–Schulz steps, scaled update."""
+    w, buffer = start.astype(np.float64), np.zeros(start.shape)
+    a, b, c = 3.4445, -4.775, 2.0315
+    for g in gradients:
+        buffer = 0.95 * buffer + 0.05 * g
+        x = 0.05 * g + 0.95 * buffer
+        transposed = x.shape[0] > x.shape[1]
+        x = x.T if transposed else x
+        x = x / np.linalg.norm(x)
+        for _ in range(5):
+            gram = x @ x.T
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        x = x.T if transposed else x
+        w = w * (1 - lr * decay) - lr * math.sqrt(max(1.0, w.shape[0] / w.shape[1])) * x
+    return w
+
+
+def test_muon_is_its_formula_and_close_to_torch():
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(4, 6), (6, 4), (4, 6), (5, 5)]  # two of one shape: they share a batch
+    ours = [nn.Parameter(torch.randn(s, generator=generator)) for s in shapes]
+    theirs = [nn.Parameter(p.detach().clone()) for p in ours]
+    start = [p.detach().numpy().copy() for p in ours]
+    options = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.95}
+    optimizers = [Muon(ours, **options), torch.optim.Muon(theirs, **options)]
+    history = []
+    for _ in range(3):
+        gradients = [torch.randn(s, generator=generator) for s in shapes]
+        history.append([g.double().numpy() for g in gradients])
+        for parameters, optimizer in zip((ours, theirs), optimizers):
+            for parameter, gradient in zip(parameters, gradients):
+                parameter.grad = gradient.clone()
+            optimizer.step()
+    for first, mine, torchs, *gradients in zip(start, ours, theirs, *history):
+        expected = muon_reference(first, gradients, 0.02, 0.1)
+        np.testing.assert_allclose(mine.detach().numpy(), expected, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(mine, torchs, rtol=0, atol=0.01)  # theirs is bfloat16 inside
