@@ -1,9 +1,13 @@
-"""What all rooms' tests share: a small random model, and Hypothesis without a clock."""
+"""What all rooms' tests share: a small random model, one thread, and Hypothesis without a clock."""
+
+import os
 
 import pytest
 from hypothesis import settings
 
 VOCAB = 97
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
 
 settings.register_profile("etude", deadline=None)  # a busy machine is no failure
 settings.load_profile("etude")
@@ -32,3 +36,11 @@ def model():
         pad_token_id=None,
     )
     return Qwen3ForCausalLM(config).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny(tmp_path_factory):
+    """What a run of a third of a second a step starts from: see `tests/house_stage.py`."""
+    from house_stage import Tiny
+
+    return Tiny.build(tmp_path_factory.mktemp("tiny"))

@@ -24,7 +24,7 @@ def quickstart(output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -
 
     folder = (output_dir or Path("runs") / "quickstart" / f"seed-{seed}").resolve()
     summary = Quickstart(folder, seed, overrides, _say).run()
-    report = write_report(folder, title=f"Quickstart, seed {seed}", rollouts=folder / "rollouts")
+    report = write_report(folder, title=f"Quickstart, seed {seed}", validation=folder / "evaluation" / "sampled")
     _print(summary, folder, report)
 
 
@@ -47,11 +47,9 @@ def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())
     click.echo(f"{total:.0f} s ({cpu:.0f} CPU s)")
     click.echo(f"report       {report}")
-    click.echo(f"model        {folder / 'global_step_*' / 'actor' / 'huggingface'}")
+    click.echo(f"model        {summary['model']}")
     click.echo(f"trajectories {folder / 'rollouts'}")
 
 
-def _shown(value: float | dict[str, float]) -> str:
-    if isinstance(value, dict):
-        return f"{value['value']:.1%} ({value['low']:.1%} to {value['high']:.1%})"
-    return f"{value:.1%}"
+def _shown(value: dict[str, float]) -> str:
+    return f"{value['value']:.1%} ({value['low']:.1%} to {value['high']:.1%})"

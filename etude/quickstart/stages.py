@@ -121,6 +121,7 @@ class Quickstart:
 
         common = [f"data.val_files={self.folder}/data/test.parquet", "data.val_max_samples=-1"]
         val = "actor_rollout_ref.rollout.val_kwargs"
+        step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
         for how, sampling in (
             ("greedy", [f"{val}.do_sample=false"]),
             ("sampled", [f"{val}.do_sample=true", f"{val}.temperature=1.0"]),
@@ -128,7 +129,7 @@ class Quickstart:
             config = self._config(*common, f"actor_rollout_ref.model.path={model}", *sampling)
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
-            evaluate(config, output=folder / f"{how}_{when}.json", dump_folder=folder / f"{how}_{when}")
+            evaluate(config, output=folder / f"{how}_{when}.json", dump_folder=folder / how, step=step)
 
     # -- what came of it -----------------------------------------------------------------------------------------
 
@@ -144,16 +145,17 @@ class Quickstart:
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
-                "success, sampled": _interval(sampled),
-                "success, greedy": _interval(greedy),
-                "tool use, sampled": sampled["tool_use"],
+                "success, sampled": _interval(sampled, "success"),
+                "success, greedy": _interval(greedy, "success"),
+                "tool use, sampled": _interval(sampled, "tool_use"),
             }
         summary["samples"] = figures["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
+        summary["model"] = str(self._trained_model())
         (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
         return summary
 
 
-def _interval(result: dict[str, float]) -> dict[str, float]:
-    return {"value": result["success"], "low": result["success_low"], "high": result["success_high"]}
+def _interval(result: dict[str, float], name: str) -> dict[str, float]:
+    return {"value": result[name], "low": result[f"{name}_low"], "high": result[f"{name}_high"]}

@@ -214,7 +214,12 @@ def _validation_estimate(record: Mapping[str, Any], key: str) -> Estimate:
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    plain = [(name, value) for name, value in summary.items() if isinstance(value, (str, int, float))]
+    """Plain values; what ends in _before or _after is among the headlines already."""
+    plain = [
+        (name, value)
+        for name, value in summary.items()
+        if isinstance(value, (str, int, float)) and not name.endswith(("_before", "_after"))
+    ]
     shown = [(name, f"{value:,.4g}" if isinstance(value, float) else str(value)) for name, value in plain]
     return [(name.replace("_", " ")[:80], value[:300]) for name, value in shown[:MAX_FACTS]]
 

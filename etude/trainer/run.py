@@ -32,12 +32,15 @@ def fine_tune(config: DictConfig) -> Path:
     return SFTTrainer(config).fit()
 
 
-def evaluate(config: DictConfig, *, output: Path | None = None, dump_folder: Path | None = None) -> dict[str, Any]:
+def evaluate(
+    config: DictConfig, *, output: Path | None = None, dump_folder: Path | None = None, step: int = 0
+) -> dict[str, Any]:
     """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
 
     Returns:
-        `samples`, `success` with a 95 % Wilson interval `success_low`, `success_high`, `tool_use` (share of trajectories
-        with a successful call), `reward`; written to `output` as JSON if given, the trajectories to `dump_folder`.
+        `samples`, `dropped`, `success` and `tool_use` (share of trajectories with a successful call), each with its 95 %
+        Wilson interval `…_low`, `…_high`, and `reward`. They are written to `output` as JSON if given, the trajectories
+        to `dump_folder`, numbered `step`.
     """
     setup = prepare(config)
     dataset = setup.validation_set()
@@ -51,21 +54,23 @@ def evaluate(config: DictConfig, *, output: Path | None = None, dump_folder: Pat
     reward = setup.roles.reward
     weights = (reward.tool_reward_weight, reward.score_weight)
     successes = sum(is_success(t.rewards, *weights) for t in trajectories)
-    low, high = wilson_interval(successes, len(trajectories))
     used_tool = sum(any(call.error is None for call in t.tool_calls) for t in trajectories)
     count = max(len(trajectories), 1)
     result = {
         "samples": len(trajectories),
         "dropped": len(batch) - len(trajectories),
-        "success": successes / count,
-        "success_low": low,
-        "success_high": high,
-        "tool_use": used_tool / count,
+        **_share("success", successes, len(trajectories)),
+        **_share("tool_use", used_tool, len(trajectories)),
         "reward": sum(t.rewards.total(*weights) for t in trajectories) / count,
     }
     if output is not None:
         with written_atomically(output) as file:
             file.write(json.dumps(result, indent=1).encode())
     if dump_folder is not None:
-        dump(dump_folder, 0, batch, setup.chat, reward)
+        dump(dump_folder, step, batch, setup.chat, reward)
     return result
+
+
+def _share(name: str, count: int, total: int) -> dict[str, float]:
+    low, high = wilson_interval(count, total)
+    return {name: count / max(total, 1), f"{name}_low": low, f"{name}_high": high}

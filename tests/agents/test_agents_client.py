@@ -1,0 +1,119 @@
+"""The trajectory client: seeds, provenance, and what it refuses."""
+
+import asyncio
+
+import pytest
+from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, encode, says
+
+from etude.agents import AgentLoopOutput, TrajectoryClient
+from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
+from etude.inference import TokenOutput
+
+PROMPT = CHAT.initial_ids(QUESTION)
+PARAMS = SAMPLING.params(0, 50, CHAT.stop_token_ids)
+
+
+def client_after(script, prompts):
+    """A client whose engine was asked with each of `prompts`."""
+    client = TrajectoryClient(Recorder(script), "r")
+
+    async def main():
+        for prompt in prompts:
+            await client.generate("whatever", prompt_ids=prompt, sampling_params=PARAMS)
+
+    asyncio.run(main())
+    return client
+
+
+def output(response, mask, prompt=PROMPT):
+    return AgentLoopOutput(prompt_ids=list(prompt), response_ids=response, response_mask=mask)
+
+
+def test_each_turn_draws_with_a_seed_of_its_own_under_the_trajectorys_name():
+    client = client_after([says("a"), says("b")], [PROMPT, PROMPT])
+    asked = client._engine.asked
+    assert [name for name, _, _ in asked] == ["r", "r"]
+    assert asked[0][2].seed != asked[1][2].seed
+    again = client_after([says("a"), says("b")], [PROMPT, PROMPT])._engine.asked
+    assert [params.seed for _, _, params in asked] == [params.seed for _, _, params in again]
+
+
+def test_sampled_tokens_are_accepted_whole_cut_short_masked_out_or_left_out():
+    one, tool, two = says("one"), encode("tool"), says("two")
+    client = client_after([one, two], [PROMPT, PROMPT + one + tool])
+    whole, mask = one + tool + two, [1] * len(one) + [0] * len(tool) + [1] * len(two)
+    client.check(output(whole, mask))
+    client.check(output(whole[:-2], mask[:-2]))
+    client.check(output(whole, [0] * len(one) + mask[len(one) :]))  # a turn that shall not be trained on
+    client.check(output(one, [1] * len(one)))  # the second turn was a branch not taken
+
+
+@pytest.mark.parametrize(
+    "forge",
+    [
+        lambda one, tool, two: (one + tool + two, [1] * (len(one) + 1) + [0] * (len(tool) - 1) + [1] * len(two)),
+        lambda one, tool, two: ([one[0] + 1, *one[1:], *tool], [1] * len(one) + [0] * len(tool)),
+        lambda one, tool, two: (tool + one, [0] * len(tool) + [1] * len(one)),  # sampled, but not after this
+        lambda one, tool, two: (one + two, [1] * (len(one) + len(two))),  # the tool's answer was cut out
+        lambda one, tool, two: (one + one, [1] * 2 * len(one)),
+    ],
+)
+def test_tokens_that_were_not_sampled_there_are_refused(forge):
+    one, tool, two = says("one"), encode("a tool's answer"), says("two")
+    client = client_after([one, two], [PROMPT, PROMPT + one + tool])
+    with pytest.raises(EtudeError, match="marked response token") as caught:
+        client.check(output(*forge(one, tool, two)))
+    assert "\n" not in str(caught.value)
+
+
+def test_another_prompt_than_the_one_asked_with_is_refused():
+    one = says("one")
+    client = client_after([one], [PROMPT])
+    with pytest.raises(EtudeError, match="marked response token 0"):
+        client.check(output(one, [1] * len(one), prompt=PROMPT[1:]))
+
+
+def test_nobody_sampled_anything():
+    client = TrajectoryClient(Recorder([]), "r")
+    client.check(output([1, 2], [0, 0]))
+    with pytest.raises(EtudeError, match="marked response token 1"):
+        client.check(output([1, 2], [0, 1]))
+
+
+def test_missing_log_probs_are_those_of_the_engine():
+    class Engine(Recorder):
+        async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+            drawn = await super().generate(request_id, prompt_ids, sampling_params)
+            return TokenOutput(drawn.token_ids, [-float(t) for t in drawn.token_ids], drawn.stop_reason)
+
+    one, tool = says("one"), encode("tool")
+    client = TrajectoryClient(Engine([one]), "r")
+    asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
+    assert client.log_probs(output(one + tool, [1] * len(one) + [0] * len(tool))) == [-float(t) for t in one] + [0.0] * len(tool)
+
+
+def test_media_of_other_loops_are_understood_or_refused():
+    async def ask(**media):
+        return await TrajectoryClient(Recorder([says("a")]), "r").generate(
+            "x", prompt_ids=PROMPT, sampling_params=PARAMS, **media
+        )
+
+    assert asyncio.run(ask(image_data=None, video_data=None)).token_ids == says("a")
+    assert asyncio.run(ask(image_data=["pixels"])).token_ids == says("a")
+    with pytest.raises(ConfigError, match="takes no 'video_data'"):
+        asyncio.run(ask(video_data=["frames"]))
+    with pytest.raises(ConfigError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):
+        asyncio.run(TrajectoryClient(Recorder([]), "r").generate(prompt_ids=PROMPT, sampling_params={"temprature": 1}))
+
+
+def test_an_aborted_request_is_broken_infrastructure_and_a_finished_trajectory_asks_no_more():
+    class Aborting(Recorder):
+        async def generate(self, *args, **kwargs):
+            return TokenOutput([5], [0.0], "aborted")
+
+    client = TrajectoryClient(Aborting([]), "r")
+    with pytest.raises(EngineError, match="aborted the request of trajectory r"):
+        asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
+    client.end()
+    with pytest.raises(InfrastructureError, match="trajectory r is over"):
+        asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))

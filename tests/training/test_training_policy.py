@@ -1,0 +1,289 @@
+"""The packed policy engine against an unpadded forward a row, through eager attention: values, gradients, cuts, masks."""
+
+import copy
+
+import pytest
+import torch
+from torch.distributions import Categorical
+
+from etude.algorithms import LOSS_AGG_MODES, agg_loss, kl_penalty, policy_loss
+from etude.errors import ConfigError, DataError
+from etude.protocol import DataProto
+from etude.training import OptimizerSet, OptimOptions, PolicyEngine
+from etude.training.packing import pack, row_lengths
+
+EVERYTHING = 10_000
+CPU = torch.device("cpu")
+
+
+class Recorder(OptimizerSet):
+    """An optimizer that also keeps the gradients it was given."""
+
+    def step(self):
+        self.gradients = [None if p.grad is None else p.grad.clone() for p in self._parameters]
+        return super().step()
+
+
+def engine_of(model, max_tokens=EVERYTHING, **options):
+    return PolicyEngine(model, max_tokens=max_tokens, optimizer=Recorder(model, OptimOptions(**options), None))
+
+
+def eager(model):
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    return reference
+
+
+def reference_log_probs(model, batch, row_ids, temperature):
+    """(rows, response_len) log-probs and entropies, differentiable, from one full unpadded forward a row."""
+    mask = batch.batch["response_mask"]
+    log_probs, entropies = torch.zeros(mask.shape), torch.zeros(mask.shape)
+    for i in range(len(batch)):
+        ids, prompt = row_ids(i)
+        logits = model(input_ids=ids[None]).logits[0] / temperature
+        for column in mask[i].nonzero().flatten().tolist():
+            distribution = Categorical(logits=logits[prompt + column - 1])
+            log_probs[i, column] = distribution.log_prob(ids[prompt + column])
+            entropies[i, column] = distribution.entropy()
+    return log_probs, entropies
+
+
+def objective(mode="token-mean", seen=None):
+    """A loss with every part that uses log-probs: clipped surrogate, entropy bonus, KL."""
+
+    def loss_of(log_probs, entropy, micro, scale):
+        if seen is not None:
+            seen.append(len(micro))
+        columns = micro.batch
+        scaling = {"batch_num_tokens": scale.batch_num_tokens, "global_batch_size": scale.global_batch_size}
+        mask = columns["response_mask"]
+        loss, metrics = policy_loss(
+            "vanilla",
+            old_log_prob=columns["old_log_probs"],
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=mode,
+            **scaling,
+        )
+        loss = loss - 0.3 * agg_loss(entropy, mask, mode, **scaling)
+        penalty = kl_penalty(log_probs, columns["old_log_probs"], "low_var_kl")
+        return loss + 0.1 * agg_loss(penalty, mask, mode, **scaling), metrics
+
+    return loss_of
+
+
+def update(model, batch, max_tokens=EVERYTHING, mode="token-mean", temperature=0.8):
+    """Gradients, figures and new weights of one update of a copy of `model`."""
+    engine = engine_of(copy.deepcopy(model), max_tokens, lr=0.01)
+    figures = engine.update(batch, objective(mode), temperature, entropy_grad=True)
+    return engine.optimizer.gradients, figures, [p.detach() for p in engine.model.parameters()]
+
+
+def assert_same_bits(one, other):
+    for left, right in zip(one[0] + one[2], other[0] + other[2]):
+        assert torch.equal(left, right)
+    assert one[1] == other[1]
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("max_tokens", [1, 20, EVERYTHING])
+def test_log_probs_are_those_of_unpadded_rows(model, batch, row_ids, temperature, max_tokens):
+    with torch.no_grad():
+        expected = reference_log_probs(eager(model), batch, row_ids, temperature)
+    engine = PolicyEngine(model, max_tokens=max_tokens)
+    for ours, theirs in zip(engine.log_probs(batch, temperature), expected):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+        assert not ours[batch.batch["response_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_gradients_are_those_of_unpadded_rows(model, batch, row_ids, mode):
+    reference = eager(model)
+    log_probs, entropy = reference_log_probs(reference, batch, row_ids, 0.8)
+    columns = batch.batch
+    mask = columns["response_mask"]
+    loss, _ = policy_loss(
+        "vanilla",
+        old_log_prob=columns["old_log_probs"],
+        log_prob=log_probs,
+        advantages=columns["advantages"],
+        response_mask=mask,
+        loss_agg_mode=mode,
+    )
+    loss = loss - 0.3 * agg_loss(entropy, mask, mode)
+    loss = loss + 0.1 * agg_loss(kl_penalty(log_probs, columns["old_log_probs"], "low_var_kl"), mask, mode)
+    loss.backward()
+    gradients, figures, _ = update(model, batch, mode=mode)
+    assert figures["loss"] == pytest.approx(loss.item(), rel=1e-5)
+    for ours, parameter in zip(gradients, reference.parameters()):
+        scale = float(parameter.grad.abs().max())
+        torch.testing.assert_close(ours, parameter.grad, rtol=1e-4, atol=1e-5 * scale)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("max_tokens", [1, 20])
+def test_the_cut_into_micro_batches_changes_only_rounding(model, batch, mode, max_tokens):
+    gradients, figures, _ = update(model, batch, EVERYTHING, mode)
+    cut_gradients, cut_figures, _ = update(model, batch, max_tokens, mode)
+    for whole, cut in zip(gradients, cut_gradients):
+        torch.testing.assert_close(cut, whole, rtol=1e-4, atol=1e-5 * float(whole.abs().max()))
+    assert cut_figures == pytest.approx(figures, rel=1e-4, abs=1e-6)
+    assert {"loss", "grad_norm", "lr", "actor/pg_clipfrac"} <= set(figures)
+
+
+def test_micro_batches_keep_to_the_budget(model, batch):
+    seen = []
+    engine_of(model, max_tokens=20).update(batch, objective(seen=seen), 1.0)
+    assert sum(seen) == 3  # the rows with something to learn
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize("column", ["advantages", "old_log_probs"])
+@pytest.mark.parametrize("junk", [100.0, float("inf"), float("nan")])
+def test_columns_at_masked_positions_change_no_bit(model, batch, column, junk):
+    before = update(model, batch)
+    masked = batch.batch["response_mask"] == 0
+    batch.batch[column] = batch.batch[column].masked_fill(masked, junk)
+    assert_same_bits(update(model, batch), before)
+
+
+def test_the_label_of_a_masked_token_changes_no_bit(model, batch):
+    """A token that conditions no scored one is nothing but a label. Those are the tokens after the last scored one;
+    for all others see the next two tests."""
+    before = update(model, batch)
+    batch.batch["input_ids"][4, -8:-6] += 1  # row 4: prompt, one sampled token, then two of a tool's answer
+    assert int(batch.batch["response_mask"][4, 1:].sum()) == 0
+    assert int(batch.batch["attention_mask"][4, -8:-6].sum()) == 2
+    assert_same_bits(update(model, batch), before)
+
+
+def test_a_masked_token_is_context_and_never_a_label(model, batch):
+    """A tool's token in mid-row: what was sampled before it keeps its log-prob to the bit, what follows is conditioned
+    on it, and it never stands among the labels."""
+    engine = PolicyEngine(model, max_tokens=EVERYTHING)
+    before, _ = engine.log_probs(batch, 1.0)
+    batch.batch["input_ids"][0, 6 + 3] += 1  # column 3 of row 0, whose mask is 1110011
+    after, _ = engine.log_probs(batch, 1.0)
+    changed = (before != after).nonzero().tolist()
+    assert changed == [[0, 5], [0, 6]]
+    packed = pack(batch, [0, 3, 4], CPU)
+    mask = batch.batch["response_mask"][[0, 3, 4]].bool()
+    assert torch.equal(packed.labels, batch.batch["input_ids"][[0, 3, 4], 6:][mask])
+
+
+def test_swapping_a_scored_label_does_change_the_loss(model, batch):
+    """The guard of the tests above: they would see a label that counts."""
+    before = update(model, batch)[1]["loss"]
+    batch.batch["input_ids"][4, 6] += 1  # the last sampled token of row 4: a label that conditions nothing scored
+    assert update(model, batch)[1]["loss"] != before
+
+
+def test_rows_without_scored_tokens_are_not_computed(model, batch):
+    tokens = []
+    hook = model.get_input_embeddings().register_forward_hook(lambda _, inputs, __: tokens.append(inputs[0].numel()))
+    PolicyEngine(model, max_tokens=EVERYTHING).log_probs(batch, 1.0)
+    hook.remove()
+    # Prompt and response of rows 0, 3, 4 up to the token before the last sampled one.
+    assert tokens == [(3 + 6) + (5 + 7) + 4]
+    assert [row_lengths(batch)[i] for i in (0, 3, 4)] == [9, 12, 4]
+
+
+def test_padding_changes_no_bit_of_the_gradient(model, batch):
+    plain = update(model, batch.select_idxs([0, 3, 4]))
+    assert_same_bits(update(model, batch), plain)
+    wide = {}
+    for name, tensor in batch.batch.items():
+        lead = 5 if name in ("input_ids", "attention_mask") else 0
+        wide[name] = torch.nn.functional.pad(tensor, (lead, 4))
+    gradients, figures, _ = update(model, DataProto.from_single_dict(wide))
+    assert all(torch.equal(a, b) for a, b in zip(gradients, plain[0]))
+    assert figures == pytest.approx(plain[1], rel=1e-6)  # a wider matrix of zeros is summed in another order
+
+
+def test_a_batch_with_nothing_to_learn_moves_nothing(model, batch):
+    engine = engine_of(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    figures = engine.update(batch.select_idxs([1, 2]), objective(), 1.0)
+    assert (figures["loss"], figures["grad_norm"]) == (0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    assert not engine.log_probs(batch.select_idxs([1, 2]), 1.0)[0].any()
+
+
+def test_a_first_token_without_context_is_refused(model, batch):
+    row = batch.select_idxs([3, 0])
+    row.batch["attention_mask"][1, :6] = 0  # row 0 without its prompt
+    with pytest.raises(DataError, match="row 1: its first token"):
+        PolicyEngine(model, max_tokens=EVERYTHING).log_probs(row, 1.0)
+
+
+def test_a_failed_update_leaves_no_gradient_behind(model, batch):
+    clean = update(model, batch)
+    engine = engine_of(model, max_tokens=1, lr=0.01)
+    calls = []
+
+    def fails_at_the_second_micro_batch(*arguments):
+        calls.append(1)
+        if len(calls) == 2:
+            raise MemoryError
+        return objective()(*arguments)
+
+    with pytest.raises(MemoryError):
+        engine.update(batch, fails_at_the_second_micro_batch, 0.8, entropy_grad=True)
+    assert any(p.grad is not None for p in model.parameters())
+    engine._max_tokens = EVERYTHING
+    engine.update(batch, objective(), 0.8, entropy_grad=True)
+    assert all(torch.equal(a, b) for a, b in zip(engine.optimizer.gradients, clean[0]))
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_and_shows(model, batch):
+    engine = engine_of(model, lr=0.1)
+    before = [p.detach().clone() for p in model.parameters()]
+    figures = engine.update(batch, lambda lp, *_: (lp.sum() * float("nan"), {}), 1.0)
+    assert not torch.isfinite(torch.tensor([figures["loss"], figures["grad_norm"]])).any()
+    assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+
+
+@pytest.mark.parametrize("name", ["adamw", "muon"])
+def test_two_runs_end_with_the_same_bits(model, batch, name):
+    def run():
+        twin = copy.deepcopy(model)
+        engine = engine_of(twin, max_tokens=20, name=name, lr=0.01)
+        figures = [engine.update(batch, objective(), 1.0, entropy_grad=True) for _ in range(3)]
+        return engine.optimizer.gradients, figures, [p.detach() for p in twin.parameters()]
+
+    first = run()
+    assert_same_bits(first, run())
+    assert not any(torch.equal(new, old) for new, old in zip(first[2], model.parameters()))
+
+
+def test_updates_follow_the_advantages(model, batch):
+    """What was better than expected becomes likelier, what was worse less so."""
+    batch.batch["advantages"] = torch.ones_like(batch.batch["advantages"])
+    batch.batch["advantages"][3] = -1.0
+    engine = engine_of(model, lr=0.003)
+    before, _ = engine.log_probs(batch, 1.0)
+
+    def loss_of(log_probs, _, micro, scale):
+        columns = micro.batch
+        return policy_loss(
+            "vanilla",
+            old_log_prob=log_probs.detach(),
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=columns["response_mask"],
+            batch_num_tokens=scale.batch_num_tokens,
+        )
+
+    for _ in range(5):
+        engine.update(batch, loss_of, 1.0)
+    moved = (engine.log_probs(batch, 1.0)[0] - before).sum(dim=1)
+    assert moved[0] > 0.5
+    assert moved[4] > 0.1
+    assert moved[3] < -0.5
+
+
+def test_attention_that_cannot_be_packed_is_refused(model):
+    model.config.layer_types = ["sliding_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="sliding_attention"):
+        PolicyEngine(model, max_tokens=EVERYTHING)

@@ -1,0 +1,70 @@
+"""Demonstrations become batches whose mask is provenance, and are learned by heart."""
+
+import math
+
+import pytest
+import torch
+
+from etude.errors import DataError
+from etude.training import OptimizerSet, OptimOptions, PolicyEngine, demonstrations_to_batch, sft_step
+from etude.trajectory import Provenance
+
+SAMPLED, TEMPLATE, TOOL, USER = Provenance.SAMPLED, Provenance.TEMPLATE, Provenance.TOOL, Provenance.USER
+EXAMPLES = [
+    [((1, 2, 3), USER), ((4, 5), SAMPLED), ((6,), TEMPLATE), ((7, 8), TOOL), ((9, 10, 11), SAMPLED), ((12,), TEMPLATE)],
+    [((20, 21), TEMPLATE), ((), TOOL), ((22, 23, 24), SAMPLED)],
+    [((30,), USER)],
+]
+
+
+def engine_of(model, name="adamw", lr=0.003):
+    return PolicyEngine(model, max_tokens=64, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None))
+
+
+def test_only_sampled_tokens_are_scored():
+    columns = demonstrations_to_batch(EXAMPLES, pad_token_id=0).batch
+    assert columns["input_ids"].tolist() == [
+        list(range(1, 13)),
+        [20, 21, 22, 23, 24, *[0] * 7],
+        [30, *[0] * 11],
+    ]
+    assert columns["attention_mask"].sum(dim=1).tolist() == [12, 5, 1]
+    assert columns["response_mask"].tolist() == [
+        [0, 0, 0, 1, 1, 0, 0, 0, 1, 1, 1, 0],
+        [0, 0, 1, 1, 1, *[0] * 7],
+        [0] * 12,
+    ]
+
+
+def test_an_empty_demonstration_is_a_row_with_nothing_to_learn():
+    columns = demonstrations_to_batch([EXAMPLES[1], []], pad_token_id=9).batch
+    assert columns["input_ids"].dtype == torch.long
+    assert columns["input_ids"][1].tolist() == [9] * 5
+    assert not columns["attention_mask"][1].any()
+
+
+def test_the_loss_is_the_mean_over_sampled_tokens(model):
+    expected = []
+    for example in EXAMPLES:
+        ids = [t for run, _ in example for t in run]
+        scored = [who is SAMPLED for run, who in example for _ in run]
+        with torch.no_grad():
+            log_probs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        expected += [-float(log_probs[i - 1, ids[i]]) for i in range(len(ids)) if scored[i]]
+    batch = demonstrations_to_batch(EXAMPLES, pad_token_id=0)
+    figures = sft_step(engine_of(model), batch)
+    assert figures["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
+    assert set(figures) == {"loss", "grad_norm", "lr"}
+
+
+@pytest.mark.parametrize(("name", "lr"), [("adamw", 0.003), ("muon", 0.002)])
+def test_a_few_steps_learn_by_heart(model, name, lr):
+    engine, batch = engine_of(model, name, lr), demonstrations_to_batch(EXAMPLES, pad_token_id=0)
+    losses = [sft_step(engine, batch)["loss"] for _ in range(40)]
+    assert losses[-1] < 0.1 < 2 < losses[0]
+
+
+def test_a_demonstration_that_opens_with_a_sampled_token_is_refused(model):
+    batch = demonstrations_to_batch([EXAMPLES[0], [((5, 6), SAMPLED)]], pad_token_id=0)
+    with pytest.raises(DataError, match="row 1"):
+        sft_step(engine_of(model), batch)

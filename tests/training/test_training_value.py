@@ -1,0 +1,113 @@
+"""The packed critic against an unpacked forward, and its way towards the returns."""
+
+import copy
+
+import pytest
+import torch
+
+from etude.algorithms import LOSS_AGG_MODES, value_loss
+from etude.models import ValueModel
+from etude.training import OptimizerSet, OptimOptions, ValueEngine
+
+
+@pytest.fixture
+def critic(model):
+    critic = ValueModel(model.base_model)
+    with torch.no_grad():
+        critic.head.weight.normal_(generator=torch.Generator().manual_seed(3))
+        critic.head.bias.fill_(0.5)
+    return critic
+
+
+def engine_of(critic, max_tokens=10_000, lr=0.003):
+    return ValueEngine(critic, max_tokens=max_tokens, optimizer=OptimizerSet(critic, OptimOptions(lr=lr), None))
+
+
+def reference_values(critic, batch, row_ids):
+    """(rows, response_len): the value at the position before each scored token, one unpadded forward a row."""
+    critic.backbone.set_attn_implementation("eager")
+    mask = batch.batch["response_mask"]
+    values = torch.zeros(mask.shape)
+    for i in range(len(batch)):
+        ids, prompt = row_ids(i)
+        of_row = critic(input_ids=ids[None])[0]
+        for column in mask[i].nonzero().flatten().tolist():
+            values[i, column] = of_row[prompt + column - 1]
+    return values
+
+
+@pytest.mark.parametrize("max_tokens", [1, 20, 10_000])
+def test_values_are_those_of_unpadded_rows(critic, batch, row_ids, max_tokens):
+    with torch.no_grad():
+        expected = reference_values(copy.deepcopy(critic), batch, row_ids)
+    values = engine_of(critic, max_tokens).values(batch)
+    torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
+    assert values.unique().numel() > 5
+    assert not values[batch.batch["response_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("max_tokens", [1, 10_000])
+def test_an_update_is_one_adamw_step_on_the_value_loss(critic, batch, row_ids, mode, max_tokens):
+    reference = copy.deepcopy(critic)
+    columns = batch.batch
+    loss, _ = value_loss(
+        vpreds=reference_values(reference, batch, row_ids),
+        values=columns["values"],
+        returns=columns["returns"],
+        response_mask=columns["response_mask"],
+        cliprange_value=0.4,
+        loss_agg_mode=mode,
+    )
+    loss.backward()
+    norm = float(torch.stack([p.grad.norm() for p in reference.parameters()]).norm())
+    figures = engine_of(critic, max_tokens).update(batch, cliprange_value=0.4, loss_agg_mode=mode)
+    assert figures["critic/vf_loss"] == pytest.approx(loss.item(), rel=1e-4)
+    assert figures["critic/grad_norm"] == pytest.approx(norm, rel=1e-4)
+    assert figures["critic/lr"] == 0.003
+    assert {"critic/vf_clipfrac", "critic/vpred_mean"} <= set(figures)
+
+
+def test_updates_bring_the_values_to_the_returns(critic, batch):
+    engine, mask = engine_of(critic, max_tokens=20), batch.batch["response_mask"]
+
+    def error():
+        return float(((engine.values(batch) - batch.batch["returns"]) * mask).square().sum() / mask.sum())
+
+    errors = [error()]
+    for _ in range(30):
+        engine.update(batch, cliprange_value=1e9, loss_agg_mode="token-mean")
+        errors.append(error())
+    assert errors[-1] < 0.2 * errors[0]
+
+
+def test_masked_columns_change_no_bit(critic, batch):
+    masked = batch.batch["response_mask"] == 0
+    weights = []
+    for junk in (0.0, 1e6, float("nan")):
+        for name in ("values", "returns"):
+            batch.batch[name] = batch.batch[name].masked_fill(masked, junk)
+        twin = copy.deepcopy(critic)
+        engine_of(twin).update(batch, cliprange_value=0.5, loss_agg_mode="seq-mean-token-mean")
+        weights.append(list(twin.parameters()))
+    for clean, *dirty in zip(*weights):
+        assert all(torch.equal(clean, other) for other in dirty)
+
+
+def test_two_runs_end_with_the_same_bits(critic, batch):
+    twins = [copy.deepcopy(critic) for _ in range(2)]
+    for twin in twins:
+        engine = engine_of(twin, max_tokens=20)
+        for _ in range(3):
+            engine.update(batch, cliprange_value=0.5, loss_agg_mode="token-mean")
+    assert all(torch.equal(a, b) for a, b in zip(twins[0].parameters(), twins[1].parameters()))
+    assert not torch.equal(twins[0].head.weight, critic.head.weight)
+
+
+def test_a_batch_with_nothing_to_learn_moves_nothing(critic, batch):
+    before = [p.detach().clone() for p in critic.parameters()]
+    figures = engine_of(critic, lr=0.1).update(
+        batch.select_idxs([1, 2]), cliprange_value=0.5, loss_agg_mode="token-mean"
+    )
+    assert (figures["critic/vf_loss"], figures["critic/grad_norm"]) == (0, 0)
+    assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters()))
