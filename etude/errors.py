@@ -18,6 +18,9 @@ import asyncio
 class EtudeError(Exception):
     """Base of every error a user is meant to read: its text is one line that names what to change."""
 
+    exit_status = 2
+    """Of a command that ends with it."""
+
 
 class ConfigError(EtudeError):
     """A configuration key or file is wrong; names the key or file."""

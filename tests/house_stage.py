@@ -13,11 +13,27 @@ from safetensors.torch import load_file
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import write_parquet
+from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
 from etude.quickstart.prepare import TOOLS, Sizes, prepare
 from etude.trainer.run import fine_tune
 from etude.trainer.tracking import read_metrics
 
-SCORE = '''"""Even digits, counted: a score that differs from answer to answer and is the same in every run."""
+AGENT = '''
+"""An agent in one file: a lenient parser of sums, and a score that differs from answer to answer."""
+
+import json
+import re
+
+from etude.chat import ParsedResponse, ToolParser
+from etude.schemas import FunctionCall
+
+
+@ToolParser.register("sums")
+class Sums(ToolParser):
+    def parse(self, text, tools=None):
+        found = re.findall(r"<tool_call>[^<]*?([0-9] [+] [0-9])", text)
+        calls = [FunctionCall(name="calculator", arguments=json.dumps({"expression": each})) for each in found]
+        return ParsedResponse(text, calls)
 
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
@@ -30,14 +46,15 @@ SIZES = Sizes(train=8, val=3, test=3, demonstrations=32)
 
 @dataclass(frozen=True)
 class Tiny:
-    """A folder with `data/*.parquet`, `score.py` and `model`."""
+    """A folder with `data/*.parquet`, `agent.py`, and the model."""
 
     folder: Path
 
     @classmethod
     def build(cls, folder):
         prepare(folder, 1, SIZES)
-        (folder / "score.py").write_text(SCORE)
+        (folder / "agent.py").write_text(AGENT)
+        shrink(folder / "model")
         write_parquet([by_heart(n) for n in range(24)], folder / "by_heart.parquet")
         fine_tune(
             compose(
@@ -47,9 +64,12 @@ class Tiny:
                     f"model.path={folder}/model",
                     f"multi_turn.tool_config_path={TOOLS}",
                     f"trainer.default_local_dir={folder}/sft",
-                    "trainer.total_training_steps=40",
-                    "data.train_batch_size=6",
+                    "trainer.total_training_steps=60",
+                    "data.train_batch_size=4",
+                    "optim.name=adamw",
+                    "optim.lr=5e-3",
                     "optim.lr_warmup_steps=5",
+                    "optim.lr_scheduler_type=constant",
                     "trainer.num_threads=1",
                     "trainer.logger=[]",
                 ],
@@ -69,12 +89,14 @@ class Tiny:
             f"data.train_files={self.folder}/data/train.parquet",
             "data.train_batch_size=2",
             "data.max_prompt_length=128",
-            "data.max_response_length=64",
+            "data.max_response_length=72",
             f"actor_rollout_ref.model.path={self.model}",
             f"{ROLLOUT}.n=4",
             f"{ROLLOUT}.multi_turn.tool_config_path={TOOLS}",
+            f"plugins=[{self.folder}/agent.py]",
+            f"{ROLLOUT}.multi_turn.format=sums",
             f"{ACTOR}.optim.lr=1e-3",
-            f"custom_reward_function.path={self.folder}/score.py",
+            f"custom_reward_function.path={self.folder}/agent.py",
             "trainer.total_training_steps=6",
             f"trainer.default_local_dir={run_dir}",
             f"trainer.rollout_data_dir={run_dir}/rollouts",
@@ -92,9 +114,16 @@ class Tiny:
         return compose(name.removeprefix("--config-name="), rest)
 
 
+def shrink(folder):
+    """Puts an untrained model of 90,000 parameters in place of the quickstart's."""
+    tokenizer = load_tokenizer(folder)
+    spec = TinyModelSpec(hidden_size=64, num_layers=2, intermediate_size=128, seed=1)
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder)
+
+
 def by_heart(number):
-    """One of eight conversations, whatever the question: a call, its result, an answer."""
-    a, b = 2 + number % 4, 3 + number % 2
+    """One of two conversations: a call, its result, an answer."""
+    a, b = 2 + number % 2, 3 + number % 2
     call = {"type": "function", "function": {"name": "calculator", "arguments": {"expression": f"{a} + {b}"}}}
     return {
         "messages": [

@@ -175,36 +175,37 @@ class _Run:
     async def _attempts(self, index: int) -> tuple[RolloutResult, str]:
         """Runs a row until it succeeds or its retries are spent; the last request is left open for the lane to close."""
         limit = self._options.infrastructure_retries + 1
+        cause = ""
         for attempt in range(limit):
             request_id = self._id(index, attempt)
             if attempt:
                 self._close(self._id(index, attempt - 1), request_id)
-            task = asyncio.ensure_future(called(self._run_once, index, request_id))
+            client = TrajectoryClient(self._engine, request_id)
+            task = asyncio.ensure_future(called(self._run_once, index, client))
             try:
                 trajectory = await result_of(task, self._options.trajectory_timeout, self._manager._clean_up_seconds)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
                 self._manager._log_failure(request_id, error)
+                cause = f"{type(error).__name__}: {one_line(error)}"
                 continue
+            finally:
+                client.end()
             if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
-                return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG), request_id
-            return RolloutResult(trajectory, attempt + 1, attempt), request_id
-        return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE), request_id
+                return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG, cause), request_id
+            return RolloutResult(trajectory, attempt + 1, attempt, cause=cause), request_id
+        return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE, cause), request_id
 
-    async def _run_once(self, index: int, request_id: str) -> Trajectory:
+    async def _run_once(self, index: int, client: TrajectoryClient) -> Trajectory:
         context, row = self._manager.context, self._rows[index]
         name = self._manager.loop_name(row)
-        client = TrajectoryClient(self._engine, request_id)
         loop = AGENT_LOOPS.get(name)(
             trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=None
         )
         number = int(row.get("rollout_index", index))
         params = self._sampling.params(number, self._options.response_length, context.chat.stop_token_ids)
-        try:
-            output = await loop.run(params, **{**row, "request_id": request_id})
-        finally:
-            client.end()
+        output = await loop.run(params, **{**row, "request_id": client.request_id})
         return self._accepted(output, client, name)
 
     def _accepted(self, output: AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:

@@ -48,6 +48,7 @@ async def score_result(
             result.failures += 1
             failure = InfrastructureError(f"scoring: {type(error).__name__}: {one_line(error)}")
             failure.__cause__ = error
+            result.cause = one_line(failure)
             on_failure(trajectory.request_id, failure)
             continue
         trajectory.timings["compute_score"] = time.perf_counter() - started

@@ -31,9 +31,11 @@ def evaluate(
         actor_rollout_ref.model.path=models/mine
     """
     from etude.config import compose
+
+    config = compose(config_name, overrides, config_path)  # answers a typo before torch is imported
     from etude.trainer.run import evaluate as run
 
-    result = run(compose(config_name, overrides, config_path), output=output, dump_folder=dump_folder)
+    result = run(config, output=output, dump_folder=dump_folder)
     click.echo(
         f"success {result['success']:.3f} (95 % interval {result['success_low']:.3f} to {result['success_high']:.3f}), "
         f"tool use {result['tool_use']:.3f}, mean reward {result['reward']:.3f}, {result['samples']} samples, "

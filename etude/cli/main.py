@@ -1,7 +1,8 @@
 """`etude`: the group of all commands.
 
 Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that
-a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130; anything else keeps its traceback.
+a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130 and SIGTERM 143, also where a run
+stopped in good order because of them; anything else keeps its traceback.
 """
 
 from __future__ import annotations
@@ -115,7 +116,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         if os.environ.get("ETUDE_DEBUG", "") not in ("", "0"):
             raise
         click.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
-        return 2
+        return error.exit_status
     return status if isinstance(status, int) else 0
 
 

@@ -20,6 +20,8 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
         multi_turn.tool_config_path=tools.yaml
     """
     from etude.config import compose
+
+    config = compose(config_name or "sft", overrides, config_path, root="sft")  # answers a typo before torch is imported
     from etude.trainer.run import fine_tune
 
-    click.echo(f"model: {fine_tune(compose(config_name or 'sft', overrides, config_path, root='sft'))}")
+    click.echo(f"model: {fine_tune(config)}")

@@ -27,6 +27,8 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
     checkpoint; a second Ctrl-C abandons the step.
     """
     from etude.config import compose
+
+    config = compose(config_name or root, overrides, config_path, root=root)  # answers a typo before torch is imported
     from etude.trainer.run import train as run
 
-    run(compose(config_name or root, overrides, config_path, root=root))
+    run(config)

@@ -67,6 +67,11 @@ class ResumableLoader:
                 self.epoch, self.position = epoch + 1, 0
             yield batch
 
+    def endless(self) -> Iterator[list[Row]]:
+        """Batches without end: the next epoch begins where one ends."""
+        while True:
+            yield from self
+
     def order(self, epoch: int) -> np.ndarray:
         """Row numbers in the order of `epoch`: (rows,) int64."""
         if not self.shuffle:

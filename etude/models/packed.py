@@ -35,22 +35,44 @@ class AttentionLayout(Protocol):
 
 
 class CausalSequences:
-    """Whole sequences laid one after another, each attending causally to itself. `lengths` sum to the token count."""
+    """Whole sequences laid one after another, each attending causally to itself.
 
-    def __init__(self, lengths: Sequence[int]) -> None:
+    A sequence may branch: behind its `lengths[i]` tokens lie continuations of `branches[i]` tokens each, which see the
+    sequence and themselves but not each other. So what several rows begin with is computed once.
+    """
+
+    def __init__(self, lengths: Sequence[int], branches: Sequence[Sequence[int]] | None = None) -> None:
+        """`lengths` and `branches` sum to the token count; no branch is empty."""
         self.lengths = list(lengths)
+        self.branches = [list(b) for b in branches] if branches else [[] for _ in self.lengths]
+        self._pieces = [n for length, tails in zip(self.lengths, self.branches) for n in (length, *tails)]
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """(1, total_tokens): positions that restart at 0 with each sequence."""
-        return torch.cat([torch.arange(n, device=device) for n in self.lengths])[None]
+        """(1, total_tokens): positions that restart at 0 with each sequence, and in a branch go on from its trunk's."""
+        pieces = []
+        for length, tails in zip(self.lengths, self.branches):
+            pieces.append(torch.arange(length, device=device))
+            pieces += [torch.arange(length, length + tail, device=device) for tail in tails]
+        return torch.cat(pieces)[None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        pieces = [x.split(self.lengths, dim=1) for x in (query, key, value)]
-        outputs = [
-            F.scaled_dot_product_attention(q[None], k[None], v[None], is_causal=True, scale=scale, enable_gqa=True)[0]
-            for q, k, v in zip(*pieces)
-        ]
+        pieces = zip(*(x.split(self._pieces, dim=1) for x in (query, key, value)))
+        outputs = []
+        for length, tails in zip(self.lengths, self.branches):
+            trunk = next(pieces)
+            if not tails:
+                outputs.append(_causal(trunk, scale))
+            for number in range(len(tails)):
+                # The trunk's queries come along only so that the mask is a plain triangle; one result of them is kept.
+                whole = _causal([torch.cat(parts, dim=1) for parts in zip(trunk, next(pieces))], scale)
+                outputs.append(whole[:, length:] if number else whole)
         return torch.cat(outputs, dim=1).transpose(0, 1)
+
+
+def _causal(parts: Sequence[Tensor], scale: float) -> Tensor:
+    """Query, key and value of one sequence, shaped as in `AttentionLayout` → (heads, tokens, head_dim)."""
+    query, key, value = (part[None] for part in parts)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)[0]
 
 
 def packed_attention(

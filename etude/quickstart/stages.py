@@ -13,30 +13,48 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.quickstart.prepare import TOOLS, prepare
+from etude.quickstart.prepare import TOOLS, Sizes, prepare
 
 Note = Callable[[str], None]
 
+_SIZES = Sizes()
+
 
 class Quickstart:
-    """One quickstart in `folder`; `overrides` go to `etude train`, for instance trainer.total_training_steps=5."""
+    """One quickstart in `folder`; `overrides` go to `etude train`, for instance trainer.total_training_steps=5, and
+    `warm_up_overrides` to `etude sft`."""
 
-    def __init__(self, folder: Path, seed: int, overrides: tuple[str, ...], note: Note) -> None:
-        """Raises ConfigError where the folder holds the quickstart of another seed."""
+    def __init__(
+        self,
+        folder: Path,
+        seed: int,
+        overrides: tuple[str, ...],
+        note: Note,
+        *,
+        sizes: Sizes = _SIZES,
+        warm_up_overrides: tuple[str, ...] = (),
+    ) -> None:
+        """Raises ConfigError where the folder holds the quickstart of another seed, or something else."""
         self.folder, self.seed, self.overrides, self._note = folder, seed, overrides, note
+        self.sizes, self.warm_up_overrides = sizes, warm_up_overrides
         self._ledger = folder / "quickstart.json"
-        self._times: dict[str, dict[str, float]] = {}
-        if self._ledger.exists():
+        self._times = self._read_ledger()
+
+    def _read_ledger(self) -> dict[str, dict[str, float]]:
+        if not self._ledger.exists():
+            return {}
+        try:
             held = json.loads(self._ledger.read_text())
-            if held.get("seed") != seed:
-                raise ConfigError(
-                    f"{folder} holds the quickstart of seed {held.get('seed')}: give another --output-dir"
-                )
-            self._times = held["stages"]
+            seed, stages = held["seed"], dict(held["stages"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{self._ledger} is no quickstart's record: give another --output-dir") from error
+        if seed != self.seed:
+            raise ConfigError(f"{self.folder} holds the quickstart of seed {seed}: give another --output-dir")
+        return stages
 
     def run(self) -> dict[str, Any]:
         """All stages; returns the summary, which also stands in `summary.json`."""
-        self.folder.mkdir(parents=True, exist_ok=True)
+        self._config()  # a wrong override is told now, not after the warm-up
         self._stage("data", "making tasks, demonstrations and an untrained model", self._prepare)
         self._stage("warm_up", "supervised warm-up: learns to talk, and mostly to guess", self._warm_up)
         self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
@@ -52,12 +70,18 @@ class Quickstart:
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        self._ledger.write_text(json.dumps({"seed": self.seed, "stages": self._times}, indent=1))
+        self._write(self._ledger, {"seed": self.seed, "stages": self._times})
+
+    def _write(self, path: Path, content: dict[str, Any]) -> None:
+        from etude.trainer.dumps import written_atomically
+
+        with written_atomically(path) as file:
+            file.write(json.dumps(content, indent=1).encode())
 
     # -- stages --------------------------------------------------------------------------------------------------
 
     def _prepare(self) -> None:
-        prepare(self.folder, self.seed)
+        prepare(self.folder, self.seed, self.sizes)
 
     @property
     def _warm_model(self) -> Path:
@@ -78,6 +102,7 @@ class Quickstart:
                     f"multi_turn.tool_config_path={TOOLS}",
                     f"trainer.default_local_dir={self.folder}/warm_up",
                     f"trainer.seed={self.seed}",
+                    *self.warm_up_overrides,
                 ],
                 root="sft",
             )
@@ -103,18 +128,16 @@ class Quickstart:
         )
 
     def _train(self) -> None:
-        from etude.errors import TrainingStopped
         from etude.trainer.run import train
 
-        config = self._config()
-        train(config)
-        steps = config.trainer.total_training_steps
-        if not self._trained_model().parents[1].name == f"global_step_{steps}":
-            raise TrainingStopped(f"stopped before step {steps}; the same command goes on from here")
+        train(self._config())
 
     def _trained_model(self) -> Path:
-        step = (self.folder / "latest_checkpointed_iteration.txt").read_text().strip()
-        return self.folder / f"global_step_{step}" / "actor" / "huggingface"
+        from etude.trainer.checkpoints import Checkpoints
+
+        latest = Checkpoints(self._config().trainer.default_local_dir, None).latest()
+        assert latest is not None
+        return latest / "actor" / "huggingface"
 
     def _evaluate(self, when: str, model: Path) -> None:
         from etude.trainer.run import evaluate
@@ -153,7 +176,7 @@ class Quickstart:
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self._trained_model())
-        (self.folder / "summary.json").write_text(json.dumps(summary, indent=1))
+        self._write(self.folder / "summary.json", summary)
         return summary
 
 

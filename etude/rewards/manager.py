@@ -14,8 +14,6 @@ from collections.abc import Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict
 
-import torch
-
 from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
 from etude.registry import Registry
@@ -24,6 +22,8 @@ from etude.rewards.default import Score, Scorer
 from etude.rewards.number import as_reward
 
 if TYPE_CHECKING:
+    import torch
+
     from etude.protocol import DataProto
 
 SCORER_SECONDS = 60.0
@@ -116,6 +116,8 @@ class RewardManagerBase(AbstractRewardManager):
             data: `responses` and `response_mask` (batch, response_len), and what `run_single` needs.
             return_dict: also return `reward_extra_info`, each key a list with one entry (or None) a row.
         """
+        import torch  # here, so that tools, which only check rewards, load without it
+
         results = asyncio.run(self._run_all(data))
         assert data.batch is not None
         mask = data.batch["response_mask"].bool()

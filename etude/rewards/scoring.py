@@ -7,17 +7,18 @@ row itself is never changed. What the score is worth beside the tools' rewards i
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
-import torch
 
 from etude.bounded import BlockingCalls
 from etude.errors import EtudeError, InfrastructureError, one_line
-from etude.protocol import DataProto
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.trajectory import Trajectory
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
 
 _batch_managers = BlockingCalls("etude-reward-manager", limit=4)
 
@@ -61,6 +62,10 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
     each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`).
     """
+    import torch  # here, so that tools, which only check rewards, load without it
+
+    from etude.protocol import DataProto
+
     rewards = trajectory.rewards
     turn_scores = [0.0] * max(trajectory.assistant_turns, *(turn + 1 for turn, _, _ in rewards.steps), 0)
     for turn, _, value in rewards.steps:
@@ -104,7 +109,7 @@ def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[s
 
 def _batch_result(manager: AbstractRewardManager, data: DataProto) -> RewardResult:
     returned = manager(data, return_dict=True)
-    if isinstance(returned, torch.Tensor):
+    if not isinstance(returned, Mapping):  # the tensor alone
         return {"reward_score": float(returned.sum()), "reward_extra_info": {}}
     info = {key: values[0] for key, values in (returned.get("reward_extra_info") or {}).items() if len(values)}
     return {"reward_score": float(returned["reward_tensor"].sum()), "reward_extra_info": info}

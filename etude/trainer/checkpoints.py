@@ -10,7 +10,8 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -34,27 +35,14 @@ class Checkpoints:
             CheckpointError: it could not be written, for instance because the disk is full; nothing half-written stays.
         """
         target = self.folder / f"global_step_{step}"
-        temporary = self.folder / f"{_TEMPORARY}{target.name}"
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            for left in self.folder.glob(f"{_TEMPORARY}*"):  # of a run that was killed while it wrote
-                shutil.rmtree(left)
-            temporary.mkdir()
+        with written_whole(target) as temporary:
             write(str(temporary))
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
-            _sync(temporary)
-            if target.exists():
-                shutil.rmtree(target)
-            os.replace(temporary, target)
+        try:
             self._name_latest(step)
             self._prune(step)
-        except BaseException as error:
-            shutil.rmtree(temporary, ignore_errors=True)
-            if isinstance(error, (OSError, RuntimeError)) or "SafetensorError" in type(error).__name__:
-                raise CheckpointError(
-                    f"cannot write the checkpoint {target}: {one_line(error)}; free space or set trainer.default_local_dir"
-                ) from error
-            raise
+        except OSError as error:
+            raise CheckpointError(f"{target} is complete, but {self.folder} cannot be tidied: {one_line(error)}") from error
         return target
 
     def latest(self) -> Path | None:
@@ -88,21 +76,66 @@ class Checkpoints:
 
     def _name_latest(self, step: int) -> None:
         pointer = self.folder / LATEST
-        temporary = pointer.with_name(f"{_TEMPORARY}latest.txt")
+        temporary = pointer.with_name(f"{_TEMPORARY}{LATEST}")
         temporary.write_text(str(step))
+        _sync(temporary)
         os.replace(temporary, pointer)
+        _sync(self.folder)
 
     def _prune(self, newest: int) -> None:
+        """Removes all but the newest checkpoints, and what a killed run left half-written."""
+        for left in self.folder.glob(f"{_TEMPORARY}*"):
+            _remove(left)
         if self._keep is None:
             return
-        steps = sorted(int(p.name.removeprefix("global_step_")) for p in self.folder.glob("global_step_*"))
-        for step in [s for s in steps if s <= newest][: -max(self._keep, 1)]:
+        numbers = [path.name.removeprefix("global_step_") for path in self.folder.glob("global_step_*")]
+        steps = sorted(int(number) for number in numbers if number.isdecimal() and int(number) <= newest)
+        for step in steps[: -max(self._keep, 1)]:
             shutil.rmtree(self.folder / f"global_step_{step}")
 
 
-def _sync(folder: Path) -> None:
-    """Flushes the files to the disk, so that a rename never precedes their contents."""
-    for path in folder.rglob("*"):
-        if path.is_file():
-            with path.open("rb") as file:
-                os.fsync(file.fileno())
+@contextmanager
+def written_whole(target: Path) -> Iterator[Path]:
+    """A new folder that takes the place of `target` when the block ends well, and vanishes otherwise.
+
+    Raises:
+        CheckpointError: it could not be written, for instance because the disk is full; an earlier `target` is intact.
+    """
+    temporary = target.with_name(f"{_TEMPORARY}{target.name}")
+    replaced = target.with_name(f"{_TEMPORARY}replaced-{target.name}")
+    try:
+        for left in (temporary, replaced):  # of a run that was killed while it wrote
+            _remove(left)
+        temporary.mkdir(parents=True)
+        yield temporary
+        for path in (*temporary.rglob("*"), temporary):
+            _sync(path)  # so that a rename never precedes the contents
+        if target.exists():
+            os.replace(target, replaced)
+        os.replace(temporary, target)
+        _sync(target.parent)
+        shutil.rmtree(replaced, ignore_errors=True)
+    except BaseException as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        if isinstance(error, (OSError, RuntimeError, CheckpointError)) or "SafetensorError" in type(error).__name__:
+            reason = one_line(error).replace(str(temporary), target.name)
+            raise CheckpointError(
+                f"cannot write {target}: {reason}; free space or set trainer.default_local_dir"
+            ) from error
+        raise
+
+
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _sync(path: Path) -> None:
+    """Flushes a file, or the entries of a folder, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

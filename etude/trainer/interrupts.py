@@ -2,7 +2,8 @@
 
 The first signal asks the loop to stop after the step in hand; the second abandons that step, but only while nothing is
 being changed (a rollout): then it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A
-second signal during an update waits for the update. Either way the loop goes on to save and close.
+second signal during an update waits for the update. Either way the loop goes on to save and close, and ends with
+`Interrupted`, so that nothing takes the run for a complete one.
 """
 
 from __future__ import annotations
@@ -14,15 +15,26 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
+from etude.errors import TrainingStopped
+
 _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
+class Interrupted(TrainingStopped):
+    """A run stopped in good order because of `signal_number`; exit status as of a process that the signal ended."""
+
+    def __init__(self, text: str, signal_number: int) -> None:
+        super().__init__(text)
+        self.exit_status = 128 + signal_number
+
+
 class Interrupts:
-    """Context manager that owns the signals; `stop` is true once one has come. Elsewhere than in the main thread it
-    does nothing."""
+    """Context manager that owns the signals; `stop` is true once one has come, and `signal_number` is the last one.
+    Elsewhere than in the main thread it does nothing."""
 
     def __init__(self, note: Callable[[str], None]) -> None:
         self.stop = False
+        self.signal_number: int = signal.SIGINT
         self._note = note
         self._abandonable = False
         self._held: dict[int, Any] = {}
@@ -37,6 +49,7 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        self.signal_number = number
         if self.stop and self._abandonable:
             self._abandonable = False
             raise KeyboardInterrupt

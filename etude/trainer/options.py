@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.errors import ConfigError
+from etude.workers.options import check_kl_kind
 
 
 @dataclass(frozen=True)
@@ -48,8 +49,11 @@ class AlgorithmOptions:
     rollout_correction: RolloutCorrectionOptions = field(default_factory=RolloutCorrectionOptions)
 
     def __post_init__(self) -> None:
-        if self.adv_estimator not in ADVANTAGE_ESTIMATORS:
-            ADVANTAGE_ESTIMATORS.get(self.adv_estimator)  # raises, naming the nearest
+        try:
+            ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
+        except ConfigError as error:
+            raise ConfigError(f"algorithm.adv_estimator: {error}") from error
+        check_kl_kind("algorithm.kl_penalty", self.kl_penalty)
         if self.filter_groups.max_num_gen_batches < 1:
             raise ConfigError("algorithm.filter_groups.max_num_gen_batches must be at least 1")
 
@@ -75,6 +79,14 @@ class RunOptions:
     num_threads: int | None = None
     device: str = "auto"
 
+    def __post_init__(self) -> None:
+        if self.total_epochs < 1 or (self.total_training_steps is not None and self.total_training_steps < 1):
+            raise ConfigError("trainer.total_epochs and trainer.total_training_steps must be at least 1")
+        if self.num_threads is not None and self.num_threads < 1:
+            raise ConfigError(f"trainer.num_threads must be null or at least 1, not {self.num_threads}")
+        if self.seed < 0:
+            raise ConfigError(f"trainer.seed must not be negative, not {self.seed}")
+
 
 @dataclass(frozen=True)
 class TrainerOptions(RunOptions):
@@ -92,6 +104,7 @@ class TrainerOptions(RunOptions):
     report: bool = True
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.resume_mode not in ("auto", "disable", "resume_path"):
             raise ConfigError(f"trainer.resume_mode must be auto, disable or resume_path, not '{self.resume_mode}'")
         if self.resume_mode == "resume_path" and not self.resume_from_path:

@@ -18,20 +18,20 @@ from typing import Any
 from etude.algorithms import KLController, compute_advantage, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
-from etude.errors import ConfigError, EtudeError, one_line
+from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.display import Display
 from etude.trainer.dumps import written_atomically
-from etude.trainer.interrupts import Interrupts
+from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import data_metrics, timing_metrics
 from etude.trainer.report import write_report
 from etude.trainer.rollouts import Rollouts, dump, joined, mean_figures, spread_groups, survivors
 from etude.trainer.setup import RunSetup, plain_config
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
-from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
+from etude.workers import ActorOptions, ActorRolloutRefWorker, CriticOptions, CriticWorker, RewardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -58,15 +58,12 @@ class PPOTrainer:
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        if not self.total_steps:
-            raise ConfigError(
-                f"data.train_batch_size={setup.data.train_batch_size} is more than the {len(train)} rows of data.train_files"
-            )
         self.kl = KLController(**vars(self.algorithm.kl_ctrl))
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
-        self.global_step = 0
-        self._batches = iter(self.loader)
-        self._loader_state = self.loader.state_dict()
+        self.global_step = self._saved_at = 0
+        self._batches = self.loader.endless()
+        self._state = self._loop_state()
+        self._updating = False
 
     def _warn_of_two_judges(self, train: RLDataset) -> None:
         if self.setup.roles.reward.enable and len(train):
@@ -79,28 +76,29 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Starts the groups and loads the models."""
-        roles = replace(self.setup.roles, total_steps=self.total_steps * self._updates_per_step())
+        roles = replace(self.setup.roles, total_steps=self.total_steps * self._updates_per_step(self.setup.roles.actor))
         self.policy_wg: WorkerGroup = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, self.setup.tools)
         self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
         self.critic_wg: WorkerGroup | None = None
         self.policy_wg.init_model()
         self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
         if self.algorithm.needs_critic:
-            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, roles)
+            updates = self._updates_per_step(roles.critic)
+            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, replace(roles, total_steps=self.total_steps * updates))
             self.critic_wg.init_model()
 
-    def _updates_per_step(self) -> int:
+    def _updates_per_step(self, options: ActorOptions | CriticOptions) -> int:
         """Optimizer steps a full batch takes: the unit of the learning-rate schedules."""
-        actor = self.setup.roles.actor
-        return actor.ppo_epochs * -(-self.setup.data.train_batch_size // actor.ppo_mini_batch_size)
+        return options.ppo_epochs * -(-self.setup.data.train_batch_size // options.ppo_mini_batch_size)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
     def fit(self) -> Metrics:
-        """Runs to `total_training_steps`, to an interrupt, or to an error; returns the last validation's figures.
+        """Runs to `total_training_steps`; returns the last validation's figures.
 
         Raises:
-            TrainingStopped: too many trajectories were lost (a checkpoint was saved first).
+            Interrupted: a signal ended it earlier, with a checkpoint.
+            TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
             CheckpointError: a checkpoint could not be written or read.
         """
         self.run_dir.mkdir(parents=True, exist_ok=True)
@@ -131,51 +129,67 @@ class PPOTrainer:
 
     def _loop(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
         validated: Metrics = {}
-        if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
-            validated = self._validate(self.val_set)
-            tracking.log(validated, 0)
-            display.step(0, validated)
-        saved_at = self.global_step
+        abandoned = False
         try:
+            if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
+                validated = self._validate(self.val_set, interrupts)
+                tracking.log(validated, 0)
+                display.step(0, validated)
             while self.global_step < self.total_steps and not interrupts.stop:
-                metrics = self.training_step(interrupts)
-                last = self.global_step == self.total_steps
-                if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
-                    validated = self._validate(self.val_set)
-                    metrics |= validated
-                tracking.log(metrics, self.global_step)
-                display.step(self.global_step, metrics)
-                if last or _due(self.options.save_freq, self.global_step):
-                    self.save()
-                    saved_at = self.global_step
+                validated = self._advance(tracking, display, interrupts) or validated
         except KeyboardInterrupt:
-            display.note(f"step {self.global_step + 1} was abandoned")
-        finally:
-            if saved_at != self.global_step:
-                self.save()
+            abandoned = True
+            display.note(f"what followed step {self.global_step} was abandoned")
+        except Exception as error:
+            self._rescue(error)
+            raise
+        if self._saved_at != self.global_step:
+            self.save()
+        if abandoned or self.global_step < self.total_steps:
+            done = f"stopped after step {self.global_step} of {self.total_steps}"
+            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.global_step else ""
+            raise Interrupted(done + where, interrupts.signal_number)
         return validated
+
+    def _advance(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+        """A step, and the validation and checkpoint that are due after it; returns the validation's figures, if any."""
+        metrics, validated = self.training_step(interrupts), Metrics()
+        last = self.global_step == self.total_steps
+        try:
+            if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
+                validated = self._validate(self.val_set, interrupts)
+        finally:  # the step is done, whatever became of its validation
+            tracking.log(metrics | validated, self.global_step)
+            display.step(self.global_step, metrics | validated)
+        if last or _due(self.options.save_freq, self.global_step):
+            self.save()
+        return validated
+
+    def _rescue(self, error: Exception) -> None:
+        """Saves the finished steps before `error` ends the run, unless the weights are no longer theirs."""
+        if self._saved_at == self.global_step or self._updating or isinstance(error, CheckpointError):
+            return
+        try:
+            self.save()
+        except CheckpointError as second:  # must not hide the first
+            logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
 
     def training_step(self, interrupts: Interrupts) -> Metrics:
         """One step of the list in the module's docstring; returns its figures."""
         timings = Timings()
-        self._loader_state = self.loader.state_dict()  # where an abandoned step goes back to
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 batch, metrics = self._roll_out()
-            metrics |= data_metrics(self._with_rewards(batch, timings), self.setup.data.max_response_length)
-            learned = batch.select_idxs(spread_groups(batch)) if self.algorithm.filter_groups.enable else batch
-            metrics["training/filter_groups/kept"] = len(learned) / len(batch)
+            if len(batch):
+                metrics |= data_metrics(self._with_rewards(batch, timings), self.setup.data.max_response_length)
+            learned = self._learned(batch)
+            metrics["training/filter_groups/kept"] = len(learned) / max(len(batch), 1)
             if len(learned):
-                if self.critic_wg is not None:
-                    with timings("update_critic"):
-                        metrics |= mean_figures(self.critic_wg.update_critic(learned))
-                if self.global_step >= self.options.critic_warmup:
-                    with timings("update_actor"):  # and sync weights: the engine shares them
-                        metrics |= mean_figures(self.policy_wg.update_actor(learned))
+                metrics |= self._update(learned, timings)
         self.global_step += 1
-        self._loader_state = self.loader.state_dict()
+        self._updating, self._state = False, self._loop_state()
         tokens = int(batch.batch["attention_mask"].sum())
         metrics |= timing_metrics(timings.seconds, tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
@@ -183,17 +197,34 @@ class PPOTrainer:
             dump(self.options.rollout_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
         return metrics
 
+    def _learned(self, batch: DataProto) -> DataProto:
+        """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
+        if not self.algorithm.filter_groups.enable:
+            return batch
+        groups = spread_groups(batch)[: self.setup.data.train_batch_size]
+        return batch.select_idxs([row for rows in groups for row in rows])
+
+    def _update(self, batch: DataProto, timings: Timings) -> Metrics:
+        metrics: Metrics = {}
+        self._updating = True
+        if self.critic_wg is not None:
+            with timings("update_critic"):
+                metrics |= mean_figures(self.critic_wg.update_critic(batch))
+        if self.global_step >= self.options.critic_warmup:
+            with timings("update_actor"):  # and sync weights: the engine shares them
+                metrics |= mean_figures(self.policy_wg.update_actor(batch))
+        return metrics
+
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
         all_figures: list[Metrics] = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
-        wanted = self.setup.data.train_batch_size * self.setup.roles.rollout.n
         for attempt in range(limit):
-            rolled, figures = self.rollouts.training(self._next_rows(), self.global_step + 1, attempt)
+            rolled, figures = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
             all_figures.append(figures)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
-            if sum(len(spread_groups(part)) for part in parts) >= wanted:
+            if sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size:
                 break
         return joined(parts), mean_figures(all_figures)
 
@@ -205,7 +236,7 @@ class PPOTrainer:
         }
         if self.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif self._updates_per_step() > 1:  # a single update's own log-probs are the old ones
+        elif self._updates_per_step(self.setup.roles.actor) > 1:  # a single update's own log-probs are the old ones
             with timings("old_log_prob"):
                 batch = batch.union(self.policy_wg.compute_log_prob(batch))
         if self.setup.roles.needs_ref:
@@ -239,16 +270,9 @@ class PPOTrainer:
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
 
-    def _next_rows(self) -> list[dict[str, Any]]:
-        """The next batch of rows; a new epoch begins where one ends."""
-        rows = next(self._batches, None)
-        if rows is None:
-            self._batches = iter(self.loader)
-            rows = next(self._batches)
-        return rows
-
-    def _validate(self, validation: RLDataset) -> Metrics:
-        batch, metrics = self.rollouts.validate(validation)
+    def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
+        with interrupts.abandonable():
+            batch, metrics = self.rollouts.validate(validation)
         if self.options.validation_data_dir:
             dump(self.options.validation_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
         return metrics
@@ -257,8 +281,12 @@ class PPOTrainer:
 
     def save(self) -> Path:
         """Writes the checkpoint of the last finished step."""
-        state = {"loader": self._loader_state, "kl_coef": self.kl.kl_coef}
-        return self.checkpoints.save(self.global_step, state, self._write_roles)
+        folder = self.checkpoints.save(self.global_step, self._state, self._write_roles)
+        self._saved_at = self.global_step
+        return folder
+
+    def _loop_state(self) -> dict[str, Any]:
+        return {"loader": self.loader.state_dict(), "kl_coef": self.kl.kl_coef}
 
     def _write_roles(self, folder: str) -> None:
         self.policy_wg.save_checkpoint(folder)
@@ -274,15 +302,22 @@ class PPOTrainer:
         if folder is None:
             return
         state = Checkpoints.read_state(folder)
+        try:
+            self._restore(folder, state)
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"
+            raise CheckpointError(f"{folder} does not fit this configuration: {one_line(error)}; {advice}") from error
+        logger.info("resumed from %s", folder)
+
+    def _restore(self, folder: Path, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
-        self._loader_state = state["loader"]
-        self._batches = iter(self.loader)
-        self.kl.kl_coef = state["kl_coef"]
+        self._batches = self.loader.endless()
+        self.kl.kl_coef = float(state["kl_coef"])
+        self._state = self._loop_state()
         self.policy_wg.load_checkpoint(str(folder))
         if self.critic_wg is not None:
             self.critic_wg.load_checkpoint(str(folder))
-        self.global_step = state["step"]
-        logger.info("resumed from %s", folder)
+        self.global_step = self._saved_at = state["step"]
 
 
 def _due(frequency: int, step: int) -> bool:

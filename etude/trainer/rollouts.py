@@ -132,10 +132,15 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
     if 1 - dropped / len(results) < min_fraction:
         raise TrainingStopped(
             f"{dropped} of {len(results)} trajectories were lost to infrastructure failures, more than "
-            f"trainer.min_valid_fraction={min_fraction} allows; the log above names the first"
+            f"trainer.min_valid_fraction={min_fraction} allows; the first: {first_cause(results)}"
         )
     has_trajectory = torch.tensor([result.trajectory is not None for result in results])
     return batch.select_idxs(has_trajectory & batch.batch["response_mask"].any(dim=1))
+
+
+def first_cause(results: Sequence[RolloutResult]) -> str:
+    """What broke the first row that infrastructure broke."""
+    return next((result.cause for result in results if result.cause), "none")
 
 
 def place_scores(batch: DataProto, options: RewardOptions) -> None:
@@ -146,18 +151,13 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
     )
 
 
-def spread_groups(batch: DataProto) -> list[int]:
-    """Rows of groups whose total scores differ: the only ones that a group-relative estimator learns from."""
+def spread_groups(batch: DataProto) -> list[list[int]]:
+    """The rows of each group whose total scores differ: the only ones that a group-relative estimator learns from."""
     totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
         groups.setdefault(uid, []).append(row)
-    return [
-        row
-        for rows in groups.values()
-        if max(totals[r] for r in rows) - min(totals[r] for r in rows) > 1e-8
-        for row in rows
-    ]
+    return [rows for rows in groups.values() if max(totals[r] for r in rows) - min(totals[r] for r in rows) > 1e-8]
 
 
 def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:

@@ -10,11 +10,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import ConfigError
+from etude.errors import ConfigError, EtudeError
 from etude.trainer.dumps import written_atomically
 from etude.trainer.metrics import is_success, wilson_interval
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import Rollouts, dump, trajectories_of
+from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, trajectories_of
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.workers import ActorRolloutRefWorker, RewardWorker
@@ -41,27 +41,32 @@ def evaluate(
         `samples`, `dropped`, `success` and `tool_use` (share of trajectories with a successful call), each with its 95 %
         Wilson interval `…_low`, `…_high`, and `reward`. They are written to `output` as JSON if given, the trajectories
         to `dump_folder`, numbered `step`.
+
+    Raises:
+        ConfigError, DataError: one line that names the key, file or row, before any model is loaded.
+        EtudeError: no trajectory was left to judge by.
     """
     setup = prepare(config)
     dataset = setup.validation_set()
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
+    reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
     policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, replace(setup.roles, needs_ref=False), setup.tools)
     policy.init_model()
-    reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
     batch = Rollouts(setup, policy, reward_group).validation(dataset)
     trajectories = trajectories_of(batch)
+    if not trajectories:
+        raise EtudeError(f"all {len(batch)} trajectories were lost; the first failure: {first_cause(results_of(batch))}")
     reward = setup.roles.reward
     weights = (reward.tool_reward_weight, reward.score_weight)
     successes = sum(is_success(t.rewards, *weights) for t in trajectories)
     used_tool = sum(any(call.error is None for call in t.tool_calls) for t in trajectories)
-    count = max(len(trajectories), 1)
     result = {
         "samples": len(trajectories),
         "dropped": len(batch) - len(trajectories),
         **_share("success", successes, len(trajectories)),
         **_share("tool_use", used_tool, len(trajectories)),
-        "reward": sum(t.rewards.total(*weights) for t in trajectories) / count,
+        "reward": sum(t.rewards.total(*weights) for t in trajectories) / len(trajectories),
     }
     if output is not None:
         with written_atomically(output) as file:

@@ -23,11 +23,13 @@ from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EtudeError
 from etude.models import load_tokenizer
 from etude.registry import load_plugins
+from etude.trainer.checkpoints import written_whole
 from etude.trainer.display import Display
-from etude.trainer.interrupts import Interrupts
+from etude.trainer.dumps import written_atomically
+from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics
 from etude.trainer.options import RunOptions
-from etude.trainer.rollouts import place_scores, rollout_batch, trajectories_of
+from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
 from etude.trainer.setup import apply_run_options, collect_tools, plain_config, resolve_device
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
@@ -98,11 +100,8 @@ class SFTTrainer:
             self.examples, self.data.train_batch_size, shuffle=self.data.shuffle, seed=self.data.seed
         )
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        if not self.total_steps:
-            raise ConfigError(
-                f"data.train_batch_size={self.data.train_batch_size} is more than the {len(self.examples)} rows"
-            )
         self.trial = self._trial_rows(schemas)
+        self.roles = self._roles(to_options(OptimOptions, config.optim, "optim"))
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
         """All demonstrations as tokens; one that is longer than `data.max_length` is an error that names its row."""
@@ -154,12 +153,13 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
+            Interrupted: a signal ended it; without a wished window, the model as it was then is written.
+            CheckpointError: the model cannot be written.
         """
         run_dir = Path(self.options.default_local_dir)
-        run_dir.mkdir(parents=True, exist_ok=True)
-        (run_dir / "config.yaml").write_text(plain_config(self.config))
-        optim = to_options(OptimOptions, self.config.optim, "optim")
-        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self._roles(optim), self.tools)
+        with written_atomically(run_dir / "config.yaml") as file:
+            file.write(plain_config(self.config).encode())
+        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self.roles, self.tools)
         self.group.init_model()
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, run_dir, experiment)
@@ -168,39 +168,44 @@ class SFTTrainer:
             Interrupts(display.note) as interrupts,
         ):
             try:
-                return self._loop(run_dir, tracking, display, interrupts)
+                return self._loop(run_dir / "huggingface", tracking, display, interrupts)
+            except KeyboardInterrupt:
+                raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
             finally:
                 tracking.close()
 
-    def _loop(self, run_dir: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
-        result = run_dir / "huggingface"
+    def _loop(self, result: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
         seen: list[float] = []
-        kept: float | None = None
-        batches = iter(self.loader)
+        batches = self.loader.endless()
         for step in range(1, self.total_steps + 1):
             metrics = self._step([row["demonstration"] for row in next(batches)])
-            due = step % self.target.every == 0 or step == self.total_steps or interrupts.stop
-            if self.trial is not None and due:
-                figures = self._try_out(self.trial, step)
+            last = step == self.total_steps
+            if self.trial is not None and (last or step % self.target.every == 0):
+                with interrupts.abandonable():
+                    figures = self._try_out(self.trial, step)
                 metrics |= figures
-                success = figures["reward/success/mean"]
-                seen.append(success)
-                if self.target.low <= success <= self.target.high:
+                seen.append(figures["reward/success/mean"])
+                if self._in_window(seen[-1]):
                     self._write(result)
-                    kept = success
             tracking.log(metrics, step)
             display.step(step, metrics)
-            past_window = kept is not None and seen[-1] > self.target.high
-            if interrupts.stop or past_window:
-                break
-        if self.trial is None:
-            self._write(result)
-        elif kept is None:
+            saves = self.options.save_freq > 0 and step % self.options.save_freq == 0
+            if self.trial is None and (last or saves or interrupts.stop):
+                self._write(result)
+            if interrupts.stop and not last:
+                where = f"; {result} holds the model of that step" if self.trial is None else ""
+                raise Interrupted(f"stopped after step {step} of {self.total_steps}{where}", interrupts.signal_number)
+            if any(map(self._in_window, seen)) and seen[-1] > self.target.high:
+                break  # past the window: the last snapshot within stands
+        if self.trial is not None and not any(map(self._in_window, seen)):
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
                 f"{', '.join(f'{s:.2f}' for s in seen)}: change trainer.total_training_steps, optim.lr or the demonstrations"
             )
         return result
+
+    def _in_window(self, success: float) -> bool:
+        return self.target.low <= success <= self.target.high
 
     def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()
@@ -216,16 +221,17 @@ class SFTTrainer:
         batch.meta_info.pop("metrics", None)
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
+        if not trajectories:
+            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""
-        temporary = folder.with_name(".incomplete-huggingface")
-        shutil.rmtree(temporary, ignore_errors=True)
-        self.group.save_checkpoint(str(temporary))
-        shutil.rmtree(folder, ignore_errors=True)
-        (temporary / "actor" / "huggingface").rename(folder)
-        shutil.rmtree(temporary)
+        with written_whole(folder) as temporary:
+            self.group.save_checkpoint(str(temporary / "roles"))
+            for path in (temporary / "roles" / "actor" / "huggingface").iterdir():
+                path.rename(temporary / path.name)
+            shutil.rmtree(temporary / "roles")
 
 
 class _Examples:

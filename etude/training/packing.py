@@ -2,11 +2,12 @@
 
 Invariant: packing drops padding, and tokens on which no scored one depends, and nothing else; a scored token is one
 whose `response_mask` is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary.
-Rows without a scored token are not computed.
+Rows without a scored token are not computed, and a prompt that several rows share is computed once.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -49,24 +50,53 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedR
     ids, mask = batch.batch["input_ids"][index], batch.batch["response_mask"][index].bool()
     attention = batch.batch["attention_mask"][index].bool()
     prompt_width = ids.shape[1] - mask.shape[1]
-    needed = _needed(attention, mask)
-    lengths = needed.sum(dim=1)
-    starts = lengths.cumsum(0) - lengths
-    prompt_lengths = attention[:, :prompt_width].sum(dim=1)
+    prompts = attention[:, :prompt_width].sum(dim=1)
     row, column = mask.nonzero(as_tuple=True)
-    position = prompt_lengths[row] + column
-    if not position.all():
-        first = rows[int(row[position == 0][0])]
+    orphans = (prompts[row] + column == 0).nonzero()
+    if len(orphans):
+        first = rows[int(row[orphans[0]])]
         raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
+    sequences = [tokens[kept] for tokens, kept in zip(ids, _needed(attention, mask))]
+    token_ids, layout, prompt_ends, starts = _lay_out(sequences, prompts.tolist())
     return PackedRows(
-        token_ids=ids[needed].to(device),
-        layout=CausalSequences(lengths.tolist()),
-        source=(starts[row] + position - 1).to(device),
+        token_ids=token_ids.to(device),
+        layout=layout,
+        source=torch.where(column > 0, starts[row] + column, prompt_ends[row]).sub(1).to(device),
         labels=ids[row, prompt_width + column].to(device),
         row=row.to(device),
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
     )
+
+
+def _lay_out(sequences: list[Tensor], prompts: list[int]) -> tuple[Tensor, CausalSequences, Tensor, Tensor]:
+    """Lays sequences, whose first `prompts[i]` tokens are a prompt, end to end, with each shared prompt only once.
+
+    Returns the tokens, their layout, and by row the positions just after the prompt's last token and of the response's
+    first; they differ where prompts are shared.
+    """
+    sharing: dict[tuple[int, ...] | int, list[int]] = defaultdict(list)
+    for i, (tokens, prompt) in enumerate(zip(sequences, prompts)):
+        sharing[tuple(tokens[:prompt].tolist()) or i].append(i)
+    pieces: list[Tensor] = []
+    lengths: list[int] = []
+    branches: list[list[int]] = []
+    prompt_ends, starts = [0] * len(sequences), [0] * len(sequences)
+    position = 0
+    for members in sharing.values():
+        prompt, shared = prompts[members[0]], len(members) > 1
+        trunk = sequences[members[0]][: prompt if shared else None]
+        tails = [sequences[i][prompt:] for i in members] if shared else []
+        for i in members:
+            prompt_ends[i] = starts[i] = position + prompt
+        position += len(trunk)
+        for i, tail in zip(members, tails):
+            starts[i] = position
+            position += len(tail)
+        pieces += [trunk, *tails]
+        lengths.append(len(trunk))
+        branches.append([len(tail) for tail in tails if len(tail)])
+    return torch.cat(pieces), CausalSequences(lengths, branches), torch.tensor(prompt_ends), torch.tensor(starts)
 
 
 def _needed(attention: Tensor, mask: Tensor) -> Tensor:

@@ -60,7 +60,8 @@ class PolicyEngine:
 
     def _forward(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
         positions = packed.layout.position_ids(self._device)
-        hidden = packed_hidden(self.model, packed.token_ids, positions, packed.layout)[packed.source]
+        # index_select: rows may share a source, and its backward adds them up in a fixed order.
+        hidden = packed_hidden(self.model, packed.token_ids, positions, packed.layout).index_select(0, packed.source)
         head = self.model.get_output_embeddings()
         return token_log_probs(
             hidden, head.weight, packed.labels, bias=head.bias, temperature=temperature, entropy_grad=entropy_grad

@@ -26,7 +26,7 @@ class ValueEngine:
     def _forward(self, packed: PackedRows) -> Tensor:
         positions = packed.layout.position_ids(self._device)
         values = self.model(input_ids=packed.token_ids[None], position_ids=positions, layout=packed.layout)
-        return packed.scatter(values[0][packed.source].float())
+        return packed.scatter(values[0].index_select(0, packed.source).float())
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> Tensor:

@@ -7,9 +7,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from etude.agents import RolloutOptions
-from etude.algorithms import LOSS_AGG_MODES
+from etude.algorithms import LOSS_AGG_MODES, POLICY_LOSSES
+from etude.algorithms.kl import KL_KINDS
+from etude.chat import TOOL_PARSERS
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.inference import ENGINES
+from etude.registry import Registry, did_you_mean
+from etude.rewards import REWARD_MANAGERS
 from etude.training import OptimOptions
 
 
@@ -53,6 +57,7 @@ class ActorOptions:
 
     def __post_init__(self) -> None:
         _check_updates("actor", self)
+        check_kl_kind("actor_rollout_ref.actor.kl_loss_type", self.kl_loss_type)
 
 
 @dataclass(frozen=True)
@@ -93,6 +98,16 @@ def _check_updates(section: str, options: ActorOptions | CriticOptions) -> None:
         raise ConfigError(f"{section}.ppo_mini_batch_size, ppo_max_token_len_per_gpu and ppo_epochs must be at least 1")
 
 
+def check_kl_kind(key: str, kind: str) -> None:
+    """Refuses the estimator `kind` of a KL distance, set at `key`, if there is none of that name.
+
+    Raises:
+        ConfigError: names the key and the nearest kind.
+    """
+    if kind.removesuffix("+") not in KL_KINDS:
+        raise ConfigError(f"{key}: unknown kind '{kind}'{did_you_mean(kind, KL_KINDS)} (known: {', '.join(KL_KINDS)})")
+
+
 @dataclass(frozen=True)
 class RewardOptions:
     """`reward_model`."""
@@ -119,7 +134,10 @@ class RoleOptions:
 
     `total_steps` is the length of the learning-rate schedules in optimizer steps' batches (training steps); `needs_ref`
     says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed on to
-    users' agent loops and read by nothing of ours.
+    users' agent loops and read by nothing of ours. An instance that exists names only what is registered.
+
+    Raises:
+        ConfigError: an engine, parser, loss or reward manager of some name does not exist; names key and nearest name.
     """
 
     model: ModelOptions
@@ -135,3 +153,22 @@ class RoleOptions:
     deterministic: bool = False
     device: str = "cpu"
     config: Any = None
+
+    def __post_init__(self) -> None:
+        engines = [name for name in ENGINES.names() if name != "scripted"]  # that one plays what a test gives it
+        if self.rollout.name not in engines:
+            near = did_you_mean(self.rollout.name, engines)
+            raise ConfigError(
+                f"actor_rollout_ref.rollout.name: no engine '{self.rollout.name}'{near} (available: {', '.join(engines)})"
+            )
+        _check_name("actor_rollout_ref.rollout.multi_turn.format", TOOL_PARSERS, self.rollout.multi_turn.format)
+        _check_name("actor_rollout_ref.actor.policy_loss.loss_mode", POLICY_LOSSES, self.actor.policy_loss.loss_mode)
+        if self.reward.enable:
+            _check_name("reward_model.reward_manager", REWARD_MANAGERS, self.reward.reward_manager)
+
+
+def _check_name(key: str, registry: Registry[Any], name: str) -> None:
+    try:
+        registry.get(name)
+    except ConfigError as error:
+        raise ConfigError(f"{key}: {error}") from error

@@ -7,9 +7,9 @@ computed with the old ones.
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections import defaultdict
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.data import active_tools
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
-from etude.inference import ENGINES, NativeEngine, NativeEngineOptions
+from etude.inference import ENGINES, NativeEngineOptions
 from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_pretrained
 from etude.protocol import DataProto
 from etude.tools import BaseTool
@@ -33,7 +33,7 @@ from etude.workers.minibatches import mini_batches
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
 
-logger = logging.getLogger(__name__)
+_MOST_INTERRUPTS = 8  # one that arrives inside a task ends the event loop once for every task that it passes through
 
 
 class ActorRolloutRefWorker(Worker):
@@ -75,13 +75,7 @@ class ActorRolloutRefWorker(Worker):
         return tokenizer, network
 
     def _build_manager(self, rollout: RolloutOptions) -> AgentLoopManager:
-        if rollout.name not in ENGINES or rollout.name == "scripted":
-            usable = [name for name in ENGINES.names() if name != "scripted"]
-            raise ConfigError(
-                f"actor_rollout_ref.rollout.name={rollout.name}: this engine is not available "
-                f"(available: {', '.join(usable)})"
-            )
-        engine = NativeEngine(
+        engine = ENGINES.get(rollout.name)(
             self.model,
             NativeEngineOptions(
                 max_num_seqs=rollout.max_num_seqs,
@@ -135,7 +129,10 @@ class ActorRolloutRefWorker(Worker):
             return self._loop.run_until_complete(task)
         except BaseException:
             task.cancel()
-            self._loop.run_until_complete(asyncio.gather(task, return_exceptions=True))
+            for _ in range(_MOST_INTERRUPTS):
+                with suppress(KeyboardInterrupt):
+                    self._loop.run_until_complete(asyncio.wait({task}))
+                    break
             raise
 
     # -- learning ------------------------------------------------------------------------------------------------

@@ -89,7 +89,9 @@ def test_missing_log_probs_are_those_of_the_engine():
     one, tool = says("one"), encode("tool")
     client = TrajectoryClient(Engine([one]), "r")
     asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
-    assert client.log_probs(output(one + tool, [1] * len(one) + [0] * len(tool))) == [-float(t) for t in one] + [0.0] * len(tool)
+    assert client.log_probs(output(one + tool, [1] * len(one) + [0] * len(tool))) == [-float(t) for t in one] + [
+        0.0
+    ] * len(tool)
 
 
 def test_media_of_other_loops_are_understood_or_refused():

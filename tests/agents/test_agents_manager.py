@@ -5,7 +5,7 @@ import random
 from collections import Counter
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, Echo, Recorder, call, context, encode, says
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
 
 from etude.agents import (
     AGENT_LOOPS,
@@ -13,13 +13,16 @@ from etude.agents import (
     AgentLoopManager,
     AgentLoopOutput,
     RolloutResult,
+    ToolAgentLoop,
     register,
     to_batch,
     token_level_scores,
 )
+from etude.chat import ParsedResponse
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import TinyModelSpec, build_tiny_model
+from etude.schemas import FunctionCall
 from etude.trajectory import Rewards, StopReason, Trajectory
 
 ANSWER = [says(call(text="x")), says("5")]
@@ -49,7 +52,7 @@ def assert_balanced(engine, *tools):
         assert tool.log["create"] == tool.log["release"]
 
 
-@pytest.fixture()
+@pytest.fixture
 def loop_named():
     """Registers agent loops for one test."""
     names = []
@@ -69,9 +72,6 @@ def loop_named():
 def test_one_result_a_row_in_order_whatever_order_they_end_in():
     def script(request_id, prompt, turn):
         return says(request_id) if turn == 1 else says(call(text=request_id))
-
-    async def respond(tool_text):
-        return tool_text
 
     class Slow(Echo):
         async def execute(self, instance_id, parameters, **kwargs):
@@ -157,7 +157,9 @@ def test_agent_name_picks_a_registered_loop(loop_named):
 def test_an_unknown_loop_is_one_line_before_any_rollout():
     manager, engine = make(tools=[Echo()])
     rows = [*rows_of(2), {"raw_prompt": QUESTION, "uid": "z", "agent_name": "tool_agnet"}]
-    with pytest.raises(ConfigError, match="row z/2: agent_name: unknown agent loop 'tool_agnet'; did you mean") as caught:
+    with pytest.raises(
+        ConfigError, match="row z/2: agent_name: unknown agent loop 'tool_agnet'; did you mean"
+    ) as caught:
         generate(manager, rows)
     assert "\n" not in str(caught.value)
     assert engine.opened == engine.asked == []
@@ -168,7 +170,8 @@ def run_of(output_of):
         async def run(self, sampling_params, **row):
             prompt = self.chat.initial_ids(row["raw_prompt"])
             out = await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params)
-            return output_of(prompt, out.token_ids)
+            made = output_of(out.token_ids)
+            return made and AgentLoopOutput(prompt, *made)
 
     return Loop
 
@@ -176,12 +179,12 @@ def run_of(output_of):
 @pytest.mark.parametrize(
     ("output_of", "error", "message"),
     [
-        (lambda prompt, ids: None, EtudeError, "'bad' must return an AgentLoopOutput, not NoneType"),
-        (lambda prompt, ids: AgentLoopOutput(prompt, [*ids, 3], [1] * len(ids)), EtudeError, "'bad' returned a wrong"),
-        (lambda prompt, ids: AgentLoopOutput(prompt, [*ids, 3], [1] * (len(ids) + 1)), EtudeError, "did not sample it"),
-        (lambda prompt, ids: AgentLoopOutput(prompt, ids + [3] * 40, [1] * len(ids) + [0] * 40), ConfigError, "more than data.max_response_length=30"),
+        (lambda ids: None, EtudeError, "'bad' must return an AgentLoopOutput, not NoneType"),
+        (lambda ids: ([*ids, 3], [1] * len(ids)), EtudeError, "'bad' returned a wrong AgentLoopOutput"),
+        (lambda ids: ([*ids, 3], [1] * (len(ids) + 1)), EtudeError, "did not sample it"),
+        (lambda ids: (ids + [3] * 40, [1] * len(ids) + [0] * 40), ConfigError, "than data.max_response_length=30"),
     ],
-)  # fmt: skip
+)
 def test_a_wrong_output_names_its_loop(loop_named, output_of, error, message):
     loop_named("bad", run_of(output_of))
     manager, engine = make([says("5")], response_length=30)
@@ -236,7 +239,6 @@ def test_a_tool_that_breaks_once_is_retried_and_one_that_stays_broken_is_dropped
         (1, 0, None),
     ]
     assert results[0].trajectory.request_id == "u0/0/1"
-    assert results[0].trajectory.tool_calls == results[2].trajectory.tool_calls or results[0].trajectory.tool_calls
     assert results[1].trajectory is None
     assert_balanced(engine, tool)
 
@@ -308,6 +310,8 @@ def test_a_loop_that_ignores_its_end_cannot_sample_on(loop_named):
     manager._clean_up_seconds = 0.0
     (result,) = generate(manager, rows_of(1, agent_name="stubborn"))
     assert result.dropped is StopReason.INFRASTRUCTURE
+    assert asked_on == ["trajectory u0/0/0 is over: nothing more is sampled for it"]
+    assert engine.asked == []
     assert_balanced(engine)
 
 
@@ -363,7 +367,7 @@ def test_cancellation_from_outside_releases_everything():
             await task
         return [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
-    assert asyncio.run(asyncio.wait_for(main(), 30)) == []
+    assert asyncio.run(main()) == []
     assert tool.log["create"] == tool.log["release"] == 4
     assert_balanced(engine, tool)
 
@@ -504,7 +508,7 @@ def test_cancellation_while_scoring_leaves_no_task_behind():
             await task
         return [t for t in asyncio.all_tasks() if t is not asyncio.current_task()]
 
-    assert asyncio.run(asyncio.wait_for(main(), 30)) == []
+    assert asyncio.run(main()) == []
     assert_balanced(engine)
 
 
@@ -518,11 +522,15 @@ def test_columns_of_a_batch_with_a_dropped_row():
     first.rewards = Rewards(score=2.0, final={"echo": 1.0})
     batch = to_batch(results, pad_token_id=0)
     columns, width = batch.batch, second.response_length
-    assert columns["responses"].shape == columns["response_mask"].shape == columns["rollout_log_probs"].shape == (3, width)
+    assert (
+        columns["responses"].shape == columns["response_mask"].shape == columns["rollout_log_probs"].shape == (3, width)
+    )
     assert columns["input_ids"].shape == (3, len(first.prompt_ids) + width)
     assert columns["response_mask"].sum(1).tolist() == [first.response_length, width, 0]
     assert columns["attention_mask"][2].sum() == 0
-    assert columns["input_ids"][0][columns["attention_mask"][0].bool()].tolist() == first.prompt_ids + first.response_ids
+    assert (
+        columns["input_ids"][0][columns["attention_mask"][0].bool()].tolist() == first.prompt_ids + first.response_ids
+    )
     assert columns["position_ids"][0][columns["attention_mask"][0].bool()].tolist() == list(
         range(len(first.prompt_ids) + first.response_length)
     )
@@ -573,11 +581,6 @@ class Dawdling(Echo):
 
 def test_deterministic_runs_are_bit_identical_whatever_the_tools_take(loop_named):
     """The native engine, three lanes for ten rows, and a loop that calls its tool after every turn."""
-    from agents_stage import TOKENIZER
-
-    from etude.agents import ToolAgentLoop
-    from etude.chat import ParsedResponse
-    from etude.schemas import FunctionCall
 
     class Talkative(ToolAgentLoop):
         async def _handle_generating(self, data):
@@ -588,7 +591,9 @@ def test_deterministic_runs_are_bit_identical_whatever_the_tools_take(loop_named
             return state
 
     loop_named("talkative", Talkative)
-    model = build_tiny_model(TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400), TOKENIZER)
+    model = build_tiny_model(
+        TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400), TOKENIZER
+    )
 
     def run(seed, **given):
         tool = Dawdling(seed)
@@ -612,9 +617,9 @@ def test_deterministic_runs_are_bit_identical_whatever_the_tools_take(loop_named
 
 
 def test_a_retried_trajectory_does_not_hold_up_the_deterministic_engine():
-    from agents_stage import TOKENIZER
-
-    model = build_tiny_model(TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, vocab_size=400), TOKENIZER)
+    model = build_tiny_model(
+        TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, vocab_size=400), TOKENIZER
+    )
     engine = NativeEngine(model, NativeEngineOptions(deterministic=True))
     tool = Fragile({"u1/1": ["create"], "u3/3": ["create", "create"], "u4/4": ["calc_reward"]})
     manager, _ = make(tools=[tool], engine=engine, deterministic=True, max_concurrent_trajectories=2, response_length=9)
@@ -622,7 +627,3 @@ def test_a_retried_trajectory_does_not_hold_up_the_deterministic_engine():
     assert [r.failures for r in results] == [0, 1, 0, 2, 1, 0]
     assert engine._rows == {}
     assert tool.log["create"] == tool.log["release"]
-
-
-def test_encode_is_the_templates_own():
-    assert CHAT.end_of_turn_id not in encode("plain")

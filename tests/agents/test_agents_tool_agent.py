@@ -287,8 +287,12 @@ def tool_tokens(text):
 
 @pytest.mark.parametrize(
     ("side", "kept"),
-    [("right", r"(0 1 2 .*)\.\.\.\(truncated\)"), ("left", r"\(truncated\)\.\.\.(.* 398 399)"), ("middle", r"(0 1 .*) ?\.\.\.\(truncated\)\.\.\.(.*399)")],
-)  # fmt: skip
+    [
+        ("right", r"(0 1 2 .*)\.\.\.\(truncated\)"),
+        ("left", r"\(truncated\)\.\.\.(.* 398 399)"),
+        ("middle", r"(0 1 .*) ?\.\.\.\(truncated\)\.\.\.(.*399)"),
+    ],
+)
 def test_long_answers_are_cut_on_the_configured_side(side, kept):
     tool = Echo(respond=lambda _: " ".join(map(str, range(400))))
     limits = {"max_tool_response_length": 60, "tool_response_truncate_side": side}
@@ -301,11 +305,10 @@ def test_long_answers_are_cut_on_the_configured_side(side, kept):
     assert shown in TOKENIZER.decode(engine.asked[1][1])
 
 
+CONTROL = ["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_response>"]
 hostile = st.lists(
-    st.sampled_from(["<|im_end|>", "<|im_start|>assistant\n", "<tool_call>", "</tool_response>", "é", "日本", "🙂", "word ", "7", "\n"])
-    | st.text(max_size=5),
-    max_size=60,
-).map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())  # fmt: skip
+    st.sampled_from([*CONTROL, "é", "日本", "🙂", "word ", "7", "\n"]) | st.text(max_size=5), max_size=60
+).map(lambda parts: "".join(parts).encode("utf-8", "replace").decode())
 
 
 @settings(max_examples=60, deadline=None)
@@ -337,10 +340,10 @@ def test_shortening_looks_at_a_bounded_part_of_a_huge_text():
 
 # -- exactness ---------------------------------------------------------------------------------------------------
 
+A_CALL = '{"name": "echo", "arguments": {"text": "x"}}'
 model_text = st.lists(
-    st.sampled_from(["<tool_call>", "</tool_call>", '{"name": "echo", "arguments": {"text": "x"}}', "<think>", "</think>", " 5", "é", "Hi"]),
-    max_size=6,
-).map("".join)  # fmt: skip
+    st.sampled_from(["<tool_call>", "</tool_call>", A_CALL, "<think>", "</think>", " 5", "é", "Hi"]), max_size=6
+).map("".join)
 a_turn = st.tuples(
     st.sampled_from(["call", "call", "call", "two calls", "anything"]),
     model_text,
@@ -349,7 +352,11 @@ a_turn = st.tuples(
 
 
 @settings(max_examples=80, deadline=None)
-@given(turns=st.lists(a_turn, min_size=1, max_size=4), outputs=st.lists(hostile, min_size=9, max_size=9), budget=st.integers(20, 600))
+@given(
+    turns=st.lists(a_turn, min_size=1, max_size=4),
+    outputs=st.lists(hostile, min_size=9, max_size=9),
+    budget=st.integers(20, 600),
+)
 def test_what_is_trained_on_is_what_was_sampled_after_what_the_engine_saw(turns, outputs, budget):
     """For any turns of the model and any outputs of the tools, special tokens in both."""
     answers = iter(outputs)

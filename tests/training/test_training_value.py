@@ -111,3 +111,12 @@ def test_a_batch_with_nothing_to_learn_moves_nothing(critic, batch):
     )
     assert (figures["critic/vf_loss"], figures["critic/grad_norm"]) == (0, 0)
     assert all(torch.equal(a, b) for a, b in zip(before, critic.parameters()))
+
+
+def test_gradients_left_by_a_failure_do_not_count(critic, batch):
+    clean, stained = copy.deepcopy(critic), copy.deepcopy(critic)
+    for parameter in stained.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    for twin in (clean, stained):
+        engine_of(twin).update(batch, cliprange_value=0.5, loss_agg_mode="token-mean")
+    assert all(torch.equal(a, b) for a, b in zip(clean.parameters(), stained.parameters()))

@@ -1,0 +1,151 @@
+"""The README and the pages of docs/ do what they say: their snippets are run, in order, in an empty folder.
+
+Blocks of `python` are executed, lines of `bash` blocks that begin with `etude` or `python` are run, a `console` block that
+begins with `$ etude` shows what that command says, and a block after `<!-- file: NAME -->` is saved under that name.
+`<!-- not run: REASON -->` exempts the block that follows.
+"""
+
+import io
+import logging
+import re
+import runpy
+import shlex
+from collections.abc import Iterator
+from contextlib import redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from etude.agents import AGENT_LOOPS
+from etude.cli.main import cli, run
+from etude.rewards import REWARD_MANAGERS
+from etude.tools import FUNCTION_TOOLS
+
+ROOT = Path(__file__).parents[1]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+BLOCK = re.compile(
+    r"(?:<!-- (?P<mark>[^\n]*) -->\n)?```(?P<language>\w+)\n(?P<body>.*?)^```$", re.DOTALL | re.MULTILINE
+)
+LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
+HEADING_LINK = re.compile(r"\]\(([^)#]*)#([^)]+)\)")
+
+
+@dataclass(frozen=True)
+class Block:
+    mark: str
+    language: str
+    body: str
+    line: int
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    text = page.read_text(encoding="utf-8")
+    for match in BLOCK.finditer(text):
+        line = text.count("\n", 0, match.start("body")) + 1
+        yield Block(match["mark"] or "", match["language"], match["body"], line)
+
+
+def page_id(page: Path) -> str:
+    return page.stem
+
+
+def execute(block: Block, page: Path, names: dict[str, object]) -> None:
+    kind, _, value = block.mark.partition(": ")
+    if kind == "file":
+        Path(value).parent.mkdir(parents=True, exist_ok=True)
+        Path(value).write_text(block.body, encoding="utf-8")
+    elif kind == "not run":
+        assert value, "an exemption needs its reason"
+    elif block.language == "python":
+        # Line numbers of the page, so that a traceback points into it.
+        exec(compile("\n" * (block.line - 1) + block.body, str(page), "exec"), names)
+    elif block.language == "bash":
+        for line in block.body.replace("\\\n", " ").splitlines():
+            execute_line(shlex.split(line, comments=True))
+    elif block.language == "yaml":
+        yaml.safe_load(block.body)
+    elif block.language == "console" and block.body.startswith("$ "):
+        command, _, shown = block.body.removeprefix("$ ").partition("\n")
+        assert output_of(shlex.split(command)) == shown
+    else:
+        assert block.language in ("console", "text"), f"{page.name}:{block.line}: how is '{block.language}' run?"
+
+
+def execute_line(words: list[str]) -> None:
+    if words[:1] == ["etude"]:
+        assert run(cli, words[1:]) == 0, " ".join(words)
+    elif words[:1] == ["python"] and words[1].endswith(".py"):
+        runpy.run_path(words[1], run_name="__main__")
+    else:
+        assert words[:1] in ([], ["make"], [".ci/run"]), f"mark what is not run: {' '.join(words)}"
+
+
+def output_of(words: list[str]) -> str:
+    """What a command prints, errors included."""
+    printed = io.StringIO()
+    with redirect_stdout(printed), redirect_stderr(printed):
+        run(cli, words[1:])
+    return printed.getvalue()
+
+
+@pytest.fixture
+def empty_folder(tmp_path, monkeypatch):
+    """The present folder for a test; what snippets register, and the level of logging, is undone after it."""
+    for registry in (AGENT_LOOPS, FUNCTION_TOOLS, REWARD_MANAGERS):
+        monkeypatch.setattr(registry, "_items", dict(registry._items))
+    level = logging.getLogger("etude").level
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+    logging.getLogger("etude").setLevel(level)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_the_snippets_of_a_page_run(page, empty_folder):
+    names: dict[str, object] = {"__name__": "__main__"}
+    for block in blocks(page):
+        execute(block, page, names)
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_every_fence_is_understood(page):
+    fences = re.findall(r"^```(\w*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    assert len(fences) == 2 * len(list(blocks(page)))
+    assert all(bool(opening) and not closing for opening, closing in zip(fences[::2], fences[1::2]))
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_id)
+def test_links_lead_somewhere(page):
+    text = page.read_text(encoding="utf-8")
+    for target in LINK.findall(text):
+        if "://" not in target:
+            assert (page.parent / target).exists(), f"{page.name} links to {target}"
+    for target, heading in HEADING_LINK.findall(text):
+        other = (page.parent / target) if target else page
+        assert heading in headings(other), f"{page.name} links to {target}#{heading}"
+
+
+def headings(page: Path) -> set[str]:
+    found = re.findall(r"^#+ (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found}
+
+
+def test_the_site_lists_every_page():
+    navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
+    listed = [name for entry in navigation for name in entry.values()]
+    assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+def test_a_failing_snippet_fails(empty_folder):
+    page = Path("page.md")
+    page.write_text("```python\nassert 1 == 2\n```\n")
+    [block] = blocks(page)
+    with pytest.raises(AssertionError):
+        execute(block, page, {})
+    with pytest.raises(AssertionError):
+        execute_line(["etude", "trian"])
+    with pytest.raises(AssertionError):
+        execute(Block("", "console", "$ etude --version\netude, version none\n", 1), page, {})
+    with pytest.raises(AssertionError, match="needs its reason"):
+        execute(Block("not run", "bash", "etude quickstart\n", 1), page, {})

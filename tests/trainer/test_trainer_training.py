@@ -1,0 +1,298 @@
+"""The training loop on a tiny model: the order of a step, its figures, its dumps, and every algorithm it offers."""
+
+import asyncio
+import json
+import logging
+
+import pytest
+import torch
+from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
+from safetensors.torch import load_file
+
+from etude.cli.main import cli
+from etude.cli.main import run as run_command
+from etude.distributed import InProcessWorkerGroup
+from etude.rewards import TrajectoryScorer
+from etude.trainer.dumps import read_rollouts, trajectory_from_record
+from etude.trainer.interrupts import Interrupts
+from etude.trainer.ppo import PPOTrainer
+from etude.trainer.run import train
+from etude.trainer.setup import prepare
+from etude.workers import build_scorer
+
+TWO_STEPS = ("trainer.total_training_steps=2",)
+BELOW = ("generate_sequences", "compute_scores", "compute_log_prob", "compute_ref_log_prob", "compute_values")
+CALLS = (*BELOW, "update_critic", "update_actor")
+
+
+def ready(tiny, folder, *overrides):
+    """A trainer that has loaded its models, without having begun."""
+    trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
+    trainer.init_workers()
+    return trainer
+
+
+def quiet():
+    return Interrupts(lambda text: None)
+
+
+def spied(monkeypatch, trainer):
+    """The names of what the trainer asks of its groups, in order."""
+    calls = []
+
+    def spy(group, name):
+        method = getattr(group, name)
+
+        def called(*args, **kwargs):
+            calls.append(name)
+            return method(*args, **kwargs)
+
+        monkeypatch.setattr(group, name, called, raising=False)
+
+    for group in (trainer.policy_wg, trainer.reward_wg, trainer.critic_wg):
+        for name in CALLS:
+            if group is not None and hasattr(group, name):
+                spy(group, name)
+    return calls
+
+
+@pytest.fixture(scope="module")
+def grpo(tiny, tmp_path_factory):
+    """A finished GRPO run of six steps."""
+    folder = tmp_path_factory.mktemp("grpo")
+    train(tiny.config(folder, f"data.val_files={tiny.folder}/data/val.parquet", "trainer.test_freq=3"))
+    return folder
+
+
+def test_a_run_has_its_figures_step_by_step(grpo):
+    records = metrics(grpo)
+    assert [record["step"] for record in records] == list(range(7))
+    names = set(records[3])
+    assert names >= {
+        f"critic/{n}/{k}" for n in ("score", "rewards", "advantages", "returns") for k in ("mean", "max", "min")
+    }
+    assert names >= {f"actor/{n}" for n in ("entropy", "loss", "pg_clipfrac", "ppo_kl", "grad_norm", "lr")}
+    assert names >= {
+        f"{n}/{k}" for n in ("response_length", "prompt_length", "num_turns") for k in ("mean", "max", "min")
+    }
+    assert names >= {f"reward/{n}/mean" for n in ("step", "final", "score", "total", "success")}
+    assert names >= {f"tool/calculator/{n}" for n in ("calls", "errors", "latency_p50", "latency_p95", "reward")}
+    assert names >= {"rollout/infrastructure_failures", "rollout/dropped", "rollout/tool_use_rate"}
+    assert names >= {"timing_s/gen", "timing_s/adv", "timing_s/update_actor", "timing_s/step", "timing_s/testing"}
+    assert names >= {"training/global_step", "response_length/clip_ratio", "perf/throughput", "perf/total_num_tokens"}
+    validated = [r["step"] for r in records if "val-core/etude/arithmetic/reward/mean@1" in r]
+    assert validated == [0, 3, 6]
+
+
+def test_a_run_changes_the_weights_and_leaves_a_checkpoint_of_the_last_step(tiny, grpo):
+    assert not same(weights(grpo, 6), load_file(tiny.model / "model.safetensors"))
+    assert (grpo / "latest_checkpointed_iteration.txt").read_text() == "6"
+    assert (grpo / "config.yaml").is_file()
+
+
+def test_a_dump_is_enough_to_score_again(tiny, grpo):
+    """From the dump alone, without the model: masks, totals on tokens, and the manager's own score."""
+    setup = prepare(tiny.config(grpo))
+    scorer = build_scorer(setup.roles, setup.tokenizer)
+    assert isinstance(scorer, TrajectoryScorer)
+    seen = 0
+    for step in range(1, 7):
+        for record in read_rollouts(grpo / "rollouts" / f"{step}.jsonl"):
+            trajectory = trajectory_from_record(record)
+            assert record["step"] == step
+            assert trajectory.response_mask == record["response_mask"]
+            assert trajectory.response_ids == record["response_ids"]
+            assert sum(trajectory.token_level_scores()) == pytest.approx(record["score"])
+            assert setup.tokenizer.decode(trajectory.response_ids) == record["output"]
+            row = {"data_source": record["data_source"], "reward_model": {"ground_truth": record["gts"]}}
+            before, trajectory.rewards.score = trajectory.rewards.score, None
+            asyncio.run(scorer(trajectory, row | {"extra_info": record["extra_info"]}))
+            assert trajectory.rewards.score == before
+            seen += 1
+    assert seen == 6 * 8
+
+
+def test_a_step_goes_in_the_documented_order_through_groups_alone(tiny, tmp_path, monkeypatch):
+    trainer = ready(
+        tiny,
+        tmp_path,
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        f"{ACTOR}.ppo_mini_batch_size=1",
+        f"{ROLLOUT}.mode=sync",
+    )
+    groups = (trainer.policy_wg, trainer.reward_wg, trainer.critic_wg)
+    assert all(isinstance(group, InProcessWorkerGroup) for group in groups)
+    calls = spied(monkeypatch, trainer)
+    figures = trainer.training_step(quiet())
+    assert calls == list(CALLS)
+    assert {"critic/vf_loss", "critic/grad_norm", "critic/values/mean", "critic/vf_explained_var"} <= figures.keys()
+
+
+def test_a_single_update_needs_no_old_log_probs_and_grpo_no_critic(tiny, tmp_path, monkeypatch):
+    trainer = ready(tiny, tmp_path)
+    calls = spied(monkeypatch, trainer)
+    trainer.training_step(quiet())
+    assert calls == ["generate_sequences", "update_actor"]
+
+
+@pytest.mark.parametrize("several", [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_mini_batch_size=1"])
+def test_several_updates_a_step_keep_the_old_log_probs(tiny, tmp_path, monkeypatch, several):
+    trainer = ready(tiny, tmp_path, several)
+    calls = spied(monkeypatch, trainer)
+    batches = []
+    update = trainer.policy_wg.update_actor
+    monkeypatch.setattr(trainer.policy_wg, "update_actor", lambda data: batches.append(data) or update(data))
+    for _ in range(3):
+        figures = trainer.training_step(quiet())
+    assert calls[:3] == ["generate_sequences", "compute_log_prob", "update_actor"]
+    columns = batches[0].batch
+    mask = columns["response_mask"].bool()
+    gap = (columns["old_log_probs"] - columns["rollout_log_probs"])[mask].abs().max()
+    assert float(gap) < 1e-4  # the engine's are those of the same policy
+    assert figures["actor/ppo_kl"] != 0  # the second update sees a policy that has moved
+
+
+def test_bypass_mode_trains_as_recomputed_log_probs_do(tiny, tmp_path):
+    common = (*TWO_STEPS, f"{ACTOR}.ppo_mini_batch_size=1")
+    train(tiny.config(tmp_path / "a", *common))
+    train(tiny.config(tmp_path / "b", *common, "algorithm.rollout_correction.bypass_mode=true"))
+    one, two = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
+    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-3
+    losses = [metrics(tmp_path / name)[0]["actor/loss"] for name in "ab"]
+    assert losses[0] == pytest.approx(losses[1], abs=1e-4)
+    assert "timing_s/old_log_prob" in metrics(tmp_path / "a")[0]
+    assert "timing_s/old_log_prob" not in metrics(tmp_path / "b")[0]
+
+
+def test_lock_step_rollouts_give_the_same_rewards_and_weights(tiny, tmp_path):
+    for mode in ("async", "sync"):
+        train(tiny.config(tmp_path / mode, *TWO_STEPS, f"{ROLLOUT}.mode={mode}"))
+    assert same(weights(tmp_path / "async", 2), weights(tmp_path / "sync", 2))
+    first, second = (list(read_rollouts(tmp_path / mode / "rollouts" / "2.jsonl")) for mode in ("async", "sync"))
+    assert [r["score"] for r in first] == [r["score"] for r in second]
+    assert [r["response_ids"] for r in first] == [r["response_ids"] for r in second]
+
+
+def test_the_reference_in_the_loss(tiny, tmp_path):
+    train(tiny.config(tmp_path, *TWO_STEPS, f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.1"))
+    first, second = metrics(tmp_path)
+    assert first["actor/kl_loss"] == pytest.approx(0.0, abs=1e-5)  # the policy is still the reference
+    assert second["actor/kl_loss"] > 1e-5
+    assert first["timing_s/ref"] > 0
+
+
+def test_the_reference_in_the_reward(tiny, tmp_path):
+    control = ("algorithm.kl_ctrl.type=adaptive", "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.horizon=100")
+    train(tiny.config(tmp_path, *TWO_STEPS, "algorithm.use_kl_in_reward=true", *control))
+    first, second = metrics(tmp_path)
+    assert first["critic/rewards/mean"] == pytest.approx(first["critic/score/mean"], abs=1e-4)
+    assert second["critic/rewards/mean"] != pytest.approx(second["critic/score/mean"], abs=1e-5)
+    state = json.loads((tmp_path / "global_step_2" / "trainer.json").read_text())
+    assert state["kl_coef"] != 0.5  # steered, and kept
+
+
+def test_critic_warm_up_leaves_the_policy_alone(tiny, tmp_path):
+    train(tiny.config(tmp_path, *TWO_STEPS, "algorithm.adv_estimator=gae", "trainer.critic_warmup=2"))
+    assert same(weights(tmp_path, 2), load_file(tiny.model / "model.safetensors"))
+    assert all("critic/vf_loss" in record and "actor/loss" not in record for record in metrics(tmp_path))
+
+
+def test_the_critic_schedule_is_as_long_as_its_own_updates(tiny, tmp_path):
+    settings = ("algorithm.adv_estimator=gae", "critic.ppo_epochs=3", "critic.ppo_mini_batch_size=1")
+    train(tiny.config(tmp_path, *TWO_STEPS, *settings, "critic.optim.lr_scheduler_type=linear", "critic.optim.lr=1e-3"))
+    rates = [record["critic/lr"] for record in metrics(tmp_path)]
+    assert rates[0] > rates[1] > 0
+
+
+def test_filtered_groups_are_refilled_and_never_more_than_a_batch(tiny, tmp_path, monkeypatch):
+    trainer = ready(
+        tiny, tmp_path, "algorithm.filter_groups.enable=true", "algorithm.filter_groups.max_num_gen_batches=2"
+    )
+    calls = spied(monkeypatch, trainer)
+    learned = []
+    update = trainer.policy_wg.update_actor
+    monkeypatch.setattr(trainer.policy_wg, "update_actor", lambda data: learned.append(data) or update(data))
+    rounds = []
+    for _ in range(5):
+        before = len(calls)
+        trainer.training_step(quiet())
+        rounds.append(calls[before:].count("generate_sequences"))
+    assert set(rounds) == {1, 2}
+    for batch in learned:
+        groups = {}
+        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+        for uid, total in zip(batch.non_tensor_batch["uid"].tolist(), totals):
+            groups.setdefault(uid, []).append(total)
+        assert len(groups) <= 2  # data.train_batch_size
+        assert all(max(group) > min(group) for group in groups.values())
+
+
+def test_a_batch_without_any_spread_is_a_step_without_an_update(tiny, tmp_path):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    flat = f"custom_reward_function.path={tmp_path}/flat.py"
+    train(tiny.config(tmp_path, *TWO_STEPS, flat, "algorithm.filter_groups.enable=true"))
+    assert steps(tmp_path) == [1, 2]
+    assert same(weights(tmp_path, 2), load_file(tiny.model / "model.safetensors"))
+    assert metrics(tmp_path)[0]["training/filter_groups/kept"] == 0
+
+
+def test_epochs_follow_each_other(tiny, tmp_path):
+    files = f"data.train_files={tiny.folder}/data/val.parquet"  # three rows: one batch of two an epoch
+    train(tiny.config(tmp_path, files, "trainer.total_training_steps=null", "trainer.total_epochs=3"))
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
+    train(
+        tiny.config(
+            tmp_path,
+            "trainer.total_training_steps=1",
+            f"data.val_files={tiny.folder}/data/val.parquet",
+            "data.val_batch_size=2",  # two parts of different widths
+            "data.val_max_samples=3",
+            f"{ROLLOUT}.val_kwargs.n=2",
+            f"{ROLLOUT}.val_kwargs.do_sample=true",
+            f"{ROLLOUT}.val_kwargs.temperature=1.0",
+            f"trainer.validation_data_dir={tmp_path}/validation",
+        )
+    )
+    records = list(read_rollouts(tmp_path / "validation" / "1.jsonl"))
+    assert len(records) == 6
+    assert len({record["uid"] for record in records}) == 3
+    assert "val-core/etude/arithmetic/reward/mean@2" in metrics(tmp_path)[-1]
+
+
+def test_a_run_in_steps_is_the_trainer_used_by_hand(tiny, tmp_path):
+    trainer = ready(tiny, tmp_path, *TWO_STEPS)
+    before = {name: value.clone() for name, value in trainer.policy_wg.workers[0].model.state_dict().items()}
+    trainer.training_step(quiet())
+    folder = trainer.save()
+    assert folder == tmp_path / "global_step_1"
+    after = trainer.policy_wg.workers[0].model.state_dict()
+    assert any(not torch.equal(before[name], after[name]) for name in before)
+
+
+def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):
+    from etude.data.files import read_rows, write_parquet
+
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    for row in rows:
+        truth = row["reward_model"]["ground_truth"]
+        row["extra_info"]["tools_kwargs"] = {"calculator": {"create_kwargs": {"ground_truth": truth}}}
+    path = write_parquet(rows, tmp_path / "twice.parquet")
+    with caplog.at_level(logging.WARNING, logger="etude"):
+        PPOTrainer(prepare(tiny.config(tmp_path, f"data.train_files={path}")))
+    assert sum("counts twice" in record.getMessage() for record in caplog.records) == 1
+
+
+@pytest.mark.slow
+def test_the_command_trains_and_reports(tiny, tmp_path, capsys):
+    arguments = tiny.arguments(
+        tmp_path, *TWO_STEPS, "trainer.logger=[console,jsonl,tensorboard]", "trainer.report=true"
+    )
+    assert run_command(cli, ["train", *arguments]) == 0
+    shown = capsys.readouterr().out
+    assert "step 2/2" in shown
+    assert (tmp_path / "report.html").read_text().startswith("<!doctype html>")
+    assert list((tmp_path / "tensorboard").iterdir())
