@@ -23,7 +23,16 @@ def run_seed(folder: Path, seed: int) -> dict[str, float]:
     """The figures of one seed: `COLUMNS`, wall and CPU seconds."""
     target = folder / f"seed-{seed}"
     if not (target / "summary.json").exists():
-        command = [sys.executable, "-m", "etude.cli.main", "quickstart", "--output-dir", str(target), "--seed", str(seed)]
+        command = [
+            sys.executable,
+            "-m",
+            "etude.cli.main",
+            "quickstart",
+            "--output-dir",
+            str(target),
+            "--seed",
+            str(seed),
+        ]
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
     summary = json.loads((target / "summary.json").read_text())
     figures = {name: summary[name] for name in COLUMNS}

@@ -21,7 +21,9 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
     """
     from etude.config import compose
 
-    config = compose(config_name or "sft", overrides, config_path, root="sft")  # answers a typo before torch is imported
+    config = compose(
+        config_name or "sft", overrides, config_path, root="sft"
+    )  # answers a typo before torch is imported
     from etude.trainer.run import fine_tune
 
     click.echo(f"model: {fine_tune(config)}")

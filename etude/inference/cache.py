@@ -13,7 +13,6 @@ from __future__ import annotations
 import heapq
 from dataclasses import dataclass
 from typing import Any
-from typing import Any
 
 import torch
 import torch.nn.functional as F

@@ -35,44 +35,44 @@ class AttentionLayout(Protocol):
 
 
 class CausalSequences:
-    """Whole sequences laid one after another, each attending causally to itself.
+    """Runs of tokens laid one after another, each continuing from others: a tree of prefixes.
 
-    A sequence may branch: behind its `lengths[i]` tokens lie continuations of `branches[i]` tokens each, which see the
-    sequence and themselves but not each other. So what several rows begin with is computed once.
+    A run sees its ancestors, whole, and itself causally. So a beginning that several sequences share is computed once,
+    and its gradient is the sum of theirs. Without ancestors the runs are separate sequences.
     """
 
-    def __init__(self, lengths: Sequence[int], branches: Sequence[Sequence[int]] | None = None) -> None:
-        """`lengths` and `branches` sum to the token count; no branch is empty."""
+    def __init__(self, lengths: Sequence[int], ancestors: Sequence[Sequence[int]] | None = None) -> None:
+        """`lengths` sum to the token count and are positive; `ancestors[i]` are the numbers of the runs before run i,
+        from the root down, all of them less than i."""
         self.lengths = list(lengths)
-        self.branches = [list(b) for b in branches] if branches else [[] for _ in self.lengths]
-        self._pieces = [n for length, tails in zip(self.lengths, self.branches) for n in (length, *tails)]
+        self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
+        self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
+        self._masks: dict[tuple[int, int], Tensor] = {}
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
-        """(1, total_tokens): positions that restart at 0 with each sequence, and in a branch go on from its trunk's."""
-        pieces = []
-        for length, tails in zip(self.lengths, self.branches):
-            pieces.append(torch.arange(length, device=device))
-            pieces += [torch.arange(length, length + tail, device=device) for tail in tails]
-        return torch.cat(pieces)[None]
+        """(1, total_tokens): positions count from the root of each run's sequence."""
+        runs = zip(self.depths, self.lengths)
+        return torch.cat([torch.arange(depth, depth + length, device=device) for depth, length in runs])[None]
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        pieces = zip(*(x.split(self._pieces, dim=1) for x in (query, key, value)))
+        queries, keys, values = (x.split(self.lengths, dim=1) for x in (query, key, value))
         outputs = []
-        for length, tails in zip(self.lengths, self.branches):
-            trunk = next(pieces)
-            if not tails:
-                outputs.append(_causal(trunk, scale))
-            for number in range(len(tails)):
-                # The trunk's queries come along only so that the mask is a plain triangle; one result of them is kept.
-                whole = _causal([torch.cat(parts, dim=1) for parts in zip(trunk, next(pieces))], scale)
-                outputs.append(whole[:, length:] if number else whole)
+        for i, up in enumerate(self.ancestors):
+            k, v = (torch.cat([x[a] for a in (*up, i)], dim=1)[None] if up else x[i][None] for x in (keys, values))
+            mask = self._mask(i, query.device) if up else None
+            out = F.scaled_dot_product_attention(
+                queries[i][None], k, v, attn_mask=mask, is_causal=not up, scale=scale, enable_gqa=True
+            )
+            outputs.append(out[0])
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
-
-def _causal(parts: Sequence[Tensor], scale: float) -> Tensor:
-    """Query, key and value of one sequence, shaped as in `AttentionLayout` → (heads, tokens, head_dim)."""
-    query, key, value = (part[None] for part in parts)
-    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale, enable_gqa=True)[0]
+    def _mask(self, run: int, device: torch.device) -> Tensor:
+        """(length, depth + length) of bool; layers and runs of one shape share it."""
+        shape = self.depths[run], self.lengths[run]
+        if shape not in self._masks:
+            depth, length = shape
+            self._masks[shape] = torch.ones(length, depth + length, dtype=torch.bool, device=device).tril(depth)
+        return self._masks[shape]
 
 
 def packed_attention(

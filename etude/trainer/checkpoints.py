@@ -42,7 +42,9 @@ class Checkpoints:
             self._name_latest(step)
             self._prune(step)
         except OSError as error:
-            raise CheckpointError(f"{target} is complete, but {self.folder} cannot be tidied: {one_line(error)}") from error
+            raise CheckpointError(
+                f"{target} is complete, but {self.folder} cannot be tidied: {one_line(error)}"
+            ) from error
         return target
 
     def latest(self) -> Path | None:

@@ -84,7 +84,9 @@ class PPOTrainer:
         self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
         if self.algorithm.needs_critic:
             updates = self._updates_per_step(roles.critic)
-            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, replace(roles, total_steps=self.total_steps * updates))
+            self.critic_wg = InProcessWorkerGroup(
+                CriticWorker, 1, replace(roles, total_steps=self.total_steps * updates)
+            )
             self.critic_wg.init_model()
 
     def _updates_per_step(self, options: ActorOptions | CriticOptions) -> int:

@@ -79,6 +79,7 @@ class Rollouts:
         if self._setup.roles.rollout.mode == "sync":  # lock-step: the whole batch first, then its scores
             batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
+        batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
         return batch, self._figures(batch) | {f"engine/{name}": float(np.mean(v)) for name, v in engine.items()}
 
     def _figures(self, batch: DataProto) -> Figures:

@@ -56,7 +56,9 @@ def evaluate(
     batch = Rollouts(setup, policy, reward_group).validation(dataset)
     trajectories = trajectories_of(batch)
     if not trajectories:
-        raise EtudeError(f"all {len(batch)} trajectories were lost; the first failure: {first_cause(results_of(batch))}")
+        raise EtudeError(
+            f"all {len(batch)} trajectories were lost; the first failure: {first_cause(results_of(batch))}"
+        )
     reward = setup.roles.reward
     weights = (reward.tool_reward_weight, reward.score_weight)
     successes = sum(is_success(t.rewards, *weights) for t in trajectories)

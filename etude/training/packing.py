@@ -2,14 +2,15 @@
 
 Invariant: packing drops padding, and tokens on which no scored one depends, and nothing else; a scored token is one
 whose `response_mask` is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary.
-Rows without a scored token are not computed, and a prompt that several rows share is computed once.
+Rows without a scored token are not computed, and what several rows begin with (a prompt, a habit of the policy) is
+computed once.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -56,12 +57,14 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedR
     if len(orphans):
         first = rows[int(row[orphans[0]])]
         raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
-    sequences = [tokens[kept] for tokens, kept in zip(ids, _needed(attention, mask))]
-    token_ids, layout, prompt_ends, starts = _lay_out(sequences, prompts.tolist())
+    sequences = [tokens[kept].tolist() for tokens, kept in zip(ids, _needed(attention, mask))]
+    token_ids, layout, places = prefix_tree(sequences)
+    offsets = torch.tensor([0, *accumulate(len(tokens) for tokens in sequences)])
+    source = torch.tensor(places)[offsets[row] + prompts[row] + column - 1]
     return PackedRows(
-        token_ids=token_ids.to(device),
+        token_ids=torch.tensor(token_ids, device=device),
         layout=layout,
-        source=torch.where(column > 0, starts[row] + column, prompt_ends[row]).sub(1).to(device),
+        source=source.to(device),
         labels=ids[row, prompt_width + column].to(device),
         row=row.to(device),
         column=column.to(device),
@@ -69,34 +72,47 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedR
     )
 
 
-def _lay_out(sequences: list[Tensor], prompts: list[int]) -> tuple[Tensor, CausalSequences, Tensor, Tensor]:
-    """Lays sequences, whose first `prompts[i]` tokens are a prompt, end to end, with each shared prompt only once.
+MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls than it saves
 
-    Returns the tokens, their layout, and by row the positions just after the prompt's last token and of the response's
-    first; they differ where prompts are shared.
+
+def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSequences, list[int]]:
+    """Lays sequences out as a tree in which every beginning of at least `MIN_SHARED` shared tokens stands once.
+
+    Returns the laid-out tokens, their layout, and for every token of the sequences, one after another, its place among
+    the laid-out ones.
     """
-    sharing: dict[tuple[int, ...] | int, list[int]] = defaultdict(list)
-    for i, (tokens, prompt) in enumerate(zip(sequences, prompts)):
-        sharing[tuple(tokens[:prompt].tolist()) or i].append(i)
-    pieces: list[Tensor] = []
+    order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
+    shared = [_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    tokens: list[int] = []
     lengths: list[int] = []
-    branches: list[list[int]] = []
-    prompt_ends, starts = [0] * len(sequences), [0] * len(sequences)
-    position = 0
-    for members in sharing.values():
-        prompt, shared = prompts[members[0]], len(members) > 1
-        trunk = sequences[members[0]][: prompt if shared else None]
-        tails = [sequences[i][prompt:] for i in members] if shared else []
-        for i in members:
-            prompt_ends[i] = starts[i] = position + prompt
-        position += len(trunk)
-        for i, tail in zip(members, tails):
-            starts[i] = position
-            position += len(tail)
-        pieces += [trunk, *tails]
-        lengths.append(len(trunk))
-        branches.append([len(tail) for tail in tails if len(tail)])
-    return torch.cat(pieces), CausalSequences(lengths, branches), torch.tensor(prompt_ends), torch.tensor(starts)
+    ancestors: list[tuple[int, ...]] = []
+    places: list[list[int]] = [[] for _ in sequences]
+
+    def add(members: Sequence[int], run: Sequence[int], up: tuple[int, ...]) -> tuple[int, ...]:
+        for member in members:
+            places[member] += range(len(tokens), len(tokens) + len(run))
+        tokens.extend(run)
+        lengths.append(len(run))
+        ancestors.append(up)
+        return (*up, len(lengths) - 1)
+
+    # Work items: sorted sequences [low, high), which have `depth` tokens laid out in the runs `up`.
+    work: list[tuple[int, int, int, tuple[int, ...]]] = [(0, len(order), 0, ())] if order else []
+    while work:
+        low, high, depth, up = work.pop()
+        first = sequences[order[low]]
+        common = min(shared[low : high - 1], default=len(first))
+        if common > depth and (high - low == 1 or common >= depth + MIN_SHARED):
+            up, depth = add(order[low:high], first[depth:common], up), common
+        if high - low > 1:
+            cuts = [low, *(i + 1 for i in range(low, high - 1) if shared[i] < depth + MIN_SHARED), high]
+            work += [(a, b, depth, up) for a, b in reversed(list(pairwise(cuts)))]
+    return tokens, CausalSequences(lengths, ancestors), [place for row in places for place in row]
+
+
+def _common(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
 
 
 def _needed(attention: Tensor, mask: Tensor) -> Tensor:

@@ -66,9 +66,10 @@ def test_any_text_survives(text):
     assert TOKENIZER.decode(TOKENIZER(text)["input_ids"]) == text
 
 
-def test_template_lists_tools_compactly():
-    function = {key: TOOL["function"][key] for key in ("name", "description", "parameters")}
-    block = f"# Tools\n<tools>\n{json.dumps(function, ensure_ascii=False)}\n</tools><|im_end|>\n"
+def test_template_lists_tools_as_signatures():
+    function = TOOL["function"]
+    arguments = ", ".join(f"{name}: {p['type']}" for name, p in function["parameters"]["properties"].items())
+    block = f"# Tools\n<tools>\n{function['name']}({arguments}): {function['description']}\n</tools><|im_end|>\n"
     user = {"role": "user", "content": "hi"}
     turn = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
     assert render([user]) == turn
@@ -76,7 +77,8 @@ def test_template_lists_tools_compactly():
     assert render([{"role": "system", "content": "S"}, user], [TOOL]) == f"<|im_start|>system\nS\n\n{block}{turn}"
     assert render([{"role": "system", "content": "S"}, user]) == f"<|im_start|>system\nS<|im_end|>\n{turn}"
     bare = {"type": "function", "function": {"name": "now"}}
-    assert '{"name": "now", "description": "", "parameters": {}}' in render([user], [bare])
+    either = {"type": "function", "function": {"name": "f", "parameters": {"properties": {"x": {"anyOf": []}}}}}
+    assert "<tools>\nnow()\nf(x: any)\n</tools>" in render([user], [bare, either])
 
 
 def test_template_writes_calls_and_groups_tool_messages():

@@ -1,22 +1,26 @@
-"""Packing: what is laid down, where, and that rows which share a prompt share nothing else."""
+"""Packing: what is laid down, where, and that rows which share a beginning share nothing else."""
 
 import copy
+from itertools import combinations
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.models import ValueModel
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine
+from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine, packing
 from etude.training.packing import pack
 
 CPU = torch.device("cpu")
 
 
 @pytest.fixture
-def grouped(batch):
-    """Two groups of three around a row of its own; of the second group one row needs no more than its prompt."""
+def grouped(batch, monkeypatch):
+    """With every shared run of two tokens laid down once: two groups of three around a row of its own; of the second group one row needs no more than its prompt."""
+    monkeypatch.setattr(packing, "MIN_SHARED", 2)
     rows = batch.select_idxs([0, 3, 4, 0, 3, 0, 3])
     generator = torch.Generator().manual_seed(1)
     for i in (3, 4, 5, 6):  # other answers to the prompts of rows 0 and 1
@@ -43,12 +47,33 @@ def update(model, batch, max_tokens, kind="adamw"):
     return figures, gradients
 
 
+@given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9), st.integers(1, 4))
+def test_a_tree_holds_every_sequence_and_shares_what_it_can(sequences, min_shared):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(packing, "MIN_SHARED", min_shared)
+        tokens, layout, places = packing.prefix_tree(sequences)
+    assert sum(layout.lengths) == len(tokens) <= sum(map(len, sequences))
+    positions = layout.position_ids()[0]
+    runs = [run for run, length in enumerate(layout.lengths) for _ in range(length)]  # the run of each laid-out token
+    rest = iter(places)
+    for sequence in sequences:
+        mine = [next(rest) for _ in sequence]
+        assert [tokens[p] for p in mine] == sequence
+        assert positions[mine].tolist() == list(range(len(sequence)))
+        last = runs[mine[-1]]  # what its last token sees is exactly the sequence
+        seen = [p for p in range(len(tokens)) if runs[p] in (*layout.ancestors[last], last) and p <= mine[-1]]
+        assert seen == mine
+    for one, other in combinations(range(len(sequences)), 2):
+        common = packing._common(sequences[one], sequences[other])
+        starts = [sum(map(len, sequences[:i])) for i in (one, other)]
+        both = sum(places[starts[0] + i] == places[starts[1] + i] for i in range(common))
+        assert both > common - min_shared  # what is left out is shorter than the least shared run
+
+
 def test_a_shared_prompt_is_laid_down_once(grouped):
     packed = pack(grouped, range(7), CPU)
     # Prompts of 3, 5 and 4 tokens; responses of 7 and 9 lack their last token, row 4's and row 2's are not needed.
-    assert len(packed.token_ids) == (3 + 6 + 6 + 6) + (5 + 7 + 7) + 4
-    assert packed.layout.lengths == [3, 5, 4]
-    assert packed.layout.branches == [[6, 6, 6], [7, 7], []]
+    assert len(packed.token_ids) <= (3 + 6 + 6 + 6) + (5 + 7 + 7) + 4
     columns = grouped.batch
     mask = columns["response_mask"].bool()
     assert torch.equal(packed.labels, columns["input_ids"][:, 6:][mask])
@@ -85,10 +110,10 @@ def test_the_critic_shares_prompts_too(model, grouped):
     torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-5)
 
 
-def test_branches_see_their_trunk_and_themselves(model):
-    """Each of trunk+branch equals the same tokens as a sequence of its own, and no branch feels another."""
+def test_runs_see_their_ancestors_and_themselves(model):
+    """Each path from a root equals the same tokens as a sequence of its own, and no other run is felt."""
     PolicyEngine(model, max_tokens=1)  # switches the model to packed attention
-    layout = CausalSequences([3, 4], [[2, 5], []])
+    layout = CausalSequences([3, 2, 4, 1, 4], [[], [0], [0], [0, 2], []])
     ids = torch.randint(1, 97, (14,), generator=torch.Generator().manual_seed(0))
 
     def hidden(tokens, of):
@@ -105,11 +130,10 @@ def test_branches_see_their_trunk_and_themselves(model):
     assert changed.tolist() == [False] * 3 + [True] * 2 + [False] * 9
 
 
-def test_rows_with_different_prompts_share_nothing(batch):
-    columns = batch.batch
+def test_prompts_that_differ_early_share_nothing(batch):
     same_length = DataProto.concat([batch.select_idxs([0]), batch.select_idxs([0])])
-    same_length.batch["input_ids"][1, 5] += 1  # the prompt's last token
+    same_length.batch["input_ids"][1, 2] += 1  # the prompt's first token
     packed = pack(same_length, [0, 1], CPU)
-    assert packed.layout.branches == [[], []]
+    assert packed.layout.ancestors == [(), ()]
     assert len(packed.token_ids) == 2 * 9
-    assert int(columns["attention_mask"][0].sum()) == 10
+    assert int(batch.batch["attention_mask"][0].sum()) == 10

@@ -1,0 +1,206 @@
+"""Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
+
+import signal
+
+import pytest
+from house_stage import ACTOR, Launched, metrics, one_line_error, same, steps, weights
+
+from etude.data.files import read_rows, write_parquet
+from etude.errors import CheckpointError, ConfigError
+from etude.trainer.dumps import read_rollouts
+from etude.trainer.run import train
+
+SAVES = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
+SUICIDE = '''
+"""Ends the process without warning: {when}."""
+
+import os
+import signal
+
+from etude.trainer import checkpoints, ppo
+
+advance, replace = ppo.PPOTrainer._advance, os.replace
+
+
+def advance_or_die(self, *args):
+    if {in_step} and self.global_step == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return advance(self, *args)
+
+
+def replace_or_die(source, target):
+    if {in_write} and str(target).endswith("global_step_4"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    replace(source, target)
+
+
+ppo.PPOTrainer._advance = advance_or_die
+checkpoints.os.replace = replace_or_die
+'''
+
+
+def kill_at(folder, when):
+    """The override that loads a plugin which kills the run `when`: "step" 4 begins, or its checkpoint is "write"n."""
+    path = folder / f"{when}.py"
+    path.write_text(SUICIDE.format(when=when, in_step=when == "step", in_write=when == "write"))
+    return path
+
+
+def with_plugin(tiny, path):
+    return f"plugins=[{tiny.folder}/agent.py,{path}]"
+
+
+@pytest.fixture(scope="module")
+def whole(tiny, tmp_path_factory):
+    """An uninterrupted run of six steps."""
+    folder = tmp_path_factory.mktemp("whole")
+    train(tiny.config(folder, *SAVES))
+    return folder
+
+
+def test_two_runs_end_bit_identical(tiny, whole, tmp_path):
+    train(tiny.config(tmp_path))
+    assert same(weights(tmp_path, 6), weights(whole, 6))
+    for step in range(1, 7):
+        ours, theirs = (list(read_rollouts(run / "rollouts" / f"{step}.jsonl")) for run in (tmp_path, whole))
+        assert [r["response_ids"] for r in ours] == [r["response_ids"] for r in theirs]
+        assert [r["response_log_probs"] for r in ours] == [r["response_log_probs"] for r in theirs]
+
+
+def test_another_seed_is_another_run(tiny, whole, tmp_path):
+    train(tiny.config(tmp_path, "trainer.seed=2"))
+    assert not same(weights(tmp_path, 6), weights(whole, 6))
+
+
+@pytest.mark.parametrize("when", ["step", "write"])
+def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, whole, tmp_path, when):
+    plugin = kill_at(tmp_path, when)
+    run = tmp_path / "run"
+    launched = Launched(["train", *tiny.arguments(run, *SAVES, with_plugin(tiny, plugin))], tmp_path / "log")
+    assert launched.wait() == -signal.SIGKILL
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "3"
+    assert (run / ".incomplete-global_step_4").exists() == (when == "write")
+    train(tiny.config(run, *SAVES))
+    assert steps(run) == [1, 2, 3, 4, 5, 6]
+    assert same(weights(run, 6), weights(whole, 6))
+    assert not list(run.glob(".incomplete*"))
+    assert [r["critic/score/mean"] for r in metrics(run)] == [r["critic/score/mean"] for r in metrics(whole)]
+
+
+def test_a_resumed_run_drops_the_metrics_of_steps_it_does_again(tiny, whole, tmp_path):
+    train(tiny.config(tmp_path, "trainer.save_freq=2"))
+    (tmp_path / "latest_checkpointed_iteration.txt").write_text("4")  # as if killed after step 5
+    train(tiny.config(tmp_path, "trainer.save_freq=2"))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+    assert same(weights(tmp_path, 6), weights(whole, 6))
+
+
+def test_a_finished_run_does_nothing_more_and_a_longer_one_goes_on(tiny, tmp_path):
+    train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
+    before = (tmp_path / "metrics.jsonl").read_bytes()
+    train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
+    assert (tmp_path / "metrics.jsonl").read_bytes() == before
+    train(tiny.config(tmp_path, "trainer.total_training_steps=3"))
+    assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_a_run_with_a_critic_and_an_adaptive_kl_resumes(tiny, tmp_path):
+    settings = (
+        "algorithm.adv_estimator=gae",
+        "algorithm.use_kl_in_reward=true",
+        "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.kl_ctrl.horizon=50",
+        "critic.optim.lr=1e-3",
+        f"{ACTOR}.ppo_epochs=2",
+        "trainer.total_training_steps=4",
+    )
+    train(tiny.config(tmp_path / "whole", *settings))
+    train(tiny.config(tmp_path / "parts", *settings, "trainer.save_freq=2"))
+    (tmp_path / "parts" / "latest_checkpointed_iteration.txt").write_text("2")
+    train(tiny.config(tmp_path / "parts", *settings))
+    for role in ("actor", "critic"):
+        assert same(weights(tmp_path / "parts", 4, role), weights(tmp_path / "whole", 4, role))
+
+
+def test_a_fresh_start_on_request_keeps_the_old_metrics_aside(tiny, tmp_path):
+    train(tiny.config(tmp_path, "trainer.total_training_steps=2"))
+    train(tiny.config(tmp_path, "trainer.total_training_steps=1", "trainer.resume_mode=disable"))
+    assert steps(tmp_path) == [1]
+    assert (tmp_path / "metrics.1.jsonl").read_text().count("\n") == 2
+
+
+def test_a_run_goes_on_from_a_named_checkpoint(tiny, whole, tmp_path):
+    named = f"trainer.resume_from_path={whole}/global_step_4"
+    train(tiny.config(tmp_path, "trainer.resume_mode=resume_path", named))
+    assert steps(tmp_path) == [5, 6]
+    assert same(weights(tmp_path, 6), weights(whole, 6))
+
+
+@pytest.fixture(scope="module")
+def half(tiny, tmp_path_factory):
+    """A run that was stopped after two of its steps."""
+    folder = tmp_path_factory.mktemp("half")
+    train(tiny.config(folder, "trainer.total_training_steps=2"))
+    return folder
+
+
+def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, capsys):
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    fewer = write_parquet(rows[:6], tmp_path / "fewer.parquet")
+    other = write_parquet(rows[::-1], tmp_path / "other.parquet")
+    for override, wanted in {
+        "data.train_batch_size=4": "data.train_batch_size is 4 but the checkpoint was made with 2",
+        "trainer.seed=9": "data.seed is 9 but the checkpoint was made with 1",
+        f"data.train_files={fewer}": "number of rows was 8 at the checkpoint and is 6 now",
+        f"data.train_files={other}": "content (fingerprint)",
+    }.items():
+        assert wanted in one_line_error(capsys, ["train", *tiny.arguments(half, override)])
+
+
+def test_a_checkpoint_that_is_none_is_one_line(tiny, half, tmp_path, capsys):
+    for given in (tmp_path / "nowhere", half):
+        settings = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={given}")
+        assert f"{given} is no checkpoint" in one_line_error(
+            capsys, ["train", *tiny.arguments(tmp_path / "run", *settings)]
+        )
+    assert "needs trainer.resume_from_path" in one_line_error(
+        capsys, ["train", *tiny.arguments(tmp_path, "trainer.resume_mode=resume_path")]
+    )
+
+
+def test_a_checkpoint_of_other_roles_is_one_line(tiny, half):
+    with pytest.raises((CheckpointError, ConfigError), match="critic"):
+        train(tiny.config(half, "algorithm.adv_estimator=gae"))
+
+
+def test_a_checkpoint_of_another_model_is_one_line(tiny, half):
+    with pytest.raises(CheckpointError, match="does not fit this configuration"):
+        train(tiny.config(half, f"actor_rollout_ref.model.path={larger(tiny)}"))
+
+
+def larger(tiny):
+    """The folder of a wider model with the same tokenizer."""
+    from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
+
+    folder = tiny.folder / "larger"
+    if not folder.exists():
+        tokenizer = load_tokenizer(tiny.model)
+        spec = TinyModelSpec(hidden_size=80, num_layers=1, intermediate_size=96)
+        save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder)
+    return folder
+
+
+def test_a_damaged_state_is_one_line(tiny, half, tmp_path):
+    import shutil
+
+    run = tmp_path / "run"
+    shutil.copytree(half, run)
+    (run / "global_step_2" / "actor" / "optimizer.pt").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+        train(tiny.config(run))
+    (run / "global_step_2" / "trainer.json").write_text('{"step": 2}')
+    with pytest.raises(CheckpointError, match="does not fit"):
+        train(tiny.config(run))
+    (run / "latest_checkpointed_iteration.txt").write_text("seven")
+    with pytest.raises(CheckpointError, match="correct or remove the file"):
+        train(tiny.config(run))
