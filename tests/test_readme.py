@@ -17,9 +17,11 @@ from pathlib import Path
 
 import pytest
 import yaml
+from omegaconf import OmegaConf
 
 from etude.agents import AGENT_LOOPS
 from etude.cli.main import cli, run
+from etude.config import compose
 from etude.rewards import REWARD_MANAGERS
 from etude.tools import FUNCTION_TOOLS
 
@@ -135,6 +137,30 @@ def test_the_site_lists_every_page():
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = [name for entry in navigation for name in entry.values()]
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+
+
+def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:
+    for name, value in section.items():
+        yield prefix + name
+        if isinstance(value, dict):
+            yield from leaf_names(value, f"{prefix}{name}.")
+
+
+def test_every_key_that_a_page_names_exists():
+    trees = [OmegaConf.to_container(compose(root, []), resolve=False) for root in ("ppo_trainer", "sft")]
+    known = {name for tree in trees for name in leaf_names(tree)}
+    sections = {name.partition(".")[0] for name in known} | {"actor", "rollout", "multi_turn"}
+    places = ("", "actor_rollout_ref.", "actor_rollout_ref.rollout.")
+    named = 0
+    for page in PAGES:
+        if page.name == "migrating.md":  # names what does not exist, too
+            continue
+        for key in re.findall(r"`([a-z_]+(?:\.[a-z_]+)+)(?:=[^`]*)?`", page.read_text(encoding="utf-8")):
+            open_ended = "_kwargs." in key
+            if key.partition(".")[0] in sections and not open_ended and not key.endswith(".json"):
+                named += 1
+                assert any(place + key in known for place in places), f"{page.name} names {key}"
+    assert named > 20
 
 
 def test_a_failing_snippet_fails(empty_folder):

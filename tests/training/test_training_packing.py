@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def grouped(batch, monkeypatch):
-    """With every shared run of two tokens laid down once: two groups of three around a row of its own; of the second group one row needs no more than its prompt."""
+    """Two groups of three around a row of its own, shared from two tokens on; one row needs no more than its prompt."""
     monkeypatch.setattr(packing, "MIN_SHARED", 2)
     rows = batch.select_idxs([0, 3, 4, 0, 3, 0, 3])
     generator = torch.Generator().manual_seed(1)
@@ -132,7 +132,7 @@ def test_runs_see_their_ancestors_and_themselves(model):
 
 def test_prompts_that_differ_early_share_nothing(batch):
     same_length = DataProto.concat([batch.select_idxs([0]), batch.select_idxs([0])])
-    same_length.batch["input_ids"][1, 2] += 1  # the prompt's first token
+    same_length.batch["input_ids"][1, :6] += 1
     packed = pack(same_length, [0, 1], CPU)
     assert packed.layout.ancestors == [(), ()]
     assert len(packed.token_ids) == 2 * 9

@@ -1,0 +1,158 @@
+"""What breaks: disks, tools, scorers. One line each, nothing half-written, and never a reward."""
+
+import os
+import subprocess
+
+import pytest
+from house_stage import Launched, metrics, one_line_error, same, steps, weights
+from safetensors.torch import load_file
+from trainer_tools import Moody
+
+from etude.errors import EtudeError, TrainingStopped
+from etude.trainer import ppo
+from etude.trainer.run import evaluate, train
+
+RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    """A disk with room for one checkpoint and a half."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=1900k", "tmpfs", str(folder)], capture_output=True, check=False
+    )
+    if mounted.returncode:
+        pytest.skip("needs the right to mount a small disk")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=False)
+
+
+def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path, small_disk):
+    run = small_disk / "run"
+    settings = (
+        "trainer.save_freq=1",
+        f"trainer.rollout_data_dir={tmp_path}/rollouts",
+        "trainer.max_actor_ckpt_to_keep=null",
+    )
+    launched = Launched(["train", *tiny.arguments(run, *settings)], tmp_path / "log")
+    assert launched.wait() == 2
+    [line] = launched.text().splitlines()
+    assert line.startswith(f"error: cannot write {run}/global_step_2: ")
+    assert line.endswith("; free space or set trainer.default_local_dir")
+    assert not list(run.glob(".incomplete*"))
+    assert not (run / "global_step_2").exists()
+    train(tiny.config(tmp_path / "whole"))
+    moved = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_1")
+    train(tiny.config(tmp_path / "elsewhere", *moved))
+    assert same(weights(tmp_path / "elsewhere", 6), weights(tmp_path / "whole", 6))
+
+
+def test_a_full_disk_under_metrics_is_one_line(tiny, tmp_path, capsys):
+    if not os.path.exists("/dev/full"):
+        pytest.skip("needs /dev/full")
+    run = tmp_path / "run"
+    run.mkdir()
+    (run / "metrics.jsonl").symlink_to("/dev/full")
+    settings = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/first/global_step_1")
+    train(tiny.config(tmp_path / "first", "trainer.total_training_steps=1"))
+    line = one_line_error(capsys, ["train", *tiny.arguments(run, *settings)])
+    assert "cannot write" in line or "metrics.jsonl" in line
+
+
+def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path, capsys):
+    (tmp_path / "file").write_text("")
+    assert "check folder and disk space" in one_line_error(
+        capsys, ["train", *tiny.arguments(tmp_path / "file" / "run")]
+    )
+
+
+def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", 'raise ConnectionError("the sum server is down")')
+    run = tmp_path / "run"
+    with pytest.raises(TrainingStopped) as stopped:
+        train(tiny.config(run, tool.override, f"{RETRIES}=1"))
+    assert "trajectories were lost to infrastructure failures" in str(stopped.value)
+    assert "the sum server is down" in str(stopped.value)
+    assert steps(run) == [1]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"
+    assert tool.count("release") == tool.count("create") > 16  # the lost ones were tried again
+
+
+def test_a_tool_that_always_times_out_is_never_a_reward(tiny, tmp_path, capsys):
+    tool = Moody(tmp_path / "tool", "await asyncio.sleep(60)", good=0, timeout=0.05)
+    line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "run", tool.override, f"{RETRIES}=0")])
+    assert "TimeoutError: no answer within 0.05 s" in line
+    assert not list((tmp_path / "run").glob("global_step*"))
+
+
+def test_a_step_without_survivors_changes_nothing_and_is_counted(tiny, tmp_path):
+    (tmp_path / "down.py").write_text("def compute_score(**kwargs):\n    raise ConnectionError('no judge')\n")
+    settings = ("trainer.min_valid_fraction=0", f"{RETRIES}=0", "trainer.total_training_steps=2")
+    train(tiny.config(tmp_path, *settings, f"custom_reward_function.path={tmp_path}/down.py"))
+    assert [record["rollout/dropped"] for record in metrics(tmp_path)] == [8, 8]
+    assert [record["rollout/infrastructure_failures"] for record in metrics(tmp_path)] == [8, 8]
+    assert not any("reward/total/mean" in record for record in metrics(tmp_path))
+    assert same(weights(tmp_path, 2), load_file(tiny.model / "model.safetensors"))
+
+
+def test_some_losses_are_survived(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "if int(instance_id) % 4 == 0: raise OSError('gone')", good=0)
+    settings = (tool.override, f"{RETRIES}=0", "trainer.min_valid_fraction=0.1", "trainer.total_training_steps=2")
+    train(tiny.config(tmp_path / "run", *settings))
+    assert any(record["rollout/dropped"] > 0 for record in metrics(tmp_path / "run"))
+    assert not same(weights(tmp_path / "run", 2), load_file(tiny.model / "model.safetensors"))
+
+
+def test_a_tool_that_raises_tells_the_model(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "1 / 0", good=0)
+    train(tiny.config(tmp_path / "run", tool.override, "trainer.total_training_steps=1"))
+    [record] = metrics(tmp_path / "run")
+    assert record["tool/calculator/errors"] == record["tool/calculator/calls"] > 0
+    assert record["rollout/dropped"] == 0
+
+
+@pytest.mark.parametrize("mode", ["async", "sync"])
+def test_a_scorer_that_raises_ends_the_run_and_says_why(tiny, tmp_path, mode):
+    (tmp_path / "odd.py").write_text("def compute_score(**kwargs):\n    raise KeyError('no such answer')\n")
+    override = f"custom_reward_function.path={tmp_path}/odd.py"
+    with pytest.raises(EtudeError, match="no such answer"):
+        train(tiny.config(tmp_path / "run", override, f"actor_rollout_ref.rollout.mode={mode}", f"{RETRIES}=0"))
+
+
+def test_a_fault_in_an_update_does_not_save_half_changed_weights(tiny, tmp_path, monkeypatch):
+    updates = ppo.PPOTrainer._update
+
+    def fails_in_the_third(self, batch, timings):
+        figures = updates(self, batch, timings)
+        if self.global_step == 2:
+            raise ZeroDivisionError
+        return figures
+
+    monkeypatch.setattr(ppo.PPOTrainer, "_update", fails_in_the_third)
+    with pytest.raises(ZeroDivisionError):
+        train(tiny.config(tmp_path, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null"))
+    assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
+    with pytest.raises(ZeroDivisionError):
+        train(tiny.config(tmp_path / "unsaved"))
+    assert not list((tmp_path / "unsaved").glob("global_step*"))
+
+
+def test_a_report_that_cannot_be_written_hides_no_other_error(tiny, tmp_path, monkeypatch):
+    def broken(*args, **kwargs):
+        raise OSError("no room for a page")
+
+    monkeypatch.setattr(ppo, "write_report", broken)
+    train(tiny.config(tmp_path, "trainer.report=true", "trainer.total_training_steps=1"))
+    assert steps(tmp_path) == [1]
+
+
+def test_an_evaluation_without_survivors_is_an_error_and_not_a_zero(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", 'raise OSError("gone")', good=0)
+    (tmp_path / "down.py").write_text("def compute_score(**kwargs):\n    raise ConnectionError('no judge')\n")
+    settings = (f"data.val_files={tiny.folder}/data/val.parquet", f"{RETRIES}=0", tool.override)
+    config = tiny.config(tmp_path, *settings, f"custom_reward_function.path={tmp_path}/down.py")
+    with pytest.raises(EtudeError, match="all 3 trajectories were lost; the first failure: "):
+        evaluate(config, output=tmp_path / "figures.json")
+    assert not (tmp_path / "figures.json").exists()

@@ -1,0 +1,102 @@
+"""Ctrl-C and SIGTERM: the step in hand is finished or abandoned, tools are released, and nothing that is done is lost."""
+
+import os
+import signal
+import time
+
+import pytest
+from house_stage import Launched, metrics, same, steps, weights
+from trainer_tools import Moody
+
+from etude.trainer.interrupts import Interrupted, Interrupts
+from etude.trainer.run import train
+
+ENDLESS = ("trainer.total_training_steps=5000", "trainer.logger=[jsonl,console]")
+FIRST_NOTE = "stopping after this step"
+
+
+def until(condition, launched):
+    """Waits until `condition()`; a process that ends before that is a failure."""
+    while not condition():
+        assert launched.process.is_alive(), launched.text()
+        time.sleep(0.02)
+
+
+def lines(run):
+    path = run / "metrics.jsonl"
+    return path.read_text().count("\n") if path.exists() else 0
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_signal_ends_the_run_after_the_step(tiny, tmp_path, number):
+    run = tmp_path / "run"
+    launched = Launched(["train", *tiny.arguments(run, *ENDLESS)], tmp_path / "log")
+    until(lambda: lines(run) >= 1, launched)
+    launched.signal(number)
+    assert launched.wait() == 128 + number
+    done = steps(run)[-1]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(done)
+    assert launched.text().splitlines()[-1].startswith(f"error: stopped after step {done} of 5000;")
+    assert launched.text().count(FIRST_NOTE) == 1
+    assert "Traceback" not in launched.text()
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_abandons_a_rollout_and_releases_its_tools(tiny, tmp_path, number):
+    run, tool = tmp_path / "run", Moody(tmp_path / "tool", "await asyncio.sleep(3600)", timeout=7200)
+    launched = Launched(["train", *tiny.arguments(run, *ENDLESS, tool.override)], tmp_path / "log")
+    until(lambda: tool.count("mood") >= 1, launched)
+    launched.signal(number)
+    until(lambda: FIRST_NOTE in launched.text(), launched)
+    launched.signal(number)
+    assert launched.wait() == 128 + number
+    assert "Traceback" not in launched.text()
+    assert tool.count("release") == tool.count("create") == 16
+    assert steps(run) == [1]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"
+    train(tiny.config(run, "trainer.total_training_steps=2"))  # the abandoned step, done again with a tool that works
+    train(tiny.config(tmp_path / "whole", "trainer.total_training_steps=2"))
+    assert same(weights(run, 2), weights(tmp_path / "whole", 2))
+
+
+def test_an_interrupt_that_strikes_inside_a_task_still_releases_every_tool(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "raise KeyboardInterrupt")  # as if the signal had come at this very moment
+    with pytest.raises(Interrupted, match="stopped after step 1 of 6"):
+        train(tiny.config(tmp_path / "run", tool.override))
+    assert tool.count("release") == tool.count("create") == 16
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_an_abandoned_validation_loses_neither_the_step_nor_its_figures(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "raise KeyboardInterrupt", good=3 + 8)  # the first validation, the first step
+    run = tmp_path / "run"
+    settings = (tool.override, f"data.val_files={tiny.folder}/data/val.parquet", "trainer.test_freq=1")
+    with pytest.raises(Interrupted, match="stopped after step 1 of 6"):
+        train(tiny.config(run, *settings))
+    assert steps(run) == [0, 1]
+    assert "actor/loss" in metrics(run)[1]
+    assert "val-core/etude/arithmetic/reward/mean@1" not in metrics(run)[1]
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"
+
+
+def test_an_abandoned_first_validation_leaves_no_checkpoint(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "raise KeyboardInterrupt", good=0)
+    run = tmp_path / "run"
+    with pytest.raises(Interrupted, match=r"stopped after step 0 of 6$"):
+        train(tiny.config(run, tool.override, f"data.val_files={tiny.folder}/data/val.parquet"))
+    assert not list(run.glob("global_step_*"))
+
+
+def test_a_second_signal_waits_where_something_is_being_changed():
+    notes = []
+    held = signal.getsignal(signal.SIGINT)
+    with Interrupts(notes.append) as interrupts:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert interrupts.stop
+        assert len(notes) == 1
+        with pytest.raises(KeyboardInterrupt), interrupts.abandonable():
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.signal_number == signal.SIGTERM
+        os.kill(os.getpid(), signal.SIGTERM)  # outside again
+    assert signal.getsignal(signal.SIGINT) is held
