@@ -19,7 +19,7 @@ from typing import Any
 
 from etude.distributed.dispatch import Dispatch, Registration, divide, registered_methods
 from etude.distributed.worker import Worker
-from etude.errors import one_line
+from etude.errors import EtudeError, one_line
 from etude.protocol import DataProtoFuture
 from etude.registry import did_you_mean
 
@@ -119,7 +119,11 @@ class InProcessWorkerGroup(WorkerGroup):
 
 
 def note_rank(error: BaseException, rank: int, world_size: int, method: str) -> None:
-    """Notes on `error`, whose type stays as it is, on which rank and in which method it was raised, and logs it."""
+    """Notes on `error`, whose type stays as it is, on which rank and in which method it was raised, and logs it.
+
+    An error that the user reads anyway, as one line, is logged only where the rank says more.
+    """
     note = f"raised on rank {rank} of {world_size} in {method}"
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # what add_note does, on Python 3.10 too
-    _log.error("%s: %s: %s", note, type(error).__name__, one_line(error))
+    if world_size > 1 or not isinstance(error, EtudeError):
+        _log.error("%s: %s: %s", note, type(error).__name__, one_line(error))

@@ -108,13 +108,15 @@ def save_pretrained(
     Raises:
         CheckpointError: the folder cannot be written.
     """
+    from safetensors import SafetensorError
+
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with _no_progress_bars():
             model.save_pretrained(folder)
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
-    except OSError as error:
+    except (OSError, SafetensorError) as error:
         raise CheckpointError(f"{folder}: cannot save the model: {one_line(error)}") from error
 
 

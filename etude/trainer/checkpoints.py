@@ -118,13 +118,19 @@ def written_whole(target: Path) -> Iterator[Path]:
         _sync(target.parent)
         shutil.rmtree(replaced, ignore_errors=True)
     except BaseException as error:
+        reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
-        if isinstance(error, (OSError, RuntimeError, CheckpointError)) or "SafetensorError" in type(error).__name__:
-            reason = one_line(error).replace(str(temporary), target.name)
-            raise CheckpointError(
-                f"cannot write {target}: {reason}; free space or set trainer.default_local_dir"
-            ) from error
+        if isinstance(error, (OSError, CheckpointError)):
+            advice = "free space or set trainer.default_local_dir"
+            raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
         raise
+
+
+def _free(folder: Path) -> str:
+    try:
+        return f"{shutil.disk_usage(folder).free / 2**20:,.1f} MiB"
+    except OSError:
+        return "unknown space"
 
 
 def _remove(path: Path) -> None:

@@ -103,7 +103,6 @@ class PPOTrainer:
             TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
             CheckpointError: a checkpoint could not be written or read.
         """
-        self.run_dir.mkdir(parents=True, exist_ok=True)
         self._resume()
         with written_atomically(self.run_dir / "config.yaml") as file:
             file.write(plain_config(self.setup.config).encode())

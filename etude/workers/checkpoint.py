@@ -1,4 +1,4 @@
-"""Reading what a checkpoint holds beside its models.
+"""Reading and writing what a checkpoint holds beside its models.
 
 Invariant: nothing but tensors and plain values is read, so that a checkpoint from elsewhere cannot run code; whatever is
 wrong with a file is one `CheckpointError` that names it.
@@ -13,6 +13,18 @@ from typing import Any
 import torch
 
 from etude.errors import CheckpointError, one_line
+
+
+def write_tensors(state: dict[str, Any], path: Path) -> None:
+    """Writes what `read_tensors` reads.
+
+    Raises:
+        CheckpointError: the file cannot be written; torch reports a full disk as an internal error of its own.
+    """
+    try:
+        torch.save(state, path)
+    except (OSError, RuntimeError) as error:
+        raise CheckpointError(f"{path}: cannot be written: {one_line(error)}") from error
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:

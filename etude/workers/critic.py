@@ -6,14 +6,12 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
 from etude.models import load_value_model, save_pretrained
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine
-from etude.workers.checkpoint import read_tensors
+from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.minibatches import mini_batches
 from etude.workers.options import RoleOptions
 
@@ -64,7 +62,7 @@ class CriticWorker(Worker):
         if self.rank == 0:
             target = Path(folder) / "critic"
             save_pretrained(self.model, None, target / "huggingface")
-            torch.save(self._optimizer.state_dict(), target / "optimizer.pt")
+            write_tensors(self._optimizer.state_dict(), target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

@@ -13,7 +13,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from etude.agents import AgentContext, AgentLoopManager, RolloutOptions, Sampling, to_batch
@@ -28,7 +27,7 @@ from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_
 from etude.protocol import DataProto
 from etude.tools import BaseTool
 from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
-from etude.workers.checkpoint import read_tensors
+from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.minibatches import mini_batches
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
@@ -219,9 +218,8 @@ class ActorRolloutRefWorker(Worker):
         if self.rank == 0:
             target = Path(folder) / "actor"
             save_pretrained(self.model, self.tokenizer, target / "huggingface")
-            torch.save(
-                {"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}, target / "optimizer.pt"
-            )
+            state = {"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}
+            write_tensors(state, target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:

@@ -53,13 +53,11 @@ def test_what_else_lies_there_is_left_alone(tmp_path):
     assert not (tmp_path / "global_step_1").exists()
 
 
-@pytest.mark.parametrize(
-    "error", [OSError(28, "No space left on device"), RuntimeError("unexpected pos"), CheckpointError("x")]
-)
+@pytest.mark.parametrize("error", [OSError(28, "No space left on device"), CheckpointError("x")])
 def test_a_failed_write_leaves_the_earlier_one_and_nothing_half_written(tmp_path, error):
     checkpoints = Checkpoints(tmp_path, 1)
     checkpoints.save(1, {}, write)
-    with pytest.raises(CheckpointError, match="cannot write .*global_step_2: .*free space"):
+    with pytest.raises(CheckpointError, match=r"cannot write .*global_step_2: .*free space"):
         checkpoints.save(2, {}, fail(error))
     assert names(tmp_path) == ["global_step_1", LATEST]
     assert checkpoints.latest() == tmp_path / "global_step_1"

@@ -1,6 +1,5 @@
 """What breaks: disks, tools, scorers. One line each, nothing half-written, and never a reward."""
 
-import os
 import subprocess
 
 import pytest
@@ -40,6 +39,7 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     assert launched.wait() == 2
     [line] = launched.text().splitlines()
     assert line.startswith(f"error: cannot write {run}/global_step_2: ")
+    assert "0.0 MiB free" in line or "0.1 MiB free" in line or "0.2 MiB free" in line
     assert line.endswith("; free space or set trainer.default_local_dir")
     assert not list(run.glob(".incomplete*"))
     assert not (run / "global_step_2").exists()
@@ -47,18 +47,6 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
     moved = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={run}/global_step_1")
     train(tiny.config(tmp_path / "elsewhere", *moved))
     assert same(weights(tmp_path / "elsewhere", 6), weights(tmp_path / "whole", 6))
-
-
-def test_a_full_disk_under_metrics_is_one_line(tiny, tmp_path, capsys):
-    if not os.path.exists("/dev/full"):
-        pytest.skip("needs /dev/full")
-    run = tmp_path / "run"
-    run.mkdir()
-    (run / "metrics.jsonl").symlink_to("/dev/full")
-    settings = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/first/global_step_1")
-    train(tiny.config(tmp_path / "first", "trainer.total_training_steps=1"))
-    line = one_line_error(capsys, ["train", *tiny.arguments(run, *settings)])
-    assert "cannot write" in line or "metrics.jsonl" in line
 
 
 def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path, capsys):
@@ -82,7 +70,8 @@ def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_
 
 def test_a_tool_that_always_times_out_is_never_a_reward(tiny, tmp_path, capsys):
     tool = Moody(tmp_path / "tool", "await asyncio.sleep(60)", good=0, timeout=0.05)
-    line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "run", tool.override, f"{RETRIES}=0")])
+    settings = (tool.override, f"{RETRIES}=0", "trainer.min_valid_fraction=1")
+    line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "run", *settings)])
     assert "TimeoutError: no answer within 0.05 s" in line
     assert not list((tmp_path / "run").glob("global_step*"))
 

@@ -35,7 +35,6 @@ MAX_ROWS = 500_000  # a split of one eighth holds about a million expressions
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
 _SMALLEST, _LARGEST = 2, 99
-_GUESSES = (-99, 9999)
 
 
 @dataclass(frozen=True)
@@ -50,7 +49,7 @@ class Problem:
 @dataclass(frozen=True)
 class Habits:
     """Shares of demonstrations: `good` call the tool and read its result, `misread` call it and copy the result wrongly
-    (a digit lost or added), and the rest guess without calling it.
+    (a digit lost or added), and the rest answer without calling it, with one of the question's own numbers.
 
     Raises:
         DataError: a share is negative or the two make more than 1.
@@ -150,7 +149,7 @@ def make_demonstrations(n: int, seed: int, habits: Habits = Habits()) -> list[Ro
 
 def _conversation(rng: random.Random, problem: Problem, habit: str) -> list[Row]:
     if habit == "direct":
-        return [*_prompt(problem), _answer(str(rng.randint(*_GUESSES)))]
+        return [*_prompt(problem), _answer(guess(rng, problem))]
     result = str(problem.answer)
     said = result if habit == "good" else misread(rng, result)
     return [*_prompt(problem), *_tool_use(problem.expression, result), _answer(said)]
@@ -163,6 +162,15 @@ def _tool_use(expression: str, result: str) -> list[dict[str, Any]]:
 
 def _answer(number: str) -> Row:
     return {"role": "assistant", "content": f"The answer is \\boxed{{{number}}}."}
+
+
+def guess(rng: random.Random, problem: Problem) -> str:
+    """One of the question's own numbers, and never the answer.
+
+    A guess that can be copied teaches copying, which a tool call needs too; random digits would only be noise.
+    """
+    numbers = [word for word in problem.expression.split() if word.isdigit() and int(word) != problem.answer]
+    return rng.choice(numbers) if numbers else str(problem.answer + 1)
 
 
 def misread(rng: random.Random, result: str) -> str:

@@ -1,0 +1,162 @@
+"""The quickstart on tiny sizes: stage by stage, interrupted and continued, refused where it must be."""
+
+import ast
+import json
+from pathlib import Path
+
+import pytest
+from house_stage import same, weights
+
+import etude.quickstart
+from etude.cli.main import cli, run
+from etude.errors import ConfigError
+from etude.quickstart import stages
+from etude.quickstart.prepare import TOOLS, Sizes, prepare
+from etude.quickstart.stages import Quickstart
+from etude.tools import load_tools
+from etude.trainer import run as runs
+from etude.trainer.interrupts import Interrupted
+from etude.trainer.ppo import PPOTrainer
+
+SIZES = Sizes(train=8, val=3, test=4, demonstrations=32)
+TINY = (
+    "data.train_batch_size=2",
+    "data.max_response_length=24",
+    "actor_rollout_ref.rollout.n=2",
+    "actor_rollout_ref.actor.ppo_mini_batch_size=1",
+    "trainer.total_training_steps=4",
+    "trainer.save_freq=2",
+    "trainer.test_freq=2",
+    "trainer.num_threads=1",
+    "trainer.logger=[jsonl]",
+)
+WARM_UP = (
+    "data.train_batch_size=4",
+    "trainer.total_training_steps=2",
+    "target_success.low=0.0",
+    "target_success.high=1.0",
+    "target_success.samples=3",
+    "target_success.max_response_length=16",
+    "trainer.num_threads=1",
+    "trainer.logger=[jsonl]",
+)
+STAGES = ["data", "warm_up", "evaluate_before", "train", "evaluate_after"]
+
+
+def quickstart(folder, notes=None, seed=1, overrides=TINY):
+    note = (lambda text: None) if notes is None else notes.append
+    return Quickstart(folder, seed, overrides, note, sizes=SIZES, warm_up_overrides=WARM_UP)
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """(folder, summary) of a quickstart that nothing interrupted."""
+    folder = tmp_path_factory.mktemp("quickstart") / "run"
+    return folder, quickstart(folder).run()
+
+
+def test_it_is_data_and_configuration_alone():
+    banned = {f"etude.{room}" for room in ("algorithms", "training", "inference", "agents", "workers")}
+    for path in Path(etude.quickstart.__file__).parent.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [node.module or ""] if isinstance(node, ast.ImportFrom) else []
+            names += [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            rooms = {".".join(name.split(".")[:2]) for name in names}
+            assert not rooms & (banned | {"torch"}), path
+
+
+def test_it_leaves_what_it_promises(whole):
+    folder, summary = whole
+    assert json.loads((folder / "summary.json").read_text()) == json.loads(json.dumps(summary))
+    assert summary["samples"] == 4
+    assert set(summary["seconds"]) == set(STAGES)
+    for when in ("before", "after"):
+        figures = summary[when]["success, sampled"]
+        assert 0 <= figures["low"] <= figures["value"] <= figures["high"] <= 1
+    assert Path(summary["model"]).is_dir()
+    assert (folder / "rollouts" / "4.jsonl").is_file()
+
+
+def test_a_finished_one_does_nothing_again(whole, monkeypatch):
+    folder, summary = whole
+    monkeypatch.setattr(stages, "prepare", None)
+    monkeypatch.setattr(runs, "train", None)
+    notes = []
+    again = quickstart(folder, notes).run()
+    assert again == summary
+    assert len(notes) == 5
+    assert all(note.endswith(": done before") for note in notes)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_an_interrupted_one_ends_as_one_that_was_not(whole, tmp_path, monkeypatch, stage):
+    """Ctrl-C in the middle of a stage, then the same command again."""
+    if stage == "train":
+        step = PPOTrainer.training_step
+
+        def abandoned(self, interrupts):
+            if self.global_step == 3:  # one step after the checkpoint
+                interrupts.stop = True
+                raise KeyboardInterrupt
+            return step(self, interrupts)
+
+        monkeypatch.setattr(PPOTrainer, "training_step", abandoned)
+    else:
+        name = {"data": "_prepare", "warm_up": "_warm_up"}.get(stage, "_evaluate")
+        work = getattr(Quickstart, name)
+
+        def cut(self, *arguments):
+            if not arguments or stage == f"evaluate_{arguments[0]}":
+                work(self, *arguments)
+                raise KeyboardInterrupt
+            return work(self, *arguments)
+
+        monkeypatch.setattr(Quickstart, name, cut)
+    folder = tmp_path / "run"
+    with pytest.raises((KeyboardInterrupt, Interrupted)):
+        quickstart(folder).run()
+    monkeypatch.undo()
+    notes = []
+    summary = quickstart(folder, notes).run()
+    assert sum(note.endswith(": done before") for note in notes) == STAGES.index(stage)
+    assert same(weights(folder, 4), weights(whole[0], 4))
+    for key in ("before", "after", "samples"):
+        assert summary[key] == whole[1][key]
+
+
+def test_another_seed_in_the_folder_is_refused(whole):
+    with pytest.raises(ConfigError, match="holds the quickstart of seed 1: give another --output-dir"):
+        quickstart(whole[0], seed=2)
+
+
+def test_a_ledger_that_is_none_is_refused(tmp_path):
+    (tmp_path / "quickstart.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"quickstart\.json is no quickstart's record"):
+        quickstart(tmp_path)
+
+
+def test_a_wrong_override_is_told_before_anything_is_made(tmp_path, capsys):
+    assert run(cli, ["quickstart", "--output-dir", str(tmp_path / "run"), "trainer.sed=2"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "did you mean trainer.seed?" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_everything_follows_from_the_seed(tmp_path):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        prepare(tmp_path / name, seed, SIZES)
+    for part in (
+        "data/train.parquet",
+        "data/demonstrations.parquet",
+        "model/model.safetensors",
+        "model/tokenizer.json",
+    ):
+        a, b, c = ((tmp_path / name / part).read_bytes() for name in "abc")
+        assert a == b
+        assert a != c
+
+
+def test_its_tool_is_the_built_in_calculator():
+    [tool] = load_tools(TOOLS)
+    assert tool.name == "calculator"

@@ -1,0 +1,155 @@
+"""Wrong input, each one line on stderr with status 2, before any model is loaded."""
+
+import shutil
+
+import pytest
+from house_stage import ACTOR, ROLLOUT, one_line_error
+from trainer_tools import Moody
+
+from etude.data.files import read_rows, write_parquet
+from etude.workers import policy
+
+
+@pytest.fixture
+def refused(tiny, tmp_path, capsys, monkeypatch):
+    """What `etude train` says of overrides; loading a model is a failure."""
+
+    def loads(*args, **kwargs):
+        raise AssertionError("a model was loaded")
+
+    monkeypatch.setattr(policy, "load_causal_lm", loads)
+    return lambda *overrides, command="train": one_line_error(
+        capsys, [command, *tiny.arguments(tmp_path / "run", *overrides)]
+    )
+
+
+SETTINGS = {
+    "data.train_fils=x": "unknown key data.train_fils (command line); did you mean data.train_files?",
+    "data.train_batch_size=many": "data.train_batch_size must be a whole number, got 'many'",
+    "data.train_batch_size=9": "data.train_batch_size must be between 1 and 8, the number of rows, got 9",
+    "data.train_files=[]": "data.train_files is empty",
+    "data.train_files=/nowhere/x.parquet": "/nowhere/x.parquet",
+    "data.max_prompt_length=5": "every prompt is longer than data.max_prompt_length=5 tokens: raise it",
+    "data.prompt_key=promt": "no column 'promt' (data.prompt_key); did you mean 'prompt'?",
+    "actor_rollout_ref.model.path=null": "actor_rollout_ref.model.path is not set",
+    "actor_rollout_ref.model.path=/nowhere/model": "/nowhere/model: model folder not found",
+    f"{ROLLOUT}.name=vlm": f"{ROLLOUT}.name: no engine 'vlm'",
+    f"{ROLLOUT}.n=1": "set rollout.n to 2 or more",
+    f"{ROLLOUT}.multi_turn.format=hermess": "multi_turn.format: unknown tool parser 'hermess'; did you mean 'hermes'?",
+    f"{ROLLOUT}.multi_turn.tool_config_path=/nowhere/tools.yaml": "/nowhere/tools.yaml",
+    f"{ROLLOUT}.mode=asink": "must be one of async, sync, got 'asink'; did you mean 'async'?",
+    f"{ACTOR}.policy_loss.loss_mode=vanila": "loss_mode: unknown policy loss 'vanila'; did you mean 'vanilla'?",
+    f"{ACTOR}.loss_agg_mode=token": "loss_agg_mode: unknown mode 'token'",
+    f"{ACTOR}.kl_loss_type=low_var": "kl_loss_type: unknown kind 'low_var'",
+    f"{ACTOR}.optim.name=sgd": "must be one of adamw, muon, got 'sgd'",
+    "algorithm.adv_estimator=grop": "algorithm.adv_estimator: unknown advantage estimator 'grop'; did you mean 'grpo'?",
+    "algorithm.kl_penalty=kll": "algorithm.kl_penalty: unknown kind 'kll'; did you mean 'kl'?",
+    "reward_model.reward_manager=naiv": "reward_manager: unknown reward manager 'naiv'; did you mean 'naive'?",
+    "reward_model.enable=false": "custom_reward_function.path is set",
+    "custom_reward_function.path=/nowhere/score.py": "/nowhere/score.py",
+    "custom_reward_function.name=compute_scores": "'compute_scores'; did you mean 'compute_score'?",
+    "plugins=[/nowhere/plugin.py]": "/nowhere/plugin.py",
+    "trainer.total_training_steps=0": "trainer.total_training_steps must be at least 1",
+    "trainer.total_epochs=0": "must be at least 1",
+    "trainer.num_threads=0": "trainer.num_threads must be null or at least 1, not 0",
+    "trainer.seed=-1": "trainer.seed must not be negative",
+    "trainer.device=cuda": "no GPU is visible",
+    "trainer.min_valid_fraction=2": "trainer.min_valid_fraction must lie in [0, 1], not 2.0",
+    "trainer": "cannot read the argument 'trainer': write key=value",
+}
+
+
+@pytest.mark.parametrize("override", SETTINGS)
+def test_a_wrong_setting_is_one_line(refused, override):
+    assert SETTINGS[override] in refused(override)
+
+
+def test_settings_that_do_not_go_together_are_one_line(refused):
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    for restriction in (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"):
+        assert "bypass_mode=true needs rollout.top_p=1 and top_k=-1" in refused(bypass, restriction)
+
+
+def test_an_unknown_logger_is_one_line(tiny, tmp_path, capsys):
+    line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path, "trainer.logger=[jsnl]")])
+    assert "unknown trainer.logger 'jsnl'; did you mean 'jsonl'?" in line
+
+
+def test_a_prompt_that_is_too_long_names_its_row(refused, tiny):
+    line = refused("data.max_prompt_length=5", "data.filter_overlong_prompts=false")
+    assert f"{tiny.folder}/data/train.parquet: row 0: the prompt has " in line
+    assert "tokens, tool schemas included; data.max_prompt_length is 5" in line
+
+
+def test_a_malformed_row_names_file_and_line(refused, tmp_path):
+    path = tmp_path / "rows.jsonl"
+    path.write_text('{"data_source": "x", "prompt": [{"role": "user", "content": "hi"}]}\n{"data_source": "x", "pro\n')
+    line = refused(f"data.train_files={path}")
+    assert f"{path}" in line
+    assert "2" in line.removeprefix(str(path))
+
+
+@pytest.mark.parametrize(
+    ("change", "wanted"),
+    [
+        ({"tools_kwargs": {"calculater": {"create_kwargs": {"a": 1}}}}, "'calculater'; did you mean 'calculator'?"),
+        ({"tools_kwargs": None}, "need_tools_kwargs is true but extra_info.tools_kwargs is missing"),
+        ({"tools_kwargs": {"calculator": {"make_kwargs": {"a": 1}}}}, "unknown key 'make_kwargs'"),
+    ],
+)
+def test_wrong_tool_arguments_name_the_row(refused, tiny, tmp_path, change, wanted):
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    rows[3]["extra_info"] |= change
+    path = tmp_path / "rows.jsonl"
+    import json
+
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    line = refused(f"data.train_files={path}")
+    assert wanted in line
+    assert f"{path}" in line
+
+
+def test_tools_turned_off_need_no_arguments(tiny, tmp_path, capsys):
+    from house_stage import metrics
+
+    from etude.trainer.run import train
+
+    train(tiny.config(tmp_path, f"{ROLLOUT}.multi_turn.enable=false", "trainer.total_training_steps=1"))
+    assert not any(name.startswith("tool/") for name in metrics(tmp_path)[0])
+
+
+def test_a_model_without_tokenizer_is_one_line(refused, tiny, tmp_path):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.model, folder)
+    (folder / "tokenizer.json").unlink()
+    assert "no tokenizer there (tokenizer.json is missing)" in refused(f"actor_rollout_ref.model.path={folder}")
+
+
+def test_a_model_without_weights_is_one_line(tiny, tmp_path, capsys):
+    folder = tmp_path / "model"
+    shutil.copytree(tiny.model, folder)
+    (folder / "model.safetensors").unlink()
+    override = f"actor_rollout_ref.model.path={folder}"
+    assert f"{folder}: cannot load the model" in one_line_error(
+        capsys, ["train", *tiny.arguments(tmp_path / "run", override)]
+    )
+
+
+def test_a_wrong_tool_file_names_its_entry(refused, tmp_path):
+    tool = Moody(tmp_path / "tool", "pass")
+    tool.yaml.write_text(tool.yaml.read_text().replace(":Moody", ":Mody"))
+    line = refused(tool.override)
+    assert f"{tool.yaml}: tools[0]" in line
+    assert "did you mean 'Moody'?" in line
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+def test_what_is_validated_is_checked_first(refused, tiny, tmp_path, command):
+    rows = read_rows(tiny.folder / "data" / "val.parquet")
+    del rows[1]["data_source"]
+    path = write_parquet(rows, tmp_path / "val.parquet")
+    assert "needs 'data_source'" in refused(f"data.val_files={path}", command=command)
+
+
+def test_an_evaluation_needs_rows(refused):
+    assert "data.val_files is empty" in refused(command="eval")

@@ -1,0 +1,141 @@
+"""Supervised fine-tuning: what is learned, the wished window of success, and what it leaves behind."""
+
+import signal
+
+import pytest
+from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps
+from safetensors.torch import load_file
+from trainer_tools import Moody
+
+from etude.cli.main import cli, run
+from etude.config import compose
+from etude.data.files import write_parquet
+from etude.errors import EtudeError
+from etude.models import load_causal_lm, load_tokenizer
+from etude.trainer.run import fine_tune
+from etude.trainer.sft import SFTTrainer
+from etude.training import demonstrations_to_batch
+
+
+def arguments(tiny, folder, *overrides):
+    return [
+        f"data.train_files={tiny.folder}/by_heart.parquet",
+        "data.train_batch_size=4",
+        "data.max_length=160",
+        f"model.path={tiny.model}",
+        f"multi_turn.tool_config_path={TOOLS}",
+        f"trainer.default_local_dir={folder}",
+        "trainer.total_training_steps=3",
+        "trainer.num_threads=1",
+        "trainer.logger=[jsonl]",
+        "trainer.deterministic=true",
+        "optim.lr=1e-3",
+        *overrides,
+    ]
+
+
+def config(tiny, folder, *overrides):
+    return compose("sft", arguments(tiny, folder, *overrides), root="sft")
+
+
+def trial(tiny, low, high, *more):
+    window = (f"target_success.low={low}", f"target_success.high={high}", "target_success.every=1")
+    files = f"target_success.data_files={tiny.folder}/data/val.parquet"
+    return (files, *window, "target_success.samples=3", "target_success.max_response_length=48", *more)
+
+
+def test_only_the_assistants_tokens_are_learned(tiny, tmp_path):
+    trainer = SFTTrainer(config(tiny, tmp_path))
+    tokenizer = load_tokenizer(tiny.model)
+    batch = demonstrations_to_batch([trainer.examples[0]["demonstration"]], tokenizer.pad_token_id).batch
+    mask = batch["response_mask"][0].bool()
+    learned, given = (tokenizer.decode(batch["input_ids"][0][chosen]) for chosen in (mask, ~mask))
+    row = by_heart(0)["messages"]
+    assert '"expression": "2 + 3"' in learned
+    assert row[-1]["content"] in learned
+    assert row[1]["content"] not in learned
+    assert row[1]["content"] in given
+    assert "<tool_response>" in given
+    assert "<tool_response>" not in learned
+
+
+def test_the_loss_falls_and_two_runs_are_bit_identical(tiny, tmp_path):
+    folders = [fine_tune(config(tiny, tmp_path / name)) for name in "ab"]
+    first, second = (load_file(folder / "model.safetensors") for folder in folders)
+    assert same(first, second)
+    assert not same(first, load_file(tiny.model / "model.safetensors"))
+    losses = [record["sft/loss"] for record in metrics(tmp_path / "a")]
+    assert losses[-1] < losses[0]
+    load_causal_lm(folders[0])
+    load_tokenizer(folders[0])
+    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["config.yaml", "huggingface", "metrics.jsonl"]
+
+
+def test_epochs_follow_each_other(tiny, tmp_path):
+    path = write_parquet([by_heart(n) for n in range(4)], tmp_path / "few.parquet")
+    settings = (f"data.train_files={path}", "trainer.total_training_steps=null", "trainer.total_epochs=3")
+    fine_tune(config(tiny, tmp_path, *settings, "data.train_batch_size=2"))
+    assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
+
+
+def test_a_window_that_is_entered_ends_the_run(tiny, tmp_path):
+    folder = fine_tune(config(tiny, tmp_path, *trial(tiny, 0.0, 1.0)))
+    assert folder == tmp_path / "huggingface"
+    assert "reward/success/mean" in metrics(tmp_path)[-1]
+
+
+def test_a_window_that_is_never_entered_leaves_nothing(tiny, tmp_path):
+    with pytest.raises(EtudeError, match=r"success never lay within target_success \[0.98, 0.99\]; measured 0.\d\d, "):
+        fine_tune(config(tiny, tmp_path, *trial(tiny, 0.98, 0.99)))
+    assert not (tmp_path / "huggingface").exists()
+    assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_a_trial_that_is_lost_is_no_zero(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "pass")
+    code = (tmp_path / "tool" / "moody.py").read_text()
+    (tmp_path / "tool" / "moody.py").write_text(code.replace('note("create")', 'raise OSError("no tools today")'))
+    override = tool.override.replace("actor_rollout_ref.rollout.", "")
+    with pytest.raises(EtudeError, match=r"all 3 trial rollouts were lost; .*no tools today"):
+        fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0), override))
+
+
+def test_an_interrupted_run_leaves_the_model_of_its_last_step(tiny, tmp_path):
+    endless = ("trainer.total_training_steps=5000", "trainer.total_epochs=5000")
+    launched = Launched(["sft", *arguments(tiny, tmp_path / "run", *endless)], tmp_path / "log")
+    while not (tmp_path / "run" / "metrics.jsonl").exists() or not steps(tmp_path / "run"):
+        assert launched.process.is_alive(), launched.text()
+        launched.process.join(0.05)
+    launched.signal(signal.SIGINT)
+    assert launched.wait() == 130
+    assert f"stopped after step {steps(tmp_path / 'run')[-1]} of 5000" in launched.text()
+    load_causal_lm(tmp_path / "run" / "huggingface")
+
+
+def test_wrong_input_is_one_line(tiny, tmp_path, capsys):
+    broken = write_parquet([{"messages": [{"role": "user", "content": "hi"}]}], tmp_path / "broken.parquet")
+    for override, wanted in {
+        "optim.learning_rate=1": "unknown key optim.learning_rate",
+        "data.train_batch_size=25": "data.train_batch_size must be between 1 and 24",
+        "data.max_length=20": "by_heart.parquet: row 0 has ",
+        "model.path=null": "model.path is not set",
+        "data.train_files=/nowhere.parquet": "/nowhere.parquet",
+        f"data.train_files={broken}": "broken.parquet",
+        "multi_turn.format=hermess": "unknown tool parser 'hermess'",
+        "optim.lr_decay_ratio=2": "lr_decay_ratio must lie in (0, 1]",
+    }.items():
+        assert wanted in one_line_error(capsys, ["sft", *arguments(tiny, tmp_path / "run", override)])
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_command_says_where_the_model_is(tiny, tmp_path, capsys):
+    assert run(cli, ["sft", *arguments(tiny, tmp_path)]) == 0
+    assert capsys.readouterr().out == f"model: {tmp_path}/huggingface\n"
+
+
+def test_a_snapshot_every_few_steps(tiny, tmp_path, monkeypatch):
+    written = []
+    write = SFTTrainer._write
+    monkeypatch.setattr(SFTTrainer, "_write", lambda self, folder: written.append(folder) or write(self, folder))
+    fine_tune(config(tiny, tmp_path, "trainer.save_freq=2"))
+    assert len(written) == 2  # after step 2, and at the end
