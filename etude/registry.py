@@ -131,7 +131,7 @@ def import_object(target: str) -> Any:
         raise ConfigError(f"'{target}' is not of the form 'package.module.Name' or 'path/to/file.py:Name'")
     module = import_module(module_name)
     if not hasattr(module, name):
-        public = [n for n in vars(module) if not n.startswith("_")]
+        public = [n for n, v in vars(module).items() if not n.startswith("_") and not inspect.ismodule(v)]
         raise ConfigError(f"'{module_name}' has no '{name}'{did_you_mean(name, public)}")
     return getattr(module, name)
 

@@ -100,11 +100,11 @@ class AgentLoopManager:
             self.on_progress(done, total)
 
     def _log_failure(self, request_id: str, error: BaseException) -> None:
-        """The first failure with its traceback, the others in a line."""
-        logger.warning(
-            "trajectory %s broken by infrastructure: %s: %s",
+        """The first failure as a warning with its traceback; the others are counted in the metrics, and seen at INFO."""
+        logger.log(
+            logging.INFO if self._logged else logging.WARNING,
+            "trajectory %s broken by infrastructure: %s",
             request_id,
-            type(error).__name__,
             one_line(error),
             exc_info=None if self._logged else error,
         )

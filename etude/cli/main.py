@@ -111,6 +111,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         error.show()
         return error.exit_code
     except (click.Abort, KeyboardInterrupt):
+        click.echo("interrupted", err=True)
         return 130
     except EtudeError as error:
         if os.environ.get("ETUDE_DEBUG", "") not in ("", "0"):

@@ -103,6 +103,11 @@ class RLDataset:
         self._report_overlong()
 
     @property
+    def data_sources(self) -> set[str]:
+        """The `data_source` of every row."""
+        return {row["data_source"] for row in self._rows}
+
+    @property
     def _tool_names(self) -> list[str] | None:
         return None if self.tool_schemas is None else list(self.tool_schemas)
 

@@ -45,7 +45,9 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
 
     folder = _local_folder(path)
     if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
-        raise ConfigError(f"{folder}: no tokenizer there (tokenizer.json is missing): copy the model's tokenizer files")
+        below = next((path.parent for path in sorted(folder.glob("*/huggingface/tokenizer.json"))), None)
+        advice = f"did you mean {below}?" if below else "copy the model's tokenizer files"
+        raise ConfigError(f"{folder}: no tokenizer there (tokenizer.json is missing): {advice}")
     tokenizer = _from_pretrained(
         AutoTokenizer.from_pretrained, path, folder, "tokenizer", trust_remote_code=trust_remote_code
     )

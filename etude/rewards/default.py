@@ -31,17 +31,22 @@ _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 def compute_score(
     data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
 ) -> Score:
-    """Scores `solution_str` with the function registered for `data_source`.
+    """Scores `solution_str` with the function registered for `data_source`; raises as `scorer_of`."""
+    return scorer_of(data_source)(solution_str, ground_truth)
+
+
+def scorer_of(data_source: str) -> Callable[[str, str], Score]:
+    """The function registered for `data_source`.
 
     Raises:
-        ConfigError: no function is registered for `data_source`.
+        ConfigError: there is none.
     """
     if data_source not in SCORERS:
         raise ConfigError(
             f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
             f"(known: {', '.join(SCORERS.names())}); set custom_reward_function.path to a file with your compute_score"
         )
-    return SCORERS.get(data_source)(solution_str, ground_truth)
+    return SCORERS.get(data_source)
 
 
 def load_compute_score(

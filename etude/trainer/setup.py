@@ -16,6 +16,7 @@ from etude.data import DataOptions, RLDataset
 from etude.errors import ConfigError
 from etude.models import load_tokenizer
 from etude.registry import load_plugins
+from etude.rewards.default import scorer_of
 from etude.tools import BaseTool, load_function_tools, load_tools
 from etude.trainer.options import AlgorithmOptions, RunOptions, TrainerOptions
 from etude.workers.options import (
@@ -50,8 +51,18 @@ class RunSetup:
         return {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
 
     def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
-        """The rows of `files`, checked against the tools."""
-        return RLDataset(files, chat=self.chat, tool_schemas=self.schemas, options=self.data, max_samples=max_samples)
+        """The rows of `files`, checked against the tools and the scorers.
+
+        Raises:
+            ConfigError: no scorer is known for a row's data source.
+            DataError: something is wrong with a file or row.
+        """
+        rows = RLDataset(files, chat=self.chat, tool_schemas=self.schemas, options=self.data, max_samples=max_samples)
+        reward = self.roles.reward
+        if reward.enable and reward.reward_manager == "naive" and self.roles.custom_reward.path is None:
+            for source in sorted(rows.data_sources):
+                scorer_of(source)
+        return rows
 
     def validation_set(self) -> RLDataset | None:
         """The rows of `data.val_files`; None without any."""
