@@ -35,6 +35,7 @@ P = ParamSpec("P")
 logger = logging.getLogger(__name__)
 
 _CURVE_ROWS = 5
+_LINE_SECONDS = 5.0  # between two plain lines of steps that have little to tell, such as those of a warm-up
 _REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
 _RECENT = 20  # steps that the time left is estimated from
 _REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
@@ -75,7 +76,8 @@ FIGURES = (
     Figure("response length", "length", ("response_length/mean",), _whole),
     Figure("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
     Figure("entropy", "entropy", ("actor/entropy",), _number),
-    Figure("gradient norm", "grad", ("actor/grad_norm",), _number),
+    Figure("loss", "loss", ("sft/loss",), _number),
+    Figure("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
     Figure("dropped", "dropped", ("rollout/infrastructure_failures",), _whole),
 )
 
@@ -317,6 +319,7 @@ class Display:
         self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
         self._broken = False
         self._lock = threading.RLock()
+        self._line_printed = 0.0
         self._step_began = time.monotonic()
 
     def __enter__(self) -> Display:
@@ -341,8 +344,14 @@ class Display:
         self._step_began = now
         if self._live is not None:
             self._live.refresh()
-        elif self._enabled:
+        elif self._enabled and (self._is_telling(metrics) or now - self._line_printed >= _LINE_SECONDS):
+            self._line_printed = now
             self._print(plain_line(self._state))
+
+    def _is_telling(self, metrics: Mapping[str, float]) -> bool:
+        """Whether a step deserves a plain line whenever it comes: rewards, a validation, or the end of the run."""
+        last = self._state.step >= self._state.total_steps
+        return last or any(key in metrics for key in _REWARD_KEYS) or any(map(_is_validation, metrics))
 
     @_harmless
     def note(self, text: str) -> None:

@@ -103,7 +103,7 @@ class PPOTrainer:
             TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
             CheckpointError: a checkpoint could not be written or read.
         """
-        self._resume()
+        resumed = self._resume()
         with written_atomically(self.run_dir / "config.yaml") as file:
             file.write(plain_config(self.setup.config).encode())
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
@@ -111,6 +111,8 @@ class PPOTrainer:
         console = "console" in self.options.logger
         with Display(self.total_steps, experiment, enabled=console) as display, Interrupts(display.note) as interrupts:
             self.policy_wg.set_progress(display.rollout_progress)
+            if resumed is not None:
+                display.note(self._resume_note(resumed))
             try:
                 return self._loop(tracking, display, interrupts)
             finally:
@@ -294,21 +296,29 @@ class PPOTrainer:
         if self.critic_wg is not None:
             self.critic_wg.save_checkpoint(folder)
 
-    def _resume(self) -> None:
-        """Restores everything from the checkpoint that `trainer.resume_mode` names, if there is one."""
+    def _resume(self) -> Path | None:
+        """Restores everything from the checkpoint that `trainer.resume_mode` names, if there is one; its folder."""
         if self.options.resume_mode == "disable":
-            return
+            return None
         given = self.options.resume_from_path if self.options.resume_mode == "resume_path" else None
         folder = Path(given) if given else self.checkpoints.latest()
         if folder is None:
-            return
+            return None
         state = Checkpoints.read_state(folder)
         try:
             self._restore(folder, state)
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"
             raise CheckpointError(f"{folder} does not fit this configuration: {one_line(error)}; {advice}") from error
-        logger.info("resumed from %s", folder)
+        return folder
+
+    def _resume_note(self, folder: Path) -> str:
+        if self.global_step < self.total_steps:
+            return f"resumed from {folder}"
+        return (
+            f"{folder} is already at the last step: raise trainer.total_training_steps, or set "
+            "trainer.default_local_dir to start another run"
+        )
 
     def _restore(self, folder: Path, state: dict[str, Any]) -> None:
         self.loader.load_state_dict(state["loader"])
