@@ -180,42 +180,40 @@ class PPOTrainer:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def training_step(self, interrupts: Interrupts) -> Metrics:
-        """One step of the list in the module's docstring; returns its figures."""
+        """One step, in the order of the module's docstring; returns its figures."""
         timings = Timings()
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 batch, metrics = self._roll_out()
             if len(batch):
-                metrics |= data_metrics(self._with_rewards(batch, timings), self.setup.data.max_response_length)
+                batch.meta_info |= {
+                    "temperature": self.setup.roles.rollout.temperature,
+                    "global_step": self.global_step,
+                }
+                with timings("old_log_prob"):
+                    batch = self._with_old_log_probs(batch)
+                with timings("ref"):
+                    batch = self._with_ref_log_probs(batch)
+                with timings("values"):
+                    batch = self._with_values(batch)
+                with timings("adv"):
+                    self._add_advantages(batch)
+                metrics |= data_metrics(batch, self.setup.data.max_response_length)
             learned = self._learned(batch)
             metrics["training/filter_groups/kept"] = len(learned) / max(len(batch), 1)
             if len(learned):
-                metrics |= self._update(learned, timings)
+                self._updating = True
+                with timings("update_critic"):
+                    metrics |= self._update_critic(learned)
+                with timings("update_actor"):  # and sync weights: the engine shares them
+                    metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
         tokens = int(batch.batch["attention_mask"].sum())
-        metrics |= timing_metrics(timings.seconds, tokens) | {"perf/cpu_seconds": timings.cpu()}
+        metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
-        return metrics
-
-    def _learned(self, batch: DataProto) -> DataProto:
-        """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
-        if not self.algorithm.filter_groups.enable:
-            return batch
-        groups = spread_groups(batch)[: self.setup.data.train_batch_size]
-        return batch.select_idxs([row for rows in groups for row in rows])
-
-    def _update(self, batch: DataProto, timings: Timings) -> Metrics:
-        metrics: Metrics = {}
-        self._updating = True
-        if self.critic_wg is not None:
-            with timings("update_critic"):
-                metrics |= mean_figures(self.critic_wg.update_critic(batch))
-        if self.global_step >= self.options.critic_warmup:
-            with timings("update_actor"):  # and sync weights: the engine shares them
-                metrics |= mean_figures(self.policy_wg.update_actor(batch))
         return metrics
 
     def _roll_out(self) -> tuple[DataProto, Metrics]:
@@ -231,28 +229,22 @@ class PPOTrainer:
                 break
         return joined(parts), mean_figures(all_figures)
 
-    def _with_rewards(self, batch: DataProto, timings: Timings) -> DataProto:
-        """Adds old and reference log-probs, values, rewards, advantages and returns."""
-        batch.meta_info |= {
-            "temperature": self.setup.roles.rollout.temperature,
-            "global_step": self.global_step,
-        }
+    def _with_old_log_probs(self, batch: DataProto) -> DataProto:
+        """Adds `old_log_probs`, unless the batch gets a single update: then that update's own values are the old ones."""
         if self.algorithm.rollout_correction.bypass_mode:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif self._updates_per_step(self.setup.roles.actor) > 1:  # a single update's own log-probs are the old ones
-            with timings("old_log_prob"):
-                batch = batch.union(self.policy_wg.compute_log_prob(batch))
-        if self.setup.roles.needs_ref:
-            with timings("ref"):
-                batch = batch.union(self.policy_wg.compute_ref_log_prob(batch))
-        if self.critic_wg is not None:
-            with timings("values"):
-                batch = batch.union(self.critic_wg.compute_values(batch))
-        with timings("adv"):
-            self._rewards_and_advantages(batch)
+        elif self._updates_per_step(self.setup.roles.actor) > 1:
+            batch = batch.union(self.policy_wg.compute_log_prob(batch))
         return batch
 
-    def _rewards_and_advantages(self, batch: DataProto) -> None:
+    def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
+        return batch.union(self.policy_wg.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
+
+    def _with_values(self, batch: DataProto) -> DataProto:
+        return batch if self.critic_wg is None else batch.union(self.critic_wg.compute_values(batch))
+
+    def _add_advantages(self, batch: DataProto) -> None:
+        """Adds `token_level_rewards`, `advantages` and `returns`."""
         columns, algorithm = batch.batch, self.algorithm
         mask = columns["response_mask"]
         rewards = columns["token_level_scores"]
@@ -272,6 +264,20 @@ class PPOTrainer:
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
+
+    def _learned(self, batch: DataProto) -> DataProto:
+        """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
+        if not self.algorithm.filter_groups.enable:
+            return batch
+        groups = spread_groups(batch)[: self.setup.data.train_batch_size]
+        return batch.select_idxs([row for rows in groups for row in rows])
+
+    def _update_critic(self, batch: DataProto) -> Metrics:
+        return {} if self.critic_wg is None else mean_figures(self.critic_wg.update_critic(batch))
+
+    def _update_actor(self, batch: DataProto) -> Metrics:
+        warming_up = self.critic_wg is not None and self.global_step < self.options.critic_warmup
+        return {} if warming_up else mean_figures(self.policy_wg.update_actor(batch))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

@@ -26,3 +26,7 @@ class Timings:
     def cpu(self) -> float:
         """CPU seconds since construction."""
         return time.process_time() - self._cpu
+
+    def of_work(self) -> dict[str, float]:
+        """`seconds` without activities that had nothing to do."""
+        return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}

@@ -111,15 +111,15 @@ def test_a_scorer_that_raises_ends_the_run_and_says_why(tiny, tmp_path, mode):
 
 
 def test_a_fault_in_an_update_does_not_save_half_changed_weights(tiny, tmp_path, monkeypatch):
-    updates = ppo.PPOTrainer._update
+    update = ppo.PPOTrainer._update_actor
 
-    def fails_in_the_third(self, batch, timings):
-        figures = updates(self, batch, timings)
+    def fails_in_the_third(self, batch):
+        figures = update(self, batch)
         if self.global_step == 2:
             raise ZeroDivisionError
         return figures
 
-    monkeypatch.setattr(ppo.PPOTrainer, "_update", fails_in_the_third)
+    monkeypatch.setattr(ppo.PPOTrainer, "_update_actor", fails_in_the_third)
     with pytest.raises(ZeroDivisionError):
         train(tiny.config(tmp_path, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null"))
     assert (tmp_path / "latest_checkpointed_iteration.txt").read_text() == "2"
