@@ -44,7 +44,8 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
 
     Args:
         batch: columns `response_mask`, `attention_mask` (batch, prompt_len + response_len) and any of
-            `token_level_scores, token_level_rewards, advantages, returns, values` (batch, response_len).
+            `token_level_scores, token_level_rewards, advantages, returns, values, old_log_probs, rollout_log_probs`
+            (batch, response_len).
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
 
     `critic/score` and `critic/rewards` are sums a row; the token columns are taken where `response_mask` is 1.
@@ -65,8 +66,22 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
         metrics["critic/vf_explained_var"] = _explained_variance(
             columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
         )
+    if {"old_log_probs", "rollout_log_probs"} <= columns.keys():
+        actor, engine = (columns[key][valid][mask] for key in ("old_log_probs", "rollout_log_probs"))
+        if not torch.equal(actor, engine):  # equal to the last bit: bypass mode, where one is the other
+            metrics |= _mismatch(actor, engine)
     metrics |= _length_metrics(columns["attention_mask"][valid], mask.shape[-1], max_response_length)
     return metrics
+
+
+def _mismatch(actor: torch.Tensor, engine: torch.Tensor) -> Metrics:
+    """How far the actor's probabilities of the sampled tokens lie from those the engine drew them with: (tokens,) log-probs.
+
+    More than rounding means that actor and engine do not run the same model on the same context.
+    """
+    difference = (actor.double().exp() - engine.double().exp()).abs()
+    name = "training/rollout_probs_diff"
+    return {f"{name}_mean": difference.mean().item(), f"{name}_max": difference.max().item()}
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
