@@ -92,7 +92,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending(self, data: _Conversation) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            _append_to_last_user(trajectory.messages, self._shown(response))
+            _append_to_last_user(trajectory.messages, self.chat.disarmed(self._shown(response)))
         trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None)
         if not self.prompt_fits(trajectory):
             return _end(data, StopReason.PROMPT_TOO_LONG)

@@ -14,6 +14,7 @@ difference: prompts are the data set's own, and a control token spelled out in o
 
 from __future__ import annotations
 
+import re
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -64,6 +65,8 @@ class ChatTemplate:
         self._decoder = Decoder(tokenizer)
         self._prompts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
         self._control = _control_tokens(tokenizer)
+        spelled = sorted(tokenizer.convert_ids_to_tokens(sorted(self._control)), key=len, reverse=True)
+        self._control_texts = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
         self._stop_text, self.end_of_turn_id = self._find_end_of_turn()
         self._check_head()
         self._check_tail(_ANSWER_STUB, {"role": "user", "content": _PROBE})
@@ -89,6 +92,14 @@ class ChatTemplate:
             if len(self._prompts) > _PROMPTS_KEPT:
                 self._prompts.popitem(last=False)
         return list(self._prompts[text])
+
+    def disarmed(self, text: str) -> str:
+        """`text` with a zero-width space inside every spelled-out control token.
+
+        For text that others wrote and that becomes part of a prompt: `initial_ids` trusts the prompt's messages, and a
+        control token spelled out there would become that token.
+        """
+        return self._control_texts.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 
     def prompt_length(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> int:
         """Number of ids of the prompt."""

@@ -186,7 +186,8 @@ class ToolSession:
                 raise TimeoutError(f"no answer within {instance.policy.timeout:g} s")
             if instance.opening.cancelled():
                 raise InfrastructureError("the call was cancelled from inside")
-            return read_creation(instance.opening.result(), instance.given_id)[1]
+            response = read_creation(instance.opening.result(), instance.given_id)[1]
+            return bounded(response, instance.policy.max_response_chars)
         except Exception as error:
             raise _broken(instance.tool, "create", error) from error
 
