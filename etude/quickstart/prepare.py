@@ -33,7 +33,7 @@ def prepare(folder: Path, seed: int, sizes: Sizes = Sizes()) -> None:
         test=sizes.test,
         demonstrations=sizes.demonstrations,
         seed=seed,
-        habits=Habits(good=0.35, misread=0.05),
+        habits=Habits(good=0.37, misread=0.01),
     )
     _write_model(folder, seed, sizes.vocabulary)
 
