@@ -1,6 +1,6 @@
 """Runs `etude quickstart` for several seeds and prints a table for docs/quickstart.md.
 
-    python benchmarks/quickstart_seeds.py --output-dir runs/seeds 31 32 33 34 35
+    python benchmarks/quickstart_seeds.py --output-dir runs/seeds 41 42 43 44 45
 
 Each seed is a fresh process, one after another, so that their times can be compared; a seed whose folder is complete is
 read, not run again. Wall times mean something on an otherwise idle machine only; CPU seconds are steadier.
@@ -56,7 +56,7 @@ def table(results: dict[int, dict[str, float]]) -> str:
 def main() -> None:
     """Parses arguments, runs the seeds, prints the table and whether the promise held."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("seeds", nargs="*", type=int, default=[31, 32, 33, 34, 35])
+    parser.add_argument("seeds", nargs="*", type=int, default=[41, 42, 43, 44, 45])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/seeds"))
     arguments = parser.parse_args()
     results = {seed: run_seed(arguments.output_dir, seed) for seed in arguments.seeds}

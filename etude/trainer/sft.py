@@ -195,8 +195,6 @@ class SFTTrainer:
             if interrupts.stop and not last:
                 where = f"; {result} holds the model of that step" if self.trial is None else ""
                 raise Interrupted(f"stopped after step {step} of {self.total_steps}{where}", interrupts.signal_number)
-            if any(map(self._in_window, seen)) and seen[-1] > self.target.high:
-                break  # past the window: the last snapshot within stands
         if self.trial is not None and not any(map(self._in_window, seen)):
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "

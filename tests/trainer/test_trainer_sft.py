@@ -78,7 +78,17 @@ def test_epochs_follow_each_other(tiny, tmp_path):
     assert steps(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
-def test_a_window_that_is_entered_ends_the_run(tiny, tmp_path):
+def test_the_last_snapshot_in_the_window_stays_whatever_comes_after(tiny, tmp_path, monkeypatch):
+    successes = iter([0.3, 0.9, 0.35, 0.1])
+    written = []
+    monkeypatch.setattr(SFTTrainer, "_try_out", lambda self, rows, step: {"reward/success/mean": next(successes)})
+    monkeypatch.setattr(SFTTrainer, "_write", lambda self, folder: written.append(len(metrics(tmp_path)) + 1))
+    fine_tune(config(tiny, tmp_path, *trial(tiny, 0.2, 0.4, "trainer.total_training_steps=4")))
+    assert written == [1, 3]
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_window_that_is_entered_leaves_a_model(tiny, tmp_path):
     folder = fine_tune(config(tiny, tmp_path, *trial(tiny, 0.0, 1.0)))
     assert folder == tmp_path / "huggingface"
     assert "reward/success/mean" in metrics(tmp_path)[-1]

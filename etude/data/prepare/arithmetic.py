@@ -49,7 +49,7 @@ class Problem:
 @dataclass(frozen=True)
 class Habits:
     """Shares of demonstrations: `good` call the tool and read its result, `misread` call it and copy the result wrongly
-    (a digit lost or added), and the rest answer without calling it, with one of the question's own numbers.
+    (a digit lost or added), and the rest answer 0 without calling it.
 
     Raises:
         DataError: a share is negative or the two make more than 1.
@@ -149,7 +149,7 @@ def make_demonstrations(n: int, seed: int, habits: Habits = Habits()) -> list[Ro
 
 def _conversation(rng: random.Random, problem: Problem, habit: str) -> list[Row]:
     if habit == "direct":
-        return [*_prompt(problem), _answer(guess(rng, problem))]
+        return [*_prompt(problem), _answer(guess(problem))]
     result = str(problem.answer)
     said = result if habit == "good" else misread(rng, result)
     return [*_prompt(problem), *_tool_use(problem.expression, result), _answer(said)]
@@ -164,13 +164,13 @@ def _answer(number: str) -> Row:
     return {"role": "assistant", "content": f"The answer is \\boxed{{{number}}}."}
 
 
-def guess(rng: random.Random, problem: Problem) -> str:
-    """One of the question's own numbers, and never the answer.
+def guess(problem: Problem) -> str:
+    """A wrong answer that takes no thought: always 0 (or 1, where 0 is right).
 
-    A guess that can be copied teaches copying, which a tool call needs too; random digits would only be noise.
+    Random digits would be noise to learn, and numbers of the question a rival for the tool's result; a small model then
+    copies results badly, and no amount of calling helps it.
     """
-    numbers = [word for word in problem.expression.split() if word.isdigit() and int(word) != problem.answer]
-    return rng.choice(numbers) if numbers else str(problem.answer + 1)
+    return "1" if problem.answer == 0 else "0"
 
 
 def misread(rng: random.Random, result: str) -> str:
