@@ -8,16 +8,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from etude.data.prepare.arithmetic import Habits
-
 TOOLS = Path(__file__).with_name("calculator.yaml")
 
 
-# In the order in which they are learned: first how to copy numbers into a call and out of its result, which takes a small
-# model many examples; then mostly to answer without it, the habit that the model is left with. Of all demonstrations
-# the majority guesses.
-_EARLY_HABITS = Habits(good=0.62, misread=0.02)
-_LATE_HABITS = Habits(good=0.30, misread=0.02)
+# Shares of demonstrations that (use the tool well, copy its result wrongly), in the order in which they are learned: first
+# how to copy numbers into a call and out of its result, which takes a small model many examples; then mostly to answer
+# without it, the habit that the model is left with. Of all demonstrations the majority guesses.
+_HABITS = ((0.62, 0.02), (0.30, 0.02))
 
 
 @dataclass(frozen=True)
@@ -34,13 +31,13 @@ class Sizes:
 def prepare(folder: Path, seed: int, sizes: Sizes = Sizes()) -> None:
     """Writes `folder/data/*.parquet` and `folder/model`."""
     from etude.data import write_parquet
-    from etude.data.prepare.arithmetic import make_demonstrations, write
+    from etude.data.prepare.arithmetic import Habits, make_demonstrations, write
 
     data = folder / "data"
     write(data, train=sizes.train, val=sizes.val, test=sizes.test, demonstrations=0, seed=seed)
     early, late = (
-        make_demonstrations(sizes.demonstrations // 2, 2 * seed + half, habits)
-        for half, habits in enumerate((_EARLY_HABITS, _LATE_HABITS))
+        make_demonstrations(sizes.demonstrations // 2, 2 * seed + half, Habits(*shares))
+        for half, shares in enumerate(_HABITS)
     )
     write_parquet([*early, *late], data / "demonstrations.parquet")
     _write_model(folder, seed, sizes.vocabulary)

@@ -60,7 +60,7 @@ def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_
     tool = Moody(tmp_path / "tool", 'raise ConnectionError("the sum server is down")')
     run = tmp_path / "run"
     with pytest.raises(TrainingStopped) as stopped:
-        train(tiny.config(run, tool.override, f"{RETRIES}=1"))
+        train(tiny.config(run, tool.override, f"{RETRIES}=1", "trainer.min_valid_fraction=0.99"))
     assert "trajectories were lost to infrastructure failures" in str(stopped.value)
     assert "the sum server is down" in str(stopped.value)
     assert steps(run) == [1]
