@@ -8,6 +8,7 @@ PIP_ARGS ?=
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DEV   := $(VENV)/.installed-dev
 
 .PHONY: help quickstart test soak lint clean setup
 .DEFAULT_GOAL := help
@@ -22,18 +23,18 @@ help:
 quickstart: $(STAMP)
 	$(BIN)/etude quickstart $(ARGS)
 
-test: $(STAMP)
+test: $(DEV)
 	$(BIN)/python -m pytest -m "not soak" $(ARGS)
 
-soak: $(STAMP)
+soak: $(DEV)
 	$(BIN)/python -m pytest -m soak $(ARGS)
 
-lint: $(STAMP)
+lint: $(DEV)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
 	$(BIN)/mypy
 
-setup: $(STAMP)
+setup: $(DEV)
 
 $(STAMP): pyproject.toml constraints.txt
 	@command -v $(PYTHON) >/dev/null || { echo "error: no '$(PYTHON)' here; install Python 3.10 or newer, or say  make PYTHON=/path/to/python"; exit 1; }
@@ -42,6 +43,12 @@ $(STAMP): pyproject.toml constraints.txt
 	@echo "[1/2] environment in $(VENV)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	@touch $@
+
+# What only the tests need (Ray, MCP, peers' clients, linters) stays out of the way of a first run.
+$(DEV): $(STAMP)
+	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
 	@touch $@
 
