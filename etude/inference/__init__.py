@@ -1,15 +1,36 @@
-"""Engines that turn prompt ids into sampled ids: `native` (in process), `scripted` (plays given ids)."""
+"""Engines that turn prompt ids into sampled ids: `native` (in process), `vllm`, `sglang` and `openai` (servers), `scripted`
+(plays given ids); the router over several; the probe that compares an engine's log-probs with the trainer's."""
 
+from etude.inference.engine_setup import EngineSetup, check_serving, check_trainable, evaluates_only
 from etude.inference.native import NativeEngine, NativeEngineOptions
+from etude.inference.openai import OpenAIEngine
+from etude.inference.probe import TOLERANCES, ProbeResult, WeightMismatch, WeightProbe
+from etude.inference.router import Router, RouterOptions
 from etude.inference.scripted import ScriptedEngine
+from etude.inference.sglang import SGLangEngine
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+from etude.inference.vllm import VLLMEngine, VLLMServerEngine
 
 __all__ = [
     "ENGINES",
+    "TOLERANCES",
     "Engine",
+    "EngineSetup",
     "NativeEngine",
     "NativeEngineOptions",
+    "OpenAIEngine",
+    "ProbeResult",
+    "Router",
+    "RouterOptions",
+    "SGLangEngine",
     "SamplingParams",
     "ScriptedEngine",
     "TokenOutput",
+    "VLLMEngine",
+    "VLLMServerEngine",
+    "WeightMismatch",
+    "WeightProbe",
+    "check_serving",
+    "check_trainable",
+    "evaluates_only",
 ]

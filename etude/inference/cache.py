@@ -1,165 +1,152 @@
-"""Key/value slots, and the attention layout of one engine step.
+"""Memory for keys and values: slots of a few sizes, cut from slabs, under one budget.
 
-A slot holds the keys and values of one trajectory's context, from position 0. Slots are numbered; the lowest free one is
-given out first, so that the slots in use stay dense and a decode step can attend over a slice of the cache instead of
-gathering rows. Storage grows with need, in slots and in length.
+A slot holds the keys and values of one run of tokens (a prompt that trajectories share, or what one trajectory has behind
+it), from place 0. Slots of one size stand side by side in a slab, so that a decode step attends over a slice of the slab
+instead of gathering rows, and rows that are computed together have lengths of one kind. Sizes grow by factors of at most
+1.5, so at least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
-Invariant: after a step, positions [0, start + count) of each row's slot hold the keys and values of exactly the tokens
-the row has fed. Whatever lies behind is finite and masked.
+Invariant: the bytes of all slabs together never pass the budget; a slab without a slot in use is freed. Which slot is
+given out depends only on which are in use, so that the same requests get the same slots in every run.
 """
 
 from __future__ import annotations
 
 import heapq
+import math
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-_LENGTH_STEP = 128  # positions by which storage grows: few reallocations, little waste
+_SMALLEST = 64
+_SLAB_SLOTS = 64  # wider slices of keys spill the cache: CPU time a token rises beyond
+_SLAB_BYTES = 64 << 20
+_BUDGET_SLABS = 16  # a slab of several slots takes at most this part of the budget
 
 
-class SlotCache:
-    """Keys and values per layer, each of shape (slots, kv_heads, capacity, head_dim)."""
+@dataclass(frozen=True)
+class KVShape:
+    """What one token's keys and values are, over all layers."""
 
-    def __init__(self, num_layers: int, kv_heads: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._shape = (kv_heads, head_dim)
-        self._options: dict[str, Any] = {"dtype": dtype, "device": device}
-        self.keys = [torch.zeros(0, kv_heads, 0, head_dim, **self._options) for _ in range(num_layers)]
-        self.values = [torch.zeros(0, kv_heads, 0, head_dim, **self._options) for _ in range(num_layers)]
-        self._free: list[int] = []
-        self._top = 0  # slots ever given out
+    num_layers: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
 
-    def take(self) -> int:
-        """The lowest free slot."""
-        if self._free:
-            return heapq.heappop(self._free)
-        self._top += 1
-        return self._top - 1
+    @classmethod
+    def of(cls, model: Any) -> KVShape:
+        """Of a Hugging Face causal LM."""
+        config, weight = model.config.get_text_config(), next(model.parameters())
+        heads = config.num_attention_heads
+        return cls(
+            num_layers=config.num_hidden_layers,
+            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            dtype=weight.dtype,
+            device=weight.device,
+        )
 
-    def give_back(self, slot: int) -> None:
-        """Frees a slot; the highest ones shrink the range in use."""
-        heapq.heappush(self._free, slot)
-        while self._top and (self._top - 1) in self._free:
-            self._free.remove(self._top - 1)
-            self._top -= 1
-        heapq.heapify(self._free)
+    @property
+    def token_bytes(self) -> int:
+        """Bytes of one token in all layers."""
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+
+
+class Slab:
+    """`slots` slots of `capacity` places: per layer keys and values (slots, kv_heads, capacity, head_dim)."""
+
+    def __init__(self, shape: KVShape, capacity: int, slots: int) -> None:
+        size = (slots, shape.kv_heads, capacity, shape.head_dim)
+        self.keys = [_zeros(size, shape) for _ in range(shape.num_layers)]
+        self.values = [_zeros(size, shape) for _ in range(shape.num_layers)]
+        self.capacity, self.slots = capacity, slots
+        self.free = list(range(slots))
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A slot that was given out."""
+
+    slab: Slab
+    index: int
+
+    @property
+    def capacity(self) -> int:
+        """Tokens it has room for."""
+        return self.slab.capacity
+
+
+class SlabCache:
+    """Gives out slots."""
+
+    def __init__(self, shape: KVShape, budget_bytes: int | None = None) -> None:
+        """Without a budget memory grows with need."""
+        self.shape, self._budget = shape, budget_bytes
+        self._slabs: list[Slab] = []
+
+    @property
+    def slab_bytes(self) -> int:
+        """Bytes of all slabs."""
+        return sum(slab.slots * slab.capacity for slab in self._slabs) * self.shape.token_bytes
 
     @property
     def in_use(self) -> int:
         """Slots given out and not given back."""
-        return self._top - len(self._free)
+        return sum(slab.slots - len(slab.free) for slab in self._slabs)
 
-    @property
-    def top(self) -> int:
-        """One more than the highest slot in use."""
-        return self._top
+    def take(self, length: int) -> Slot | None:
+        """A slot with room for `length` tokens, or None if the budget has none."""
+        capacity = capacity_for(length)
+        slab = next((s for s in self._slabs if s.capacity == capacity and s.free), None) or self._add(capacity)
+        if slab is None:  # rather a slot that is too large than none
+            larger = [s for s in self._slabs if s.capacity > capacity and s.free]
+            slab = min(larger, key=lambda s: s.capacity, default=None)
+        return None if slab is None else Slot(slab, heapq.heappop(slab.free))
 
-    def reserve(self, length: int) -> None:
-        """Makes room for `length` positions in every slot that was given out."""
-        slots, capacity = self.keys[0].shape[0], self.keys[0].shape[2]
-        if self._top <= slots and length <= capacity:
-            return
-        slots = max(slots, self._top if not slots else max(self._top, min(2 * slots, self._top + 64)))
-        capacity = max(capacity, -(-length // _LENGTH_STEP) * _LENGTH_STEP)
-        kv_heads, head_dim = self._shape
-        for store in (self.keys, self.values):
-            for layer, old in enumerate(store):
-                new = torch.zeros(slots, kv_heads, capacity, head_dim, **self._options)
-                new[: old.shape[0], :, : old.shape[2]] = old
-                store[layer] = new
+    def _add(self, capacity: int) -> Slab | None:
+        slot_bytes = capacity * self.shape.token_bytes
+        slots = min(_SLAB_SLOTS, max(_SLAB_BYTES // slot_bytes, 1))
+        if self._budget is not None:  # no slab may keep much from the others
+            slots = min(slots, max(self._budget // _BUDGET_SLABS // slot_bytes, 1))
+            slots = min(slots, (self._budget - self.slab_bytes) // slot_bytes)
+        if slots < 1:
+            return None
+        slab = Slab(self.shape, capacity, slots)
+        self._slabs.append(slab)
+        return slab
 
-    def copy(self, source: int, target: int, length: int) -> None:
-        """Copies the first `length` positions of one slot to another."""
-        for store in (self.keys, self.values):
-            for layer in store:
-                layer[target, :, :length] = layer[source, :, :length]
+    def give_back(self, slot: Slot) -> None:
+        """Frees a slot."""
+        heapq.heappush(slot.slab.free, slot.index)
+        if len(slot.slab.free) == slot.slab.slots:
+            self._slabs.remove(slot.slab)
 
-
-@dataclass(frozen=True)
-class RowFeed:
-    """One row's part of a step: `count` tokens for `slot`, behind the `start` positions it holds already."""
-
-    slot: int
-    start: int
-    count: int
+    @staticmethod
+    def copy(source: Slot, target: Slot, length: int) -> None:
+        """Copies the first `length` tokens of a slot to another."""
+        pairs = zip(source.slab.keys + source.slab.values, target.slab.keys + target.slab.values)
+        for old, new in pairs:
+            new[target.index, :, :length] = old[source.index, :, :length]
 
 
-class StepLayout:
-    """Attention of one step: rows that feed one token are computed together, the others one by one."""
+def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:
+    """On the CPU pages that are never touched take no memory: NumPy leaves zeroing to the system, PyTorch writes."""
+    if shape.device.type != "cpu":
+        return torch.zeros(size, dtype=shape.dtype, device=shape.device)
+    raw = np.zeros(math.prod(size) * shape.dtype.itemsize, dtype=np.uint8)
+    return torch.from_numpy(raw).view(shape.dtype).view(size)
 
-    def __init__(self, cache: SlotCache, feeds: list[RowFeed], device: torch.device) -> None:
-        self._cache, self._feeds = cache, feeds
-        self._slots = torch.tensor([f.slot for f in feeds for _ in range(f.count)], device=device)
-        self.positions = torch.tensor([f.start + i for f in feeds for i in range(f.count)], device=device)
-        offsets, total = [], 0
-        for feed in feeds:
-            offsets.append(total)
-            total += feed.count
-        self.last = torch.tensor([o + f.count - 1 for o, f in zip(offsets, feeds)], device=device)
-        self._long = [(o, f) for o, f in zip(offsets, feeds) if f.count > 1 or f.start == 0]
-        self._masks = {
-            o: torch.ones(f.count, f.start + f.count, dtype=torch.bool, device=device).tril(f.start)
-            for o, f in self._long
-            if f.start
-        }
-        single = [(o, f) for o, f in zip(offsets, feeds) if f.count == 1 and f.start > 0]
-        self._single = torch.tensor([o for o, _ in single], device=device)
-        if single:
-            self._plan_decode([f for _, f in single], device)
 
-    def _plan_decode(self, single: list[RowFeed], device: torch.device) -> None:
-        """Chooses between attending over all slots in place (no copy) and gathering the few that are live."""
-        slots = torch.tensor([f.slot for f in single], device=device)
-        starts = torch.tensor([f.start for f in single], device=device)
-        self._reach = max(f.start for f in single) + 1
-        self._top = self._cache.top
-        self._in_place = 2 * len(single) > self._top
-        self._rows = slots
-        if self._in_place:
-            ends = torch.zeros(self._top, dtype=torch.long, device=device)
-            ends[slots] = starts  # idle slots attend to their position 0, and nobody reads the result
-            starts = ends
-        self._mask = (torch.arange(self._reach, device=device) <= starts[:, None])[:, None, None]
+def capacity_for(length: int) -> int:
+    """The smallest of the sizes 64, 128, 192, 256, 384, 512, 768 … that holds `length` tokens."""
+    power = max(_SMALLEST, 1 << max(length - 1, 0).bit_length())
+    return 3 * power // 4 if length <= 3 * power // 4 and power > 2 * _SMALLEST else power
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
-        """See `AttentionLayout.attend`; also writes the step's keys and values into the cache."""
-        keys, values = self._cache.keys[layer], self._cache.values[layer]
-        keys[self._slots, :, self.positions] = key.transpose(0, 1)
-        values[self._slots, :, self.positions] = value.transpose(0, 1)
-        heads, tokens, dim = query.shape
-        output = query.new_empty(tokens, heads, dim)
-        if len(self._single):
-            output[self._single] = self._decode(query[:, self._single].transpose(0, 1), keys, values, scale)
-        for offset, feed in self._long:
-            end = feed.start + feed.count
-            mask = self._masks.get(offset)
-            output[offset : offset + feed.count] = F.scaled_dot_product_attention(
-                query[None, :, offset : offset + feed.count],
-                keys[feed.slot : feed.slot + 1, :, :end],
-                values[feed.slot : feed.slot + 1, :, :end],
-                attn_mask=mask,
-                is_causal=mask is None,
-                scale=scale,
-                enable_gqa=True,
-            )[0].transpose(0, 1)
-        return output
 
-    def _decode(self, query: Tensor, keys: Tensor, values: Tensor, scale: float) -> Tensor:
-        """(rows, heads, dim) queries of one token each; the heads of a group share their keys without a copy."""
-        rows, heads, dim = query.shape
-        kv_heads, reach = keys.shape[1], self._reach
-        grouped = query.reshape(rows, kv_heads, heads // kv_heads, dim)
-        if self._in_place:
-            top = self._top
-            spread = grouped.new_zeros(top, *grouped.shape[1:])
-            spread[self._rows] = grouped
-            grouped, keys, values = spread, keys[:top, :, :reach], values[:top, :, :reach]
-        else:
-            keys, values = keys[self._rows, :, :reach], values[self._rows, :, :reach]
-        out = F.scaled_dot_product_attention(grouped, keys, values, attn_mask=self._mask, scale=scale)
-        if self._in_place:
-            out = out[self._rows]
-        return out.reshape(rows, heads, dim)
+def most_tokens(shape: KVShape, budget_bytes: int) -> int:
+    """The longest context that fits into the budget on its own, however it is cut in two runs."""
+    certain = budget_bytes - 2 * (budget_bytes // _BUDGET_SLABS)  # two slabs may have slots to spare
+    return max(int((certain // shape.token_bytes - 2 * _SMALLEST) / 1.5), 0)

@@ -1,71 +1,67 @@
 """The native engine: continuous batching over a Hugging Face causal LM, in this process, on CPU or one GPU.
 
-Requests join and leave between decode steps; a trajectory's keys and values stay in its slot from turn to turn, so that a
-turn feeds only what is new; trajectories that begin with the same prompt share one prefill. The model is the trainer's
-own object: there is nothing to copy after an update, only caches to forget.
+Requests join and leave between decode steps; a trajectory's keys and values stay from turn to turn, so that a turn feeds
+only what is new, and prompts are computed once for all trajectories that begin with them. What a step computes is the
+scheduler's business, where keys and values lie the cache's. The model is the trainer's own object: there is nothing to
+copy after an update, only caches to forget (unless `dtype` asks for a copy of another precision).
 
 Deterministic mode. Results depend on which rows share a step, since a matrix product may round differently at another
 batch size. So which rows share a step must not depend on the clock: requests are admitted only at *scheduling points*
 (every `admit_every` steps, or when no row is left to decode), in row order, and at such a point the engine first waits
 until every open trajectory has either asked for its next turn or been closed. Between points, tools run while others
-decode. A slow tool then delays a point; it never changes a token.
+decode. A slow tool then delays a point; it never changes a token. And since a resumed run starts with empty caches, a
+batch starts with empty ones: no prefix outlives the trajectories that were open together.
 """
 
 from __future__ import annotations
 
 import asyncio
+import copy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from etude.errors import ConfigError, EngineError, one_line
-from etude.inference.cache import RowFeed, SlotCache, StepLayout
+from etude.inference.cache import KVShape, SlabCache, most_tokens
+from etude.inference.figures import EngineFigures
+from etude.inference.layout import StepLayout
+from etude.inference.prefixes import PrefixStore
+from etude.inference.rows import Request, Row
 from etude.inference.sampling import sample
+from etude.inference.scheduler import Scheduler, StepPlan
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
-from etude.models.packed import enable_packing, packed_hidden
+from etude.models.loading import torch_dtype
+from etude.models.packable import enable_packing
+from etude.models.packed import logits_of, packed_hidden
 
 
 @dataclass(frozen=True)
 class NativeEngineOptions:
-    """`max_num_seqs`: trajectories with a cache slot; `max_num_batched_tokens`: tokens a step feeds at most;
-    `max_model_len`: longest context (None: the model's own limit); `admit_every`: decode steps between scheduling
-    points of the deterministic mode."""
+    """Field names are keys of `actor_rollout_ref.rollout`, but for the last two.
+
+    Attributes:
+        max_num_seqs: trajectories decoded together.
+        max_num_batched_tokens: tokens a step feeds at most; every decoding row feeds its one all the same.
+        max_model_len: longest context; None: the model's own limit, or what the memory holds.
+        kv_cache_memory_mb: MiB for keys and values; None: no limit.
+        enable_prefix_caching: whether prompts stay cached when nobody uses them; without a limit on memory,
+            `max_num_seqs` of them.
+        dtype: precision to sample in; None: the model's own.
+        deterministic: see the module's docstring.
+        admit_every: decode steps between scheduling points of the deterministic mode.
+    """
 
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
     max_model_len: int | None = None
+    kv_cache_memory_mb: int | None = None
+    enable_prefix_caching: bool = True
+    dtype: str | None = None
     deterministic: bool = False
     admit_every: int = 8
-
-
-@dataclass
-class _Request:
-    prompt: list[int]
-    params: SamplingParams
-    limit: int
-    future: asyncio.Future[TokenOutput]
-    tokens: list[int] = field(default_factory=list)
-    log_probs: list[float] = field(default_factory=list)
-    versions: list[int] = field(default_factory=list)
-
-    def finish(self, reason: str) -> None:
-        if not self.future.done():
-            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions))
-
-
-@dataclass(eq=False)
-class _Row:
-    """A trajectory: its slot, the ids whose keys and values the slot holds, and those still to be fed."""
-
-    rank: tuple[int, int, str]
-    slot: int | None = None
-    cached: list[int] = field(default_factory=list)
-    feed: list[int] = field(default_factory=list)
-    request: _Request | None = None
-    leader: _Row | None = None  # a row that is prefilling the same prompt
 
 
 @ENGINES.register("native")
@@ -73,38 +69,59 @@ class NativeEngine:
     """See the module's first paragraph; the interface is `etude.inference.Engine`."""
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
-        """Raises ConfigError where the architecture is not supported (see `etude.models.packed`)."""
+        """Raises ConfigError where the architecture is not supported (see `etude.models.packable`), or the memory for
+        keys and values holds no context of the length asked for."""
         enable_packing(model)
         self.options = options or NativeEngineOptions()
-        self._model = model
-        config = model.config
-        self._limit = self.options.max_model_len or int(config.max_position_embeddings)
-        if self._limit > config.max_position_embeddings:
-            raise ConfigError(
-                f"max_model_len {self._limit} is more than the model's {config.max_position_embeddings} positions"
-            )
-        self._device = next(model.parameters()).device
+        self._source = self._model = model
+        dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
+        if dtype != model.dtype:
+            self._model = _copy_of(model, dtype)
+        self._shape = KVShape.of(self._model)
+        megabytes = self.options.kv_cache_memory_mb
+        self._budget = None if megabytes is None else megabytes << 20
+        self._limit = self._longest()
         self._version = 0
-        self._rows: dict[str, _Row] = {}
-        self._queue: list[_Row] = []
-        self._active: list[_Row] = []
-        self._closed: list[_Row] = []  # their slots are free from the next admission on
         self._admissions = 0
         self._paused = False
         self._task: asyncio.Task[None] | None = None
         self._wake: asyncio.Future[None] | None = None
         self._stepping: asyncio.Future[Any] | None = None
-        self._counters = dict.fromkeys(("sampled_tokens", "prefilled_tokens", "steps", "row_steps"), 0.0)
+        self._computing: Future[Any] | None = None
+        self._figures = EngineFigures()
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="etude-engine")
-        self._cache = self._new_cache()
+        self._scheduler = self._new_scheduler()
 
-    def _new_cache(self) -> SlotCache:
-        config = self._model.config
-        heads = config.num_attention_heads
-        head_dim = getattr(config, "head_dim", None) or config.hidden_size // heads
-        kv_heads = getattr(config, "num_key_value_heads", None) or heads
-        dtype = next(self._model.parameters()).dtype
-        return SlotCache(config.num_hidden_layers, kv_heads, head_dim, dtype, self._device)
+    def _longest(self) -> int:
+        positions = int(self._model.config.get_text_config().max_position_embeddings)
+        fits = positions if self._budget is None else most_tokens(self._shape, self._budget)
+        wanted = self.options.max_model_len
+        if wanted is None:
+            wanted = min(positions, fits)
+        if wanted > positions:
+            raise ConfigError(f"max_model_len {wanted} is more than the model's {positions} positions")
+        if wanted > fits or wanted < 1:
+            raise ConfigError(
+                f"rollout.kv_cache_memory_mb={self.options.kv_cache_memory_mb} holds a context of at most {fits} tokens, "
+                f"less than max_model_len {max(wanted, 1)}: a token takes {self._shape.token_bytes} bytes"
+            )
+        return wanted
+
+    def _new_scheduler(self) -> Scheduler:
+        cache = SlabCache(self._shape, self._budget)
+        most_unused = None if self._budget is not None else self.options.max_num_seqs
+        if not self.options.enable_prefix_caching:
+            most_unused = 0
+        return Scheduler(
+            cache,
+            PrefixStore(cache, most_unused=most_unused),
+            max_num_seqs=self.options.max_num_seqs,
+            max_num_batched_tokens=self.options.max_num_batched_tokens,
+        )
+
+    @property
+    def _rows(self) -> dict[str, Row]:
+        return self._scheduler.rows
 
     # -- the interface -------------------------------------------------------------------------------------------
 
@@ -114,19 +131,23 @@ class NativeEngine:
         Those announced one by one between two scheduling points rank by their ids: which lane was free first is the
         clock's doing.
         """
+        if self.options.deterministic and not self._rows:
+            self._scheduler.reclaim()
+            self._scheduler.prefixes.clear_unused()
         for place, request_id in enumerate(request_ids):
             if request_id in self._rows:
                 raise ConfigError(f"trajectory '{request_id}' is already open")
-            self._rows[request_id] = _Row(rank=(self._admissions, place, request_id))
+            self._rows[request_id] = Row(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
-        """Frees the trajectory's slot; closing twice, or what was never opened, does nothing."""
+        """Frees what the trajectory holds; closing twice, or what was never opened, does nothing."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
         self._drop_request(row, "aborted")
-        if row.slot is not None:
-            self._closed.append(row)
+        self._scheduler.close(row)
+        if not self._rows and self._stepping is None:  # the trainer wants the memory next
+            self._scheduler.reclaim()
         self._notify()
 
     async def generate(
@@ -137,7 +158,7 @@ class NativeEngine:
         *,
         images: Sequence[Any] | None = None,
     ) -> TokenOutput:
-        """Samples a continuation; only the part of `prompt_ids` that the slot does not hold yet is computed.
+        """Samples a continuation; only the part of `prompt_ids` that is not cached yet is computed.
 
         Raises:
             EngineError: a step failed, for instance for lack of memory.
@@ -154,8 +175,8 @@ class NativeEngine:
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
         loop = asyncio.get_running_loop()
-        request = row.request = _Request(list(prompt_ids), params, limit, loop.create_future())
-        self._queue.append(row)
+        request = row.request = Request(list(prompt_ids), params, limit, loop.create_future())
+        self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
         if self._task is None or self._task.done():
@@ -187,7 +208,8 @@ class NativeEngine:
         self._notify()
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Forgets every cached key and value: they belong to the old weights.
+        """Forgets every cached key and value: they belong to the old weights. Requests under way go on with the new
+        ones, behind what they have sampled.
 
         Args:
             source: None; the native engine shares its weights with the trainer.
@@ -197,21 +219,22 @@ class NativeEngine:
         was_paused = self._paused
         try:
             await self.pause()  # a step under way still reads what is forgotten here
+            if self._model is not self._source:
+                _copy_weights(self._source, self._model)
             self._version = version
-            for row in self._rows.values():
-                held, row.cached, row.leader = row.cached, [], None
-                row.feed = held + row.feed if row in self._active else []
+            self._scheduler.forget_all()
         finally:
             if not was_paused:
                 await self.resume()
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last call: sampled and prefilled tokens, steps, mean rows a step."""
-        counters, self._counters = self._counters, dict.fromkeys(self._counters, 0.0)
-        occupancy = counters.pop("row_steps") / max(counters["steps"], 1.0)
-        return counters | {"rows_per_step": occupancy}
+        """What was done since the last call; names and units are those of `EngineFigures.report`."""
+        figures, self._figures = self._figures, EngineFigures()
+        figures.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
+        figures.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
+        return figures.report(self.options.max_num_seqs)
 
-    # -- scheduling ----------------------------------------------------------------------------------------------
+    # -- the loop ------------------------------------------------------------------------------------------------
 
     def _notify(self) -> None:
         if self._wake is not None and not self._wake.done():
@@ -227,81 +250,45 @@ class NativeEngine:
 
     async def _run(self) -> None:
         try:
+            if self._computing is not None and not self._computing.done():  # an earlier event loop ended under it
+                await asyncio.wait([asyncio.wrap_future(self._computing)])
+            self._scheduler.sweep()
             await self._serve()
         except Exception as error:  # nobody awaits this task: without this its requests would wait for ever
             self._fail(error)
 
     async def _serve(self) -> None:
         steps_since_point = 0
-        while self._queue or self._active:
+        while (scheduler := self._scheduler).queue or scheduler.active:
             if self._paused:
                 await self._wait()
                 continue
-            at_point = not self._active or steps_since_point >= self.options.admit_every
+            at_point = not scheduler.active or steps_since_point >= self.options.admit_every
             if self.options.deterministic and at_point and self._waiting_for():
                 await self._wait()
                 continue
-            if at_point or not self.options.deterministic:
-                self._admit()
-                steps_since_point = 0
-            if not self._active:  # every slot is held by a trajectory that is between turns
-                await self._wait()
-                continue
-            await self._step()
-            steps_since_point += 1
+            with self._figures.timed("scheduling"):
+                if at_point or not self.options.deterministic:
+                    self._admissions += 1
+                    scheduler.admit()
+                    steps_since_point = 0
+                plan = self._plan() if scheduler.active else None
+            if plan is not None and plan.feeds:
+                await self._step(plan)
+                steps_since_point += 1
 
-    def _admit(self) -> None:
-        """Moves queued rows into the batch, in row order, as far as slots reach."""
-        self._admissions += 1
-        for row in self._closed:
-            if row.slot is not None:
-                self._cache.give_back(row.slot)
-                row.slot = None
-        self._closed = []
-        self._queue.sort(key=lambda row: row.rank)
-        leaders: dict[tuple[int, ...], _Row] = {}
-        waiting: list[_Row] = []
-        for row in self._queue:
-            assert row.request is not None
-            if row.slot is None:
-                if self._cache.in_use >= self.options.max_num_seqs:
-                    waiting.append(row)
-                    continue
-                row.slot = self._cache.take()
-            prompt = row.request.prompt
-            held = _common_prefix(row.cached, prompt)
-            held = min(held, len(prompt) - 1)  # the last token must be fed: its logits are wanted
-            row.cached, row.feed = prompt[:held], prompt[held:]
-            if not held:
-                leader = leaders.setdefault(tuple(prompt), row)
-                row.leader = None if leader is row else leader
-            self._active.append(row)
-        self._queue = waiting
-        self._active.sort(key=lambda row: row.rank)
+    def _plan(self) -> StepPlan:
+        plan = self._scheduler.plan()
+        self._figures.kv_bytes = max(self._figures.kv_bytes, self._scheduler.cache.slab_bytes)
+        return plan
 
-    def _plan(self) -> list[tuple[_Row, int]]:
-        """How many tokens each row feeds in the next step: one for every decoding row, then prompts while room lasts."""
-        room = self.options.max_num_batched_tokens - sum(len(row.feed) == 1 for row in self._active)
-        plan = []
-        for row in self._active:
-            if row.leader is not None:
-                continue
-            count = 1 if len(row.feed) == 1 else min(len(row.feed), room)
-            if count > 0:
-                room -= count if len(row.feed) > 1 else 0
-                plan.append((row, count))
-        return plan or [(self._active[0], min(len(self._active[0].feed), self.options.max_num_batched_tokens))]
-
-    async def _step(self) -> None:
-        plan = self._plan()
-        drawing = [row for row, count in plan if count == len(row.feed)]
-        leaders = set(drawing)
-        followers = [row for row in self._active if row.leader in leaders]
+    async def _step(self, plan: StepPlan) -> None:
+        scheduler = self._scheduler
         # While the step runs a request may be dropped, and its row may even get another one.
-        served = [(row, row.request) for row in self._active]
-        draws = [(row, row.request) for row in drawing + followers]
-        loop = asyncio.get_running_loop()
-        self._stepping = loop.run_in_executor(self._thread, self._compute, plan, drawing, followers)
+        served = [(row, row.request) for row in scheduler.active]
+        draws = [(row, row.request) for row, _ in plan.drawing]
+        self._computing = self._thread.submit(self._compute, plan)
+        self._stepping = asyncio.wrap_future(self._computing)
         try:
             tokens, log_probs = await self._stepping
         except Exception as error:
@@ -309,98 +296,78 @@ class NativeEngine:
             return
         finally:
             self._stepping = None
-        for row, count in plan:
-            row.cached += row.feed[:count]
-            row.feed = row.feed[count:]
-        for row, request in draws[len(drawing) :]:
-            row.cached, row.feed, row.leader = list(request.prompt) if request else [], [], None
-        for (row, request), token, log_prob in zip(draws, tokens, log_probs):
-            if request is not None and row.request is request:
-                self._take(row, request, token, log_prob)
-        self._active = [row for row, request in served if row.request is request]
-        self._sweep([row for row, _ in served])
+        with self._figures.timed("scheduling"):
+            scheduler.fed(plan)
+            for (row, request), token, log_prob in zip(draws, tokens, log_probs):
+                if request is not None and row.request is request:
+                    self._take(row, request, token, log_prob)
+            scheduler.active = [row for row, request in served if row.request is request]
+            scheduler.sweep()
 
-    def _take(self, row: _Row, request: _Request, token: int, log_prob: float) -> None:
+    def _take(self, row: Row, request: Request, token: int, log_prob: float) -> None:
         request.tokens.append(token)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
-        self._counters["sampled_tokens"] += 1
+        self._figures.sampled_tokens += 1
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
         if stopped or len(request.tokens) >= request.limit:
             row.request = None
             request.finish("stop" if stopped else "length")
 
-    def _sweep(self, rows: list[_Row]) -> None:
-        """Takes rows without a request out of the batch; whoever waited for their prefill computes it itself."""
-        self._active = [row for row in self._active if row.request is not None]
-        staying = set(self._active)
-        for row in rows:
-            if row not in staying:
-                row.feed, row.leader = [], None
-            elif row.leader not in staying:
-                row.leader = None
-
-    def _drop_request(self, row: _Row, reason: str) -> None:
+    def _drop_request(self, row: Row, reason: str) -> None:
         request, row.request = row.request, None
         if request is None:
             return
         request.finish(reason)
-        if row in self._queue:
-            self._queue.remove(row)
+        if row in self._scheduler.queue:
+            self._scheduler.queue.remove(row)
         if self._stepping is None:  # otherwise the step's end sweeps
-            self._sweep(list(self._active))
+            self._scheduler.sweep()
 
     def _fail(self, error: Exception) -> None:
         """A step failed: every request under way fails with it, and the cache starts anew."""
         failure = EngineError(f"inference step failed: {type(error).__name__}: {one_line(error)}")
         failure.__cause__ = error
-        for row in [*self._active, *self._queue]:
+        old, self._scheduler = self._scheduler, self._new_scheduler()
+        for row in [*old.active, *old.queue]:
             if row.request is not None and not row.request.future.done():
                 row.request.future.set_exception(failure)
             row.request = None
-        self._active, self._queue, self._closed = [], [], []
-        self._cache = self._new_cache()
-        for row in self._rows.values():
-            row.slot, row.cached, row.feed, row.leader = None, [], [], None
+        self._scheduler.rows = {name: Row(rank=row.rank) for name, row in old.rows.items()}
 
     # -- computing -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _compute(
-        self, plan: list[tuple[_Row, int]], drawing: list[_Row], followers: list[_Row]
-    ) -> tuple[list[int], list[float]]:
-        """One forward pass over the plan's tokens; draws one token for each of `drawing` and `followers`."""
-        feeds, ids = [], []
-        for row, count in plan:
-            assert row.slot is not None
-            feeds.append(RowFeed(row.slot, len(row.cached), count))
-            ids += row.feed[:count]
-        self._cache.reserve(max(feed.start + feed.count for feed in feeds))
-        layout = StepLayout(self._cache, feeds, self._device)
-        hidden = packed_hidden(self._model, torch.tensor(ids, device=self._device), layout.positions[None], layout)
-        self._counters["steps"] += 1
-        self._counters["row_steps"] += len(plan)
-        self._counters["prefilled_tokens"] += sum(f.count for f in feeds if f.count > 1)
-        if not drawing:
+    def _compute(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+        """One forward pass over the plan's tokens; draws one token for each of its drawing rows."""
+        figures = self._figures
+        figures.steps += 1
+        figures.rows += len(plan.feeds)
+        figures.prefilled_tokens += plan.prefill
+        with figures.timed("scheduling"):
+            layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
+        with figures.timed_forward(plan.prefill / layout.tokens):
+            hidden = packed_hidden(self._model, layout.ids, layout.positions[None], layout)
+        if not plan.drawing:
             return [], []
-        wanted = [i for i, (row, count) in enumerate(plan) if count == len(row.feed)]
-        logits = self._model.get_output_embeddings()(hidden[layout.last[wanted]])
-        places = {id(row): i for i, row in enumerate(drawing)}
-        for row in followers:
-            assert row.slot is not None
-            assert row.leader is not None
-            assert row.leader.slot is not None
-            self._cache.copy(row.leader.slot, row.slot, len(row.leader.cached) + len(row.leader.feed))
-        if followers:
-            logits = logits[list(range(len(drawing))) + [places[id(row.leader)] for row in followers]]
-        requests = [row.request for row in drawing + followers]
-        params = [r.params if r else SamplingParams() for r in requests]
-        tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
-        return tokens.tolist(), log_probs.tolist()
+        with figures.timed("sampling"):
+            logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
+            requests = [row.request for row, _ in plan.drawing]
+            params = [r.params if r else SamplingParams() for r in requests]
+            tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
+            return tokens.tolist(), log_probs.tolist()
 
 
-def _common_prefix(a: list[int], b: list[int]) -> int:
-    if a == b[: len(a)]:
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+def _copy_of(model: Any, dtype: torch.dtype) -> Any:
+    """A model of its own with weights of another precision; buffers (rotary frequencies) stay as they are."""
+    made = copy.deepcopy(model).requires_grad_(False).eval()
+    for parameter in made.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return made
+
+
+def _copy_weights(source: Any, target: Any) -> None:
+    with torch.no_grad():
+        for old, new in zip(target.parameters(), source.parameters()):
+            old.copy_(new)

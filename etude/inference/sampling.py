@@ -10,11 +10,14 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from etude.inference.types import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+_BLOCK = 256  # tokens
+_FIRST_CANDIDATES = 64  # a nucleus is seldom larger; four times as many are looked at where it is
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
@@ -47,39 +50,94 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         token ids (rows,) and their log-probs (rows,) in float32.
     """
     logits = logits.float()
-    temperatures = torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)
-    log_probs = torch.log_softmax(restrict(logits / temperatures[:, None], params), dim=-1)
-    # Inverse transform sampling: one uniform a row. float64 keeps the sum's rounding far below any probability.
-    cumulative = log_probs.double().exp().cumsum(dim=-1)
-    draws = uniforms([p.seed for p in params], positions).to(logits.device)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, draws, right=True).squeeze(1).clamp_(max=logits.shape[1] - 1)
-    chosen = log_probs.gather(1, tokens[:, None]).squeeze(1)
-    greedy = torch.tensor([p.temperature == 0 for p in params], device=logits.device)
-    if bool(greedy.any()):
-        tokens = torch.where(greedy, logits.argmax(dim=-1), tokens)
-        chosen = torch.where(greedy, torch.zeros_like(chosen), chosen)
+    greedy = [p.temperature == 0 for p in params]
+    if all(greedy):
+        return logits.argmax(dim=-1), logits.new_zeros(len(logits))
+    if any(p.temperature not in (0, 1) for p in params):
+        logits = logits / torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
+    restricted = restrict(logits, params)
+    draws = uniforms([p.seed for p in params], positions).to(logits.device)
+    tokens, chosen = _draw(restricted, draws)
+    if any(greedy):
+        point = torch.tensor(greedy, device=logits.device)
+        tokens = torch.where(point, logits.argmax(dim=-1), tokens)
+        chosen = torch.where(point, torch.zeros_like(chosen), chosen)
     return tokens, chosen
+
+
+def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
+    """Inverse transform sampling, one uniform a row: (rows,) token ids and log-probs.
+
+    The cumulative sums, whose rounding must stay far below any probability, are float64; but only those over blocks of
+    the vocabulary, and then those within the block that the draw falls into.
+    """
+    rows, width = logits.shape
+    weights = torch.exp(logits - logits.amax(dim=-1, keepdim=True))
+    padded = F.pad(weights, (0, -width % _BLOCK)) if width % _BLOCK else weights
+    blocks = padded.view(rows, -1, _BLOCK)
+    cumulative = blocks.sum(dim=-1, dtype=torch.float64).cumsum(dim=-1)
+    total = cumulative[:, -1:]
+    target = draws[:, None] * total
+    block = torch.searchsorted(cumulative, target, right=True).clamp_(max=blocks.shape[1] - 1)
+    before = torch.where(block > 0, cumulative.gather(1, (block - 1).clamp_(min=0)), 0.0)
+    inside = blocks[torch.arange(rows, device=logits.device), block[:, 0]]
+    within = inside.double().cumsum(dim=-1)
+    place = torch.searchsorted(within, target - before, right=True)
+    # Rounding may carry a draw past the end of its block: it belongs to the block's last token of any probability.
+    last = (inside > 0).mul(torch.arange(1, _BLOCK + 1, device=logits.device)).amax(dim=-1, keepdim=True) - 1
+    tokens = block * _BLOCK + torch.minimum(place, last)
+    log_probs = (weights.gather(1, tokens).double() / total).log().float()
+    return tokens[:, 0], log_probs[:, 0]
 
 
 def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Sets logits outside each row's top-k and top-p sets to -inf; (rows, vocabulary) in and out.
 
     Top-k first, then the smallest set of tokens whose probability reaches top_p, the most probable token always in it.
+    Among tokens of equal probability those with lower ids come first. The vocabulary is not sorted: only as many of its
+    largest logits are found as the sets turn out to need.
     """
     rows = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
     if not rows:
         return logits
-    chosen = logits[rows]
-    ordered, order = chosen.sort(dim=-1, descending=True, stable=True)
+    everything = len(rows) == len(params)
+    chosen = logits if everything else logits[rows]
     width = chosen.shape[1]
-    keep_k = torch.tensor([params[i].top_k if params[i].top_k > 0 else width for i in rows], device=logits.device)
-    ordered = ordered.masked_fill(torch.arange(width, device=logits.device) >= keep_k[:, None], float("-inf"))
-    probs = ordered.double().softmax(dim=-1)
-    before = probs.cumsum(dim=-1) - probs
+    limits = [params[i].top_k if 0 < params[i].top_k < width else width for i in rows]
+    top_k = torch.tensor(limits, device=logits.device)
     top_p = torch.tensor([params[i].top_p for i in rows], device=logits.device, dtype=torch.float64)
-    outside = before >= top_p[:, None]
-    outside[:, 0] = False
-    ordered = ordered.masked_fill(outside & (top_p[:, None] < 1), float("-inf"))
+    count, threshold = _kept(chosen, top_k, top_p)
+    above, equal = chosen > threshold, chosen == threshold
+    ties = count - above.sum(dim=-1, keepdim=True)
+    kept = above | (equal & (equal.cumsum(dim=-1) <= ties))
+    cut = chosen.masked_fill(~kept, float("-inf"))
+    if everything:
+        return cut
     result = logits.clone()
-    result[rows] = torch.empty_like(chosen).scatter_(1, order, ordered)
+    result[rows] = cut
     return result
+
+
+def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:
+    """How many tokens each row keeps, and the smallest logit among them; both (rows, 1)."""
+    width = logits.shape[1]
+    nucleus = top_p < 1
+    size = min(max(_FIRST_CANDIDATES, int(torch.where(top_k < width, top_k, 0).max())), width)
+    # The mass that top_p is a share of: of the top-k set where there is one, else of the whole vocabulary.
+    top = logits.amax(dim=-1, keepdim=True)
+    mass = torch.exp(logits - top).sum(dim=-1, keepdim=True, dtype=torch.float64)
+    while True:
+        values = logits.topk(size, dim=-1).values  # sorted
+        inside = torch.arange(size, device=logits.device) < top_k[:, None]
+        weights = torch.exp((values - top).double()) * inside
+        probs = weights / torch.where((top_k < width)[:, None], weights.sum(dim=-1, keepdim=True), mass)
+        reached = probs.cumsum(dim=-1)
+        if size == width or bool((~nucleus | (top_k < width) | (reached[:, -1] >= top_p)).all()):
+            break
+        size = min(4 * size, width)
+    before = reached - probs
+    wanted = inside & ((before < top_p[:, None]) | ~nucleus[:, None])
+    wanted[:, 0] = True
+    count = torch.where(nucleus | (top_k <= size), wanted.sum(dim=-1), width)[:, None]
+    threshold = values.gather(1, (count - 1).clamp(max=size - 1))
+    return count, torch.where(count <= size, threshold, float("-inf"))

@@ -122,6 +122,25 @@ def save_pretrained(
         raise CheckpointError(f"{folder}: cannot save the model: {one_line(error)}") from error
 
 
+def torch_dtype(name: str) -> torch.dtype:
+    """The precision that a configuration calls `name`.
+
+    Raises:
+        ConfigError: there is none of that name.
+    """
+    import torch
+
+    dtype = getattr(torch, _dtype_name(name))
+    assert isinstance(dtype, torch.dtype)
+    return dtype
+
+
+def _dtype_name(name: str) -> str:
+    if name not in DTYPES:
+        raise ConfigError(f"unknown dtype '{name}'{did_you_mean(name, DTYPES)} (known: {', '.join(DTYPES)})")
+    return DTYPES[name]
+
+
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     """A run has a display of its own, which Transformers' bars would tear."""
@@ -204,8 +223,7 @@ def _load_model(
     attn_implementation: str,
     trust_remote_code: bool,
 ) -> PreTrainedModel:
-    if dtype not in DTYPES:
-        raise ConfigError(f"unknown dtype '{dtype}'{did_you_mean(dtype, DTYPES)} (known: {', '.join(DTYPES)})")
+    precision = _dtype_name(dtype)
     folder = _local_folder(path)
     if folder is not None:
         _read_config(folder)
@@ -214,7 +232,7 @@ def _load_model(
         path,
         folder,
         "model",
-        dtype=DTYPES[dtype],
+        dtype=precision,
         attn_implementation=attn_implementation,
         trust_remote_code=trust_remote_code,
         output_loading_info=True,

@@ -7,13 +7,13 @@ inference engine has a layout of its own that reads and writes a key/value cache
 
 Invariant: a token's output depends only on tokens of its own sequence at positions up to its own.
 
-Models whose attention is more than softmax over all earlier tokens (sliding windows, logit soft-capping, sinks) are
-refused by `enable_packing` rather than computed wrongly.
+Sliding windows and soft-capped scores are computed. A model whose tokens reach each other on another way, or whose
+attention is something else, is refused by `enable_packing` (see `etude.models.packable`) rather than computed wrongly.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
@@ -22,14 +22,16 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from etude.errors import ConfigError
+from etude.models.attention import Scoring, partial_attention, visibility
 
 ATTENTION_NAME = "etude_packed"
+_UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
 class AttentionLayout(Protocol):
     """Where the sequences of a packed row lie, and how they attend."""
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query (heads, tokens, head_dim), key and value (kv_heads, tokens, head_dim) → (tokens, heads, head_dim)."""
         ...
 
@@ -47,32 +49,47 @@ class CausalSequences:
         self.lengths = list(lengths)
         self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
         self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
-        self._masks: dict[tuple[int, int], Tensor] = {}
+        self._masks: dict[tuple[int, int, int | None], Tensor] = {}
 
     def position_ids(self, device: torch.device | str = "cpu") -> Tensor:
         """(1, total_tokens): positions count from the root of each run's sequence."""
         runs = zip(self.depths, self.lengths)
         return torch.cat([torch.arange(depth, depth + length, device=device) for depth, length in runs])[None]
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scale: float) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         queries, keys, values = (x.split(self.lengths, dim=1) for x in (query, key, value))
         outputs = []
         for i, up in enumerate(self.ancestors):
             k, v = (torch.cat([x[a] for a in (*up, i)], dim=1)[None] if up else x[i][None] for x in (keys, values))
-            mask = self._mask(i, query.device) if up else None
-            out = F.scaled_dot_product_attention(
-                queries[i][None], k, v, attn_mask=mask, is_causal=not up, scale=scale, enable_gqa=True
-            )
+            window = scoring.window if scoring.window is not None and scoring.window < k.shape[2] else None
+            plain = not up and window is None
+            if scoring.softcap is not None:
+                out = _capped(queries[i][None], k, v, self._mask(i, window, query.device), scoring)
+            else:
+                mask = None if plain else self._mask(i, window, query.device)
+                out = F.scaled_dot_product_attention(
+                    queries[i][None], k, v, attn_mask=mask, is_causal=plain, scale=scoring.scale, enable_gqa=True
+                )
             outputs.append(out[0])
         return torch.cat(outputs, dim=1).transpose(0, 1)
 
-    def _mask(self, run: int, device: torch.device) -> Tensor:
+    def _mask(self, run: int, window: int | None, device: torch.device) -> Tensor:
         """(length, depth + length) of bool; layers and runs of one shape share it."""
-        shape = self.depths[run], self.lengths[run]
+        depth, length = self.depths[run], self.lengths[run]
+        shape = depth, length, window
         if shape not in self._masks:
-            depth, length = shape
-            self._masks[shape] = torch.ones(length, depth + length, dtype=torch.bool, device=device).tril(depth)
+            mask = torch.ones(length, depth + length, dtype=torch.bool, device=device).tril_(depth)
+            if window is not None:
+                mask.triu_(depth - window + 1)
+            self._masks[shape] = mask
         return self._masks[shape]
+
+
+def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Attention with capped scores and grouped heads; (1, heads, tokens, head_dim)."""
+    groups = query.shape[1] // key.shape[1]
+    key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    return partial_attention(query, key, value, visibility(mask, query.dtype), scoring)[0]
 
 
 def packed_attention(
@@ -83,45 +100,52 @@ def packed_attention(
     attention_mask: Tensor | None,
     scaling: float | None = None,
     dropout: float = 0.0,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
     *,
     layout: AttentionLayout,
-    **_: Any,
+    **others: Any,
 ) -> tuple[Tensor, None]:
     """The attention function that Transformers calls: (1, heads, tokens, head_dim) → (1, tokens, heads, head_dim)."""
     if dropout:
         raise ConfigError("attention dropout is not supported: set attention_dropout to 0 in the model's config.json")
+    for name in _UNKNOWN_ARGUMENTS:
+        if others.get(name) is not None:
+            raise ConfigError(f"{type(module).__name__} attends with '{name}', which the packed attention cannot")
     scale = float(query.shape[-1] ** -0.5 if scaling is None else scaling)
-    return layout.attend(int(module.layer_idx), query[0], key[0], value[0], scale)[None], None  # type: ignore[arg-type]
+    scoring = Scoring(scale, sliding_window, softcap)
+    return layout.attend(int(module.layer_idx), query[0], key[0], value[0], scoring)[None], None  # type: ignore[arg-type]
 
 
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
-
-
-def enable_packing(model: Any) -> None:
-    """Switches a Hugging Face causal LM to packed attention.
-
-    Raises:
-        ConfigError: the architecture does not use plain causal attention through the attention interface.
-    """
-    config = model.config
-    kinds = set(getattr(config, "layer_types", None) or ["full_attention"])
-    reason = None
-    if not getattr(model, "_supports_attention_backend", False):
-        reason = "its attention cannot be replaced"
-    elif kinds != {"full_attention"} or (
-        getattr(config, "sliding_window", None) and not hasattr(config, "layer_types")
-    ):
-        reason = f"it uses {', '.join(sorted(kinds - {'full_attention'})) or 'sliding-window attention'}"
-    elif getattr(config, "attn_logit_softcapping", None):
-        reason = "it caps attention logits"
-    elif any("sinks" in name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()):
-        reason = "it uses attention sinks"
-    if reason:
-        raise ConfigError(f"model type '{config.model_type}' is not supported by the native engine: {reason}")
-    model.set_attn_implementation(ATTENTION_NAME)
 
 
 def packed_hidden(model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
     """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens)."""
     output = model.base_model(input_ids=token_ids[None], position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0]
+
+
+def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
+    """What the model does to the product of hidden states and vocabulary matrix, or None: nothing.
+
+    Gemma 2 caps its logits, Cohere multiplies and Granite divides them.
+    """
+    config = model.config.get_text_config()
+    cap = getattr(config, "final_logit_softcapping", None)
+    factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    if cap is None and factor == 1.0:
+        return None
+
+    def finish(logits: Tensor) -> Tensor:
+        if factor != 1.0:
+            logits = logits * factor
+        return logits if cap is None else cap * torch.tanh(logits / cap)
+
+    return finish
+
+
+def logits_of(model: Any, hidden: Tensor) -> Tensor:
+    """Logits (tokens, vocabulary) of final hidden states (tokens, hidden)."""
+    logits, finish = model.get_output_embeddings()(hidden), logit_finish(model)
+    return logits if finish is None else finish(logits)

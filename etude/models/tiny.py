@@ -1,4 +1,4 @@
-"""The tiny-model factory: a tokenizer and a Qwen3-format model small enough to train on a CPU in minutes.
+"""The tiny-model factory: a tokenizer and a model (Qwen3 unless said) small enough to train on a CPU in minutes.
 
 Invariant: everything is a function of its arguments. The same texts and vocabulary size give the same tokenizer, the
 same spec and tokenizer give the same weights, whatever ran before; the caller's random state is left as it was.
@@ -13,18 +13,22 @@ import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 from importlib import resources
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from etude.errors import ConfigError
+from etude.registry import did_you_mean
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast, Qwen3ForCausalLM
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD_TOKEN = "<|endoftext|>"
 TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 BYTES = 256
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+_ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # windows on every other layer; Mistral's are on all
+_WINDOWED = ("mistral", *_ALTERNATING)
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,7 @@ class TinyModelSpec:
     """Sizes and seed of a tiny model; `vocab_size` is the most tokens its tokenizer may have.
 
     The model's embedding has exactly as many rows as the tokenizer has tokens, so that no id without a text is sampled.
+    `architecture` is a model type of Transformers; `sliding_window` counts tokens, None: layers see everything before.
     """
 
     hidden_size: int = 128
@@ -42,6 +47,10 @@ class TinyModelSpec:
     vocab_size: int = 512
     max_position_embeddings: int = 1024
     seed: int = 0
+    architecture: str = "qwen3"
+    sliding_window: int | None = None
+    tie_word_embeddings: bool = True
+    initializer_range: float = 0.02
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -50,6 +59,13 @@ class TinyModelSpec:
             )
         if self.num_heads % self.num_kv_heads:
             raise ConfigError(f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}")
+        if self.architecture not in ARCHITECTURES:
+            near = did_you_mean(self.architecture, ARCHITECTURES)
+            raise ConfigError(
+                f"no tiny model of architecture '{self.architecture}'{near} (known: {', '.join(ARCHITECTURES)})"
+            )
+        if self.sliding_window is not None and self.architecture not in _WINDOWED:
+            raise ConfigError(f"architecture '{self.architecture}' has no sliding_window")
 
 
 def build_tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
@@ -93,36 +109,58 @@ def build_tiny_tokenizer(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
     )
 
 
-def build_tiny_model(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerBase) -> Qwen3ForCausalLM:
-    """A randomly initialised float32 Qwen3 with tied embeddings, in evaluation mode.
+def build_tiny_model(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerBase) -> PreTrainedModel:
+    """A randomly initialised float32 model in evaluation mode.
 
     Raises:
         ConfigError: the tokenizer has more tokens than `spec.vocab_size`.
     """
     import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     if len(tokenizer) > spec.vocab_size:
         raise ConfigError(f"the tokenizer has {len(tokenizer)} tokens, more than vocab_size {spec.vocab_size}")
-    config = Qwen3Config(
+    head_dim = spec.hidden_size // spec.num_heads
+    config = AutoConfig.for_model(
+        spec.architecture,
         vocab_size=len(tokenizer),
         hidden_size=spec.hidden_size,
         intermediate_size=spec.intermediate_size,
         num_hidden_layers=spec.num_layers,
         num_attention_heads=spec.num_heads,
         num_key_value_heads=spec.num_kv_heads,
-        head_dim=spec.hidden_size // spec.num_heads,
+        head_dim=head_dim,
         max_position_embeddings=spec.max_position_embeddings,
-        rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
-        tie_word_embeddings=True,
+        initializer_range=spec.initializer_range,
+        tie_word_embeddings=spec.tie_word_embeddings,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         dtype="float32",
+        **_particulars(spec, head_dim),
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(spec.seed)
-        model = Qwen3ForCausalLM(config).to(torch.float32)
+        model = AutoModelForCausalLM.from_config(config).to(torch.float32)
     model.generation_config.eos_token_id = tokenizer.eos_token_id
     model.generation_config.pad_token_id = tokenizer.pad_token_id
     return model.eval()
+
+
+def _particulars(spec: TinyModelSpec, head_dim: int) -> dict[str, Any]:
+    """What an architecture's configuration has beyond sizes."""
+    keys: dict[str, Any] = {}
+    if spec.architecture != "gemma3_text":  # that one has a rotary embedding for each kind of layer, with defaults
+        keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}
+    if spec.architecture in ("gemma2", "gemma3_text"):
+        keys["query_pre_attn_scalar"] = head_dim
+    if spec.architecture in _WINDOWED:
+        every = spec.max_position_embeddings if spec.architecture.startswith("gemma") else None  # Gemma needs a number
+        keys["sliding_window"] = spec.sliding_window or every
+    if spec.architecture in _ALTERNATING:
+        slides = spec.sliding_window is not None
+        kinds = ("full_attention", "sliding_attention")
+        keys["layer_types"] = [kinds[slides and i % 2 == 0] for i in range(spec.num_layers)]
+    if spec.architecture in ("qwen2", "qwen3"):
+        keys["use_sliding_window"] = spec.sliding_window is not None
+    return keys

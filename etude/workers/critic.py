@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from etude.models import load_value_model, save_pretrained
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine
 from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.minibatches import mini_batches
+from etude.workers.minibatches import update_epochs
 from etude.workers.options import RoleOptions
 
 
@@ -45,16 +44,16 @@ class CriticWorker(Worker):
     def update_critic(self, data: DataProto) -> dict[str, float]:
         """Epochs over mini-batches towards `returns`; mean figures, names `critic/*`."""
         critic, actor = self.options.critic, self.options.actor
-        collected: dict[str, list[float]] = defaultdict(list)
-        for epoch in range(critic.ppo_epochs):
-            seed = (actor.data_loader_seed, data.meta_info["global_step"], epoch)
-            for mini in mini_batches(data, critic.ppo_mini_batch_size, shuffle=actor.shuffle, seed=seed):
-                figures = self._engine.update(
-                    mini, cliprange_value=critic.cliprange_value, loss_agg_mode=critic.loss_agg_mode
-                )
-                for name, value in figures.items():
-                    collected[name].append(value)
-        return {name: sum(values) / len(values) for name, values in collected.items()}
+        return update_epochs(
+            data,
+            lambda mini: self._engine.update(
+                mini, cliprange_value=critic.cliprange_value, loss_agg_mode=critic.loss_agg_mode
+            ),
+            epochs=critic.ppo_epochs,
+            groups=critic.ppo_mini_batch_size,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:

@@ -1,4 +1,4 @@
-"""Mini-batches of whole prompt groups.
+"""Mini-batches of whole prompt groups, and the epochs of updates over them.
 
 Invariant: every row is in exactly one mini-batch an epoch; rows of one prompt stay together; the mini-batches of an epoch
 differ in size by at most one group, so that no update rests on a handful of rows. The order depends only on the seed.
@@ -6,7 +6,8 @@ differ in size by at most one group, so that no update rests on a handful of row
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -27,3 +28,28 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
         rows = [row for number in part for row in members[number]]
         if rows:
             yield data.select_idxs(rows)
+
+
+COUNTS = ("skipped_steps",)  # figures that are counts: summed where the others are averaged
+
+
+def update_epochs(
+    data: DataProto,
+    update: Callable[[DataProto], dict[str, float]],
+    *,
+    epochs: int,
+    groups: int,
+    shuffle: bool,
+    seed: int,
+) -> dict[str, float]:
+    """Calls `update` on every mini-batch of every epoch; needs meta_info `global_step`. Returns its figures' means."""
+    collected: dict[str, list[float]] = defaultdict(list)
+    for epoch in range(epochs):
+        order = (seed, data.meta_info["global_step"], epoch)
+        for mini in mini_batches(data, groups, shuffle=shuffle, seed=order):
+            for name, value in update(mini).items():
+                collected[name].append(value)
+    return {
+        name: sum(values) if name.rpartition("/")[2] in COUNTS else sum(values) / len(values)
+        for name, values in collected.items()
+    }

@@ -11,7 +11,7 @@ from etude.algorithms import LOSS_AGG_MODES, POLICY_LOSSES
 from etude.algorithms.kl import KL_KINDS
 from etude.chat import TOOL_PARSERS
 from etude.errors import ConfigError
-from etude.inference import ENGINES
+from etude.inference import ENGINES, check_serving
 from etude.registry import Registry, did_you_mean
 from etude.rewards import REWARD_MANAGERS
 from etude.training import OptimOptions
@@ -142,11 +142,11 @@ class RoleOptions:
 
     model: ModelOptions
     actor: ActorOptions
-    ref: RefOptions
     rollout: RolloutOptions
-    critic: CriticOptions
-    reward: RewardOptions
-    custom_reward: CustomRewardOptions
+    ref: RefOptions = field(default_factory=RefOptions)
+    critic: CriticOptions = field(default_factory=CriticOptions)
+    reward: RewardOptions = field(default_factory=RewardOptions)
+    custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
     needs_ref: bool = False
@@ -160,6 +160,15 @@ class RoleOptions:
             near = did_you_mean(self.rollout.name, engines)
             raise ConfigError(
                 f"actor_rollout_ref.rollout.name: no engine '{self.rollout.name}'{near} (available: {', '.join(engines)})"
+            )
+        rollout = self.rollout
+        check_serving(rollout.name, rollout.server_urls, rollout.server_api_key_env, rollout.engine_kwargs)
+        if rollout.weight_transfer == "cuda_ipc" and (
+            rollout.name != "vllm" or rollout.server_urls or not self.device.startswith("cuda")
+        ):
+            raise ConfigError(
+                "actor_rollout_ref.rollout.weight_transfer=cuda_ipc shares the trainer's GPU tensors with vLLM in this "
+                "process: it needs rollout.name=vllm without server_urls, and a GPU; use folder"
             )
         _check_name("actor_rollout_ref.rollout.multi_turn.format", TOOL_PARSERS, self.rollout.multi_turn.format)
         _check_name("actor_rollout_ref.actor.policy_loss.loss_mode", POLICY_LOSSES, self.actor.policy_loss.loss_mode)

@@ -1,13 +1,12 @@
 """The policy's roles in one worker: actor, rollout and reference share a process, and actor and rollout the weights.
 
-Invariant: the engine samples from the very tensors the actor updates; after every update the engine forgets what it had
-computed with the old ones.
+Invariant: a rollout samples from the actor's present weights: an engine in this process from the very tensors that the
+actor updates, others from a copy that `EngineLink` hands over and checks.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections import defaultdict
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -15,20 +14,21 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.agents import AgentContext, AgentLoopManager, RolloutOptions, Sampling, to_batch
+from etude.agents import AgentContext, AgentLoopManager, AgentParts, RolloutOptions, Sampling, to_batch
 from etude.agents.batch import rows_of
 from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss
 from etude.chat import ChatTemplate, ToolParser
 from etude.data import active_tools
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
-from etude.inference import ENGINES, NativeEngineOptions
+from etude.inference import evaluates_only
 from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_pretrained
 from etude.protocol import DataProto
-from etude.tools import BaseTool
+from etude.trace import Tracer
 from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
 from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.minibatches import mini_batches
+from etude.workers.engine_link import EngineLink, build_engine
+from etude.workers.minibatches import update_epochs
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
 
@@ -36,11 +36,16 @@ _MOST_INTERRUPTS = 8  # one that arrives inside a task ends the event loop once 
 
 
 class ActorRolloutRefWorker(Worker):
-    """Samples, computes log-probs and learns. `tools` are the configured ones, loaded once a process."""
+    """Samples, computes log-probs and learns. `parts` are what its agents talk to."""
 
-    def __init__(self, options: RoleOptions, tools: dict[str, BaseTool], **place: Any) -> None:
+    def __init__(
+        self,
+        options: RoleOptions,
+        parts: AgentParts,
+        **place: Any,
+    ) -> None:
         super().__init__(device=options.device, **place)
-        self.options, self._tools = options, tools
+        self.options, self._parts = options, parts
         self._updates = 0
 
     # -- set-up --------------------------------------------------------------------------------------------------
@@ -53,46 +58,61 @@ class ActorRolloutRefWorker(Worker):
             ConfigError: the model folder, a name in the rollout section or a reward setting is wrong.
         """
         options = self.options
+        self._loop = asyncio.new_event_loop()  # one for the worker's life: tools may keep connections in it
+        if evaluates_only(options.rollout.name):
+            self._init_evaluation()
+            return
         self.tokenizer, self.model = self._load()
         optimizer = OptimizerSet(self.model, options.actor.optim, options.total_steps)
         self._actor = PolicyEngine(self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
             self._ref = PolicyEngine(self._load()[1], max_tokens=options.ref.log_prob_max_token_len_per_gpu)
-        self._manager = self._build_manager(options.rollout)
-        self._loop = asyncio.new_event_loop()  # one for the worker's life: tools may keep connections in it
+        self._manager = self._build_manager(options.rollout, self.model)
+        self._link = self._build_link(self._actor)
 
-    def _load(self) -> tuple[Any, Any]:
+    def _init_evaluation(self) -> None:
+        """An engine that samples from a model of its own needs our tokenizer, and no weights of ours."""
+        self.tokenizer = self._load_tokenizer()
+        self._manager = self._build_manager(self.options.rollout, None)
+        self._link = self._build_link(None)
+
+    def _build_link(self, actor: PolicyEngine | None) -> EngineLink:
+        context, options = self._manager.context, self.options
+        return EngineLink(self._manager.engine, options.rollout, context.chat, actor, options.model.dtype)
+
+    def _load_tokenizer(self) -> Any:
         model = self.options.model
         if model.path is None:
             raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
-        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        return load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+
+    def _load(self) -> tuple[Any, Any]:
+        model, tokenizer = self.options.model, self._load_tokenizer()
+        assert model.path is not None
         network = load_causal_lm(
             model.path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
         )
         check_vocabulary(tokenizer, network)
         return tokenizer, network
 
-    def _build_manager(self, rollout: RolloutOptions) -> AgentLoopManager:
-        engine = ENGINES.get(rollout.name)(
-            self.model,
-            NativeEngineOptions(
-                max_num_seqs=rollout.max_num_seqs,
-                max_num_batched_tokens=rollout.max_num_batched_tokens,
-                max_model_len=rollout.max_model_len,
-                deterministic=self.options.deterministic,
-            ),
-        )
+    def _build_manager(self, rollout: RolloutOptions, model: Any) -> AgentLoopManager:
+        engine = build_engine(self.options, model, self.tokenizer)
         context = AgentContext(
             config=self.options.config,
             options=rollout,
             tokenizer=self.tokenizer,
             chat=ChatTemplate(self.tokenizer, **dict(self.options.chat_template_kwargs)),
             parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
-            tools=self._tools if rollout.multi_turn.enable else {},
+            **vars(self._parts if rollout.multi_turn.enable else AgentParts()),
+            tracer=self._build_tracer(rollout),
         )
         scorer = build_scorer(self.options, self.tokenizer) if rollout.mode == "async" else None
         return AgentLoopManager(context, engine, scorer, deterministic=self.options.deterministic)
+
+    def _build_tracer(self, rollout: RolloutOptions) -> Tracer | None:
+        run = (self.options.config or {}).get("trainer") or {}
+        return Tracer.of(rollout.trace, run.get("project_name", "etude"), run.get("experiment_name", "default"))
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def set_progress(self, on_progress: Callable[[int, int], None] | None) -> None:
@@ -116,7 +136,10 @@ class ActorRolloutRefWorker(Worker):
         rows = rows_of(data)
         for row in rows:
             row["active_tools"] = active_tools(row, list(self._manager.context.tools))
+            row |= {"validate": validate, "step": data.meta_info.get("step")}
+        self._run(self._link.ready())
         results = self._run(self._manager.generate(rows, sampling))
+        self._run(self._link.rest())
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
         batch.meta_info["metrics"] = self._manager.engine.metrics()
         return batch
@@ -152,26 +175,30 @@ class ActorRolloutRefWorker(Worker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_actor(self, data: DataProto) -> dict[str, float]:
         """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`. Returns mean figures, names `actor/*`."""
-        actor = self.options.actor
-        collected: dict[str, list[float]] = defaultdict(list)
-        for epoch in range(actor.ppo_epochs):
-            seed = (actor.data_loader_seed, data.meta_info["global_step"], epoch)
-            for mini in mini_batches(data, actor.ppo_mini_batch_size, shuffle=actor.shuffle, seed=seed):
-                figures = self._actor.update(
-                    mini, self._loss, data.meta_info["temperature"], entropy_grad=actor.entropy_coeff != 0
-                )
-                for name, value in figures.items():
-                    collected[name if "/" in name else f"actor/{name}"].append(value)
+        actor, temperature = self.options.actor, data.meta_info["temperature"]
+
+        def update(mini: DataProto) -> dict[str, float]:
+            figures = self._actor.update(mini, self._loss, temperature, entropy_grad=actor.entropy_coeff != 0)
+            return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
+
+        figures = update_epochs(
+            data,
+            update,
+            epochs=actor.ppo_epochs,
+            groups=actor.ppo_mini_batch_size,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        )
         self._updates += 1
-        self._run(self._manager.engine.update_weights(None, self._updates))
-        return {name: sum(values) / len(values) for name, values in collected.items()}
+        synced = self._run(self._link.push(self._updates))
+        return figures | synced
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
     def update_sft(self, data: DataProto) -> dict[str, float]:
         """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`)."""
         figures = sft_step(self._actor, data)
         self._updates += 1
-        self._run(self._manager.engine.update_weights(None, self._updates))
+        self._link.changed(self._updates)
         return {f"sft/{name}": value for name, value in figures.items()}
 
     def _loss(
@@ -201,6 +228,7 @@ class ActorRolloutRefWorker(Worker):
             clip_ratio_c=actor.clip_ratio_c,
             **scaling,
         )
+        metrics["pg_loss"] = scale.as_mean(loss, mask)
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)
@@ -237,7 +265,7 @@ class ActorRolloutRefWorker(Worker):
         self.model.load_state_dict(saved.state_dict())
         self._actor_optimizer.load_state_dict(state["optimizer"])
         self._updates = state["updates"]
-        self._run(self._manager.engine.update_weights(None, self._updates))
+        self._link.changed(self._updates)
 
     @property
     def _actor_optimizer(self) -> OptimizerSet:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
-from etude.models.tiny import TAGS
+from etude.models.tiny import ARCHITECTURES, TAGS
 
 TEXTS = [f'What is {n} + 7?\n<tool_call>\n{{"name": "add"}}\n</tool_call><|im_end|>' for n in range(50)]
 TOKENIZER = build_tiny_tokenizer(TEXTS, 320)
@@ -116,6 +116,20 @@ def test_model_follows_the_spec():
     assert 500_000 < sum(p.numel() for p in default.parameters()) < 1_000_000
 
 
+@pytest.mark.parametrize("architecture", ARCHITECTURES)
+def test_other_architectures(architecture):
+    windowed = None if architecture in ("llama", "gemma") else 9
+    spec = TinyModelSpec(**{**vars(SPEC), "architecture": architecture, "sliding_window": windowed})
+    model = build_tiny_model(spec, TOKENIZER)
+    assert model.config.model_type == architecture
+    assert getattr(model.config, "sliding_window", None) == windowed
+    kinds = getattr(model.config, "layer_types", None)
+    assert architecture == "mistral" or kinds is None or set(kinds) == {"sliding_attention", "full_attention"}
+    assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
+    untied = build_tiny_model(TinyModelSpec(**{**vars(spec), "tie_word_embeddings": False}), TOKENIZER)
+    assert untied.get_output_embeddings().weight is not untied.get_input_embeddings().weight
+
+
 def test_weights_depend_on_the_seed_alone():
     torch.manual_seed(5)
     before = torch.get_rng_state()
@@ -133,5 +147,9 @@ def test_specs_that_fit_no_model():
         TinyModelSpec(hidden_size=100, num_heads=3)
     with pytest.raises(ConfigError, match="num_kv_heads"):
         TinyModelSpec(num_heads=4, num_kv_heads=3)
+    with pytest.raises(ConfigError, match="no tiny model of architecture 'lama'; did you mean 'llama'"):
+        TinyModelSpec(architecture="lama")
+    with pytest.raises(ConfigError, match="architecture 'llama' has no sliding_window"):
+        TinyModelSpec(architecture="llama", sliding_window=8)
     with pytest.raises(ConfigError, match="more than vocab_size 270"):
         build_tiny_model(TinyModelSpec(vocab_size=270), TOKENIZER)

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.protocol import DataProto
-from etude.workers.minibatches import mini_batches
+from etude.workers.minibatches import mini_batches, update_epochs
 
 
 def batch_of(uids):
@@ -50,3 +50,19 @@ def test_the_order_is_the_seeds():
 
 def test_no_rows_no_mini_batches():
     assert rows(mini_batches(batch_of(["a"])[:0], 4, shuffle=True, seed=(1,))) == []
+
+
+def test_epochs_average_figures_and_add_counts_up():
+    data = batch_of(list("aabbccdd"))
+    data.meta_info["global_step"] = 3
+    seen = []
+
+    def update(mini):
+        seen.append(mini.batch["row"].tolist())
+        return {"actor/loss": float(len(seen)), "actor/skipped_steps": float(len(seen) % 2)}
+
+    figures = update_epochs(data, update, epochs=2, groups=2, shuffle=True, seed=5)
+    assert figures == {"actor/loss": 2.5, "actor/skipped_steps": 2.0}
+    for epoch in (0, 1):
+        minis = mini_batches(data, 2, shuffle=True, seed=(5, 3, epoch))
+        assert seen[2 * epoch : 2 * epoch + 2] == rows(minis)

@@ -239,3 +239,24 @@ def test_a_registered_engine_is_the_one_that_samples(model_path):
         assert type(worker._manager.engine) is Mine
     finally:
         ENGINES._items.pop("workers_test_engine")
+
+
+@pytest.mark.parametrize("max_tokens", [16384, 64])
+def test_the_policy_gradients_part_of_the_loss_is_reported_by_itself(model_path, max_tokens):
+    """Whole or cut into micro-batches: what is left of the loss is the entropy bonus."""
+    group, _ = policy(model_path, actor=ActorOptions(entropy_coeff=0.25, ppo_max_token_len_per_gpu=max_tokens))
+    (figures,) = group.update_actor(learnable(group, prompts()))
+    assert figures["actor/loss"] == pytest.approx(
+        figures["actor/pg_loss"] - 0.25 * figures["actor/entropy"], rel=1e-4, abs=1e-5
+    )
+    assert figures["actor/skipped_steps"] == 0
+
+
+def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(model_path):
+    group, worker = policy(model_path)
+    batch = learnable(group, prompts())
+    batch.batch["advantages"] = torch.full_like(batch.batch["advantages"], float("nan"))
+    before = weights_of(worker.model)
+    (figures,) = group.update_actor(batch)
+    assert figures["actor/skipped_steps"] == 2  # of two mini-batches
+    assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())

@@ -8,7 +8,7 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from etude.agents import MultiTurnOptions, RolloutOptions
+from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
@@ -120,7 +120,7 @@ def prompts(count=4, n=2, seed=1, validate=False, **columns):
 
 def policy(path, tools=None, **given):
     """(group, its only worker), with the model loaded."""
-    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles(path, **given), tools or {})
+    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles(path, **given), AgentParts(tools or {}))
     group.init_model()
     return group, group._workers[0]
 

@@ -1,0 +1,183 @@
+"""What the native engine costs, and how far its log-probs are from a float32 full forward: the figures of docs/engines.md.
+
+    python benchmarks/native_engine.py --model FOLDER [--trajectories 64 256 64] [--width 256] [--dtype float32]
+    python benchmarks/native_engine.py --model FOLDER --errors
+    python benchmarks/native_engine.py --model FOLDER --layers [--compile]
+
+A trajectory has a prompt of 190 tokens that its group of 8 shares and three turns of at most 96 sampled tokens, each but
+the last followed by a tool's answer of 20. Times are CPU seconds of this process; set OMP_NUM_THREADS=1.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import copy
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams, TokenOutput
+from etude.models import load_causal_lm
+from etude.models.packable import enable_packing
+from etude.models.packed import packed_hidden
+
+GROUP, PROMPT, ANSWER, TURNS, MOST = 8, 190, 20, 3, 96
+Turn = tuple[list[int], TokenOutput]
+
+
+async def trajectory(
+    engine: NativeEngine, name: str, prompt: list[int], seed: int, stop: tuple[int, ...]
+) -> list[Turn]:
+    rng, context, turns = random.Random(seed), list(prompt), []
+    for turn in range(TURNS):
+        params = SamplingParams(max_tokens=rng.randint(16, MOST), stop_token_ids=stop, seed=seed * TURNS + turn)
+        out = await engine.generate(name, context, params)
+        turns.append((list(context), out))
+        context += out.token_ids + [rng.randrange(256) for _ in range(ANSWER)]
+    engine.close(name)
+    return turns
+
+
+def rollout(engine: NativeEngine, count: int, seed: int) -> list[list[Turn]]:
+    rng = random.Random(seed)
+    stop = engine._model.config.eos_token_id
+    common = [rng.randrange(256) for _ in range(PROMPT - 24)]  # system prompt and tools
+    prompts = [common + [rng.randrange(256) for _ in range(24)] for _ in range(count // GROUP)]
+
+    async def main() -> list[list[Turn]]:
+        names = [f"{seed}/{i}" for i in range(count)]
+        engine.open(names)
+        stops = () if stop is None else (stop,)
+        rows = (trajectory(engine, n, prompts[i // GROUP], seed * count + i, stops) for i, n in enumerate(names))
+        return await asyncio.gather(*rows)
+
+    return asyncio.run(main())
+
+
+def cost(model: Any, counts: list[int], width: int, dtype: str | None) -> None:
+    engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=width, dtype=dtype))
+    rollout(engine, GROUP * 8, 0)
+    for seed, count in enumerate(counts, start=1):
+        asyncio.run(engine.update_weights(None, seed))
+        engine.metrics()
+        start = time.process_time()
+        rollout(engine, count, seed)
+        spent, figures = time.process_time() - start, engine.metrics()
+        tokens = figures["sampled_tokens"]
+        print(f"{count} trajectories: {1e6 * spent / tokens:.1f} us a token, {tokens:.0f} tokens, {spent:.2f} CPU s")
+        print("   ", {name: round(value, 3) for name, value in figures.items()}, flush=True)
+
+
+def errors(folder: str) -> None:
+    reference = load_causal_lm(folder, attn_implementation="eager")
+    rounded = load_causal_lm(folder, attn_implementation="eager", dtype="bfloat16").float()
+    for dtype, against, name in (
+        ("float32", reference, "float32 weights"),
+        ("bfloat16", rounded, "the same rounded weights"),
+        ("bfloat16", reference, "float32 weights"),
+        ("float16", reference, "float32 weights"),
+    ):
+        engine = NativeEngine(copy.deepcopy(reference), NativeEngineOptions(dtype=dtype))
+        found = []
+        for turns in rollout(engine, 32, 1):
+            for context, out in turns:
+                ids = torch.tensor([context + out.token_ids])
+                with torch.no_grad():
+                    table = against(input_ids=ids).logits[0, len(context) - 1 : -1].log_softmax(-1)
+                expected = table.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
+                found.append((expected - torch.tensor(out.log_probs)).abs())
+        every = torch.cat(found)
+        print(f"{dtype} against {name}: largest {every.max():.3g}, mean {every.mean():.3g}, {len(every)} tokens")
+
+
+class NoAttention:
+    """A layout that costs nothing."""
+
+    def attend(self, layer: int, query: Any, key: Any, value: Any, scoring: Any) -> Any:
+        return query.transpose(0, 1)
+
+
+def layers(model: Any, compiled: bool) -> None:
+    """One decode step of 64 rows of a Qwen3 model without its attention."""
+    enable_packing(model)
+    config, body = model.config, model.model
+    heads, kv_heads, dim, eps = (
+        config.num_attention_heads,
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rms_norm_eps,
+    )
+    ids, positions = torch.randint(0, 256, (64,)), torch.arange(64)[None]
+
+    def products() -> None:
+        for layer in body.layers:
+            for part in layer.modules():
+                if isinstance(part, torch.nn.Linear):
+                    F.linear(inputs[part.in_features], part.weight)
+
+    def by_hand() -> Any:
+        hidden = F.embedding(ids, body.embed_tokens.weight)
+        cos, sin = (x[0][:, None] for x in body.rotary_emb(hidden, positions))
+        sin = torch.cat([-sin[..., : dim // 2], sin[..., dim // 2 :]], -1)
+        for layer in body.layers:
+            attention, mlp = layer.self_attn, layer.mlp
+            x = F.rms_norm(hidden, hidden.shape[1:], layer.input_layernorm.weight, eps)
+            q = F.rms_norm(attention.q_proj(x).view(-1, heads, dim), (dim,), attention.q_norm.weight, eps)
+            k = F.rms_norm(attention.k_proj(x).view(-1, kv_heads, dim), (dim,), attention.k_norm.weight, eps)
+            attention.v_proj(x)
+            q, k = (torch.addcmul(y * cos, y.roll(dim // 2, -1), sin) for y in (q, k))
+            hidden = torch.addmm(hidden, q.reshape(64, -1), attention.o_proj.weight.t())
+            x = F.rms_norm(hidden, hidden.shape[1:], layer.post_attention_layernorm.weight, eps)
+            x = F.silu(mlp.gate_proj(x)).mul_(mlp.up_proj(x))
+            hidden = torch.addmm(hidden, x, mlp.down_proj.weight.t())
+        return F.rms_norm(hidden, hidden.shape[1:], body.norm.weight, eps)
+
+    sizes = {part.in_features for part in body.modules() if isinstance(part, torch.nn.Linear)}
+    inputs = {size: torch.randn(64, size) for size in sizes}
+    ways: dict[str, Callable[[], Any]] = {
+        "Transformers' modules": lambda: packed_hidden(model, ids, positions, NoAttention()),
+        "of which matrix products": products,
+        "by hand": by_hand,
+    }
+    with torch.inference_mode():
+        assert torch.allclose(ways["by hand"](), ways["Transformers' modules"](), atol=1e-4)
+        if compiled:
+            start = time.process_time()
+            ways["compiled"] = torch.compile(by_hand, dynamic=True)
+            ways["compiled"]()
+            print(f"compiling: {time.process_time() - start:.1f} CPU s in this process, and the compiler's own")
+        for name, way in ways.items():
+            times = []
+            for _ in range(60):
+                start = time.process_time()
+                way()
+                times.append(time.process_time() - start)
+            print(f"{name}: {1e3 * sorted(times)[30]:.2f} ms")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="folder of a small Hugging Face model")
+    parser.add_argument("--trajectories", type=int, nargs="+", default=[64, 256, 64, 1024, 64])
+    parser.add_argument("--width", type=int, default=256, help="max_num_seqs")
+    parser.add_argument("--dtype")
+    parser.add_argument("--errors", action="store_true")
+    parser.add_argument("--layers", action="store_true")
+    parser.add_argument("--compile", action="store_true")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    if given.errors:
+        errors(given.model)
+    elif given.layers:
+        layers(load_causal_lm(given.model), given.compile)
+    else:
+        cost(load_causal_lm(given.model), given.trajectories, given.width, given.dtype)
+
+
+if __name__ == "__main__":
+    main()

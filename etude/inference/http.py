@@ -1,0 +1,123 @@
+"""`HttpServer`: requests to one inference server, each bounded in time and size, each failure an `EngineError`.
+
+Invariant: a call returns what the server answered or raises `EngineError` with one line that names the address, whatever
+the server does: refuse the connection, hang, answer with an error status, with too much or with garbage. Every call has
+a connection of its own, so that giving a call up (its task is cancelled) closes the connection, which tells servers to
+stop computing the answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Mapping
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+
+from etude.errors import ConfigError, EngineError, one_line
+
+MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
+_CHUNK = 1 << 16
+
+
+class StatusError(EngineError):
+    """A server answered with the error status `status`."""
+
+    def __init__(self, message: str, status: int) -> None:
+        super().__init__(message)
+        self.status = status
+
+
+def server_url(text: str, key: str) -> str:
+    """`text` as the base address of a server, without a final slash or `/v1`.
+
+    Raises:
+        ConfigError: it is no http address of a host; names `key`.
+    """
+    try:
+        parts = urlsplit(str(text).strip())
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        _ = parts.port  # raises ValueError where it is no number
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"{key}: '{text}' is no server address; write it like http://127.0.0.1:8000")
+    return parts.geturl().rstrip("/").removesuffix("/v1")
+
+
+class HttpServer:
+    """One server at `url`; `timeout` in seconds limits a whole call, connecting and reading included."""
+
+    def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
+        self.url, self.timeout = url, timeout
+        self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+
+    async def get(self, path: str, *, timeout: float | None = None) -> bytes:
+        """The body of the answer to a GET."""
+        return await self._call("GET", path, None, None, timeout)
+
+    async def post(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> bytes:
+        """The body of the answer to a POST of JSON."""
+        return await self._call("POST", path, body if body is not None else {}, query, timeout)
+
+    def parsed(self, path: str, body: bytes) -> dict[str, Any]:
+        """The JSON object in `body`, which came from `path`.
+
+        Raises:
+            EngineError: it holds none.
+        """
+        try:
+            answer = json.loads(body)
+        except (ValueError, RecursionError) as error:
+            raise EngineError(f"{self.url}{path}: the answer is not JSON: {one_line(error, 80)}") from error
+        if not isinstance(answer, dict):
+            raise EngineError(f"{self.url}{path}: the answer is JSON, but no object: {_shown(body)}")
+        return answer
+
+    async def _call(
+        self,
+        method: str,
+        path: str,
+        body: Mapping[str, Any] | None,
+        query: Mapping[str, str] | None,
+        timeout: float | None,
+    ) -> bytes:
+        seconds = self.timeout if timeout is None else timeout
+        where = f"{self.url}{path}"
+        limit = aiohttp.ClientTimeout(total=seconds)
+        try:
+            async with (
+                aiohttp.ClientSession(timeout=limit, headers=self._headers) as session,
+                session.request(method, where, json=body, params=query) as response,
+            ):
+                data, status = await _read(response, where), response.status
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EngineError(f"{where}: no answer within {seconds:g} s") from error
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            raise EngineError(f"{where}: {type(error).__name__}: {one_line(error)}") from error
+        if status >= 300:
+            raise StatusError(f"{where}: status {status}: {_shown(data)}", status)
+        return data
+
+
+async def _read(response: aiohttp.ClientResponse, where: str) -> bytes:
+    pieces, size = [], 0
+    async for piece in response.content.iter_chunked(_CHUNK):
+        size += len(piece)
+        if size > MAX_ANSWER_BYTES:
+            raise EngineError(f"{where}: the answer is longer than {MAX_ANSWER_BYTES >> 20} MiB")
+        pieces.append(piece)
+    return b"".join(pieces)
+
+
+def _shown(body: bytes) -> str:
+    return one_line(ValueError(body[:2000].decode("utf-8", "replace")), 200) if body.strip() else "(empty)"

@@ -1,0 +1,103 @@
+"""The `openai` engine, for evaluation only: any server with OpenAI's `/v1/completions`, text in and text out.
+
+The interface between agents and engines is token ids, so the prompt's ids are decoded to the text that the server gets,
+and the answer's text is encoded again; where the server says that the model ended its turn, the first stop id is put
+behind it. What is encoded again need not be what was sampled, and there are no log-probs (zeros stand in their place):
+nothing of this may be trained on, and `etude train` refuses the engine. Servers that offer only chat completions cannot
+be used, because they would render the conversation, tools and all, by a template of their own.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etude.errors import ConfigError, EngineError
+from etude.inference.engine_setup import KEY, EngineSetup
+from etude.inference.http import HttpServer
+from etude.inference.router import one_or_routed
+from etude.inference.served import ServedEngine
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+
+_MOST_STOPS = 4  # stop texts that OpenAI's interface takes
+
+
+@ENGINES.register("openai")
+class OpenAIEngine(ServedEngine):
+    """One server; `model`: the name it knows the model by, None where it serves a single one."""
+
+    servers = "required"
+    evaluation_only = True
+
+    def __init__(self, server: HttpServer, tokenizer: Any, max_model_len: int, model: str | None = None) -> None:
+        super().__init__(max_model_len)
+        self._server, self._tokenizer, self._model = server, tokenizer, model
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> Engine:
+        """The engine of one address, or a router over several."""
+        servers = setup.servers()
+        made = {s.url: cls(s, setup.tokenizer, setup.max_model_len, setup.server_model) for s in servers}
+        return one_or_routed(made, setup)
+
+    async def _model_name(self) -> str:
+        if self._model is None:
+            path = "/v1/models"
+            listed = self._server.parsed(path, await self._server.get(path)).get("data")
+            names = [str(each.get("id")) for each in listed or () if isinstance(each, dict)]
+            if len(names) != 1:
+                raise ConfigError(
+                    f"{self._server.url} serves {len(names)} models ({', '.join(names[:5])}): set {KEY}.server_model"
+                )
+            self._model = names[0]
+        return self._model
+
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+        path = "/v1/completions"
+        body: dict[str, Any] = {
+            "model": await self._model_name(),
+            "prompt": self._tokenizer.decode(prompt, skip_special_tokens=False),
+            "max_tokens": params.max_tokens,
+            "temperature": params.temperature,
+            "top_p": params.top_p,
+            "seed": params.seed & 0x7FFFFFFF,
+            "stream": False,
+        }
+        stops = [self._tokenizer.decode([token]) for token in params.stop_token_ids[:_MOST_STOPS]]
+        if stops:
+            body["stop"] = stops
+        if params.top_k > 0:
+            body["top_k"] = params.top_k  # no part of OpenAI's interface, though many servers take it
+        answer = self._server.parsed(path, await self._server.post(path, body))
+        try:
+            choice = answer["choices"][0]
+            text, ending = choice["text"], choice["finish_reason"]
+            ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise EngineError(
+                f"{self._server.url}{path}: the answer holds no text: {type(error).__name__} {error}"
+            ) from error
+        return self._output(ids, ending, params)
+
+    def _output(self, ids: list[int], ending: Any, params: SamplingParams) -> TokenOutput:
+        reason = "stop" if ending == "stop" else "length"
+        if reason == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
+            ids = [*ids, params.stop_token_ids[0]]
+        if len(ids) > params.max_tokens:  # encoded anew, a text may take a few tokens more
+            ids, reason = ids[: params.max_tokens], "length"
+        return TokenOutput(ids, [0.0] * len(ids), reason, [0] * len(ids))
+
+    async def _abort(self, name: str) -> None:
+        """Nothing but giving up the connection ends a request: `close` does."""
+
+    async def check(self) -> None:
+        """Raises EngineError where the server does not answer."""
+        await self._server.get("/v1/models")
+
+    async def _pause(self) -> None:
+        """The server is not ours to pause."""
+
+    async def _resume(self) -> None:
+        """Nothing was paused."""
+
+    async def _load(self, source: Any, version: int) -> None:
+        raise ConfigError("the openai engine is for evaluation: it takes no weights")

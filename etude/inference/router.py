@@ -1,0 +1,353 @@
+"""The router: several replicas of an engine behind the one interface.
+
+A trajectory goes to the replica with the fewest trajectories and stays there, where its earlier turns are in the prefix
+cache. A replica that fails a request and then its health check, or that fails a check while it should be answering, is
+ejected: what it was asked for is asked of another one, from the prompt's ids. It comes back once a check succeeds, after
+it has been given the newest weights, because a server that died has forgotten them.
+
+Invariant: a request returns one replica's complete answer, or raises EngineError after `request_timeout`; no replica
+answers with weights older than the last `update_weights`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+from etude.bounded import settle, within
+from etude.errors import EngineError, EtudeError, one_line
+from etude.inference.engine_setup import EngineSetup
+from etude.inference.types import Engine, SamplingParams, TokenOutput
+
+logger = logging.getLogger(__name__)
+
+R = TypeVar("R")
+
+
+@dataclass(frozen=True)
+class RouterOptions:
+    """Seconds: between two rounds of health checks, for one check, for a request with all its attempts, and for giving
+    weights to a replica that comes back; `attempts` a request."""
+
+    check_every: float = 2.0
+    check_timeout: float = 10.0
+    request_timeout: float = 600.0
+    sync_timeout: float = 600.0
+    attempts: int = 4
+
+
+@dataclass(eq=False)
+class _Replica:
+    name: str
+    engine: Engine
+    trajectories: set[str] = field(default_factory=set)
+    cause: str = ""  # why it is out; empty while it is in
+    ejected: asyncio.Event = field(default_factory=asyncio.Event)
+
+    @property
+    def up(self) -> bool:
+        return not self.cause
+
+
+class Router:
+    """The interface is `etude.inference.Engine`.
+
+    Attributes:
+        admit: awaited as `admit(engine, version)` before a replica that was out gets requests again; it raises where the
+            replica is not fit (the weight probe is such a test).
+    """
+
+    def __init__(self, replicas: Mapping[str, Engine], options: RouterOptions | None = None) -> None:
+        self._replicas = [_Replica(name, engine) for name, engine in replicas.items()]
+        self.options = options or RouterOptions()
+        self.admit: Callable[[Engine, int], Awaitable[object]] | None = None
+        self.shares_weights = all(getattr(r.engine, "shares_weights", True) for r in self._replicas)
+        self._home: dict[str, _Replica] = {}
+        self._weights: tuple[Any, int] | None = None
+        self._aborted: set[str] = set()
+        self._under_way = 0
+        self._paused = False
+        self._watcher: asyncio.Task[None] | None = None
+        self._back = asyncio.Event()
+        self._counters = _fresh_counters()
+
+    @property
+    def replicas(self) -> dict[str, Engine]:
+        """Those that take requests, by name."""
+        return {replica.name: replica.engine for replica in self._replicas if replica.up}
+
+    async def check_all(self, test: Callable[[Engine, str], Awaitable[R]]) -> list[R]:
+        """What `test(engine, name)` returns for each replica; one that fails as infrastructure does is ejected.
+
+        Raises:
+            EngineError: none is left.
+            EtudeError: a test said that the replica is wrong, not broken.
+        """
+        results = []
+        for replica in [replica for replica in self._replicas if replica.up]:
+            try:
+                results.append(await test(replica.engine, replica.name))
+            except EngineError as error:
+                self._eject(replica, error)
+        self._require("probe")
+        return results
+
+    # -- requests ------------------------------------------------------------------------------------------------
+
+    def open(self, request_ids: Sequence[str]) -> None:
+        """Gives each trajectory its replica, in row order."""
+        opened: dict[_Replica, list[str]] = {}
+        for request_id in request_ids:
+            if replica := self._settle_at(request_id):
+                opened.setdefault(replica, []).append(request_id)
+        for replica, ids in opened.items():
+            replica.engine.open(ids)
+
+    def close(self, request_id: str) -> None:
+        """Tells the trajectory's replica."""
+        replica = self._home.pop(request_id, None)
+        self._aborted.discard(request_id)
+        if replica is not None:
+            replica.trajectories.discard(request_id)
+            replica.engine.close(request_id)
+
+    async def generate(
+        self,
+        request_id: str,
+        prompt_ids: Sequence[int],
+        sampling_params: SamplingParams | Mapping[str, Any],
+        *,
+        images: Sequence[Any] | None = None,
+    ) -> TokenOutput:
+        """See `etude.inference.Engine.generate`; what one replica fails to answer, another is asked for."""
+        params = SamplingParams.of(sampling_params)
+        self._under_way += 1
+        self._watch()
+        self._aborted.discard(request_id)
+        try:
+            return await within(
+                self.options.request_timeout, self._attempts, request_id, list(prompt_ids), params, images
+            )
+        except TimeoutError as error:
+            raise EngineError(f"no replica answered within {self.options.request_timeout:g} s") from error
+        finally:
+            self._under_way -= 1
+            if not self._under_way:
+                await self._end_watch()
+
+    async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
+        failure, tried = EngineError("no replica was asked"), set[_Replica]()
+        for attempt in range(self.options.attempts):
+            self._counters["retries"] += bool(attempt)
+            replica = await self._replica_of(request_id, tried)
+            tried.add(replica)
+            try:
+                output = await self._ask(replica, request_id, prompt, params, images)
+                if output.stop_reason != "aborted" or request_id in self._aborted or request_id not in self._home:
+                    return output
+                failure = EngineError(f"{replica.name} aborted a request on its own")
+            except EngineError as error:
+                failure = error
+                await self._suspect(replica, error)
+            self._leave(request_id)
+        raise EngineError(
+            f"given up after {self.options.attempts} attempts; the last: {one_line(failure)}"
+        ) from failure
+
+    async def _ask(
+        self, replica: _Replica, request_id: str, prompt: list[int], params: SamplingParams, images: Any
+    ) -> TokenOutput:
+        """One replica's answer; EngineError as soon as it is ejected."""
+        extra = {"images": images} if images else {}
+        answer = asyncio.ensure_future(replica.engine.generate(request_id, prompt, params, **extra))
+        ejected = asyncio.ensure_future(replica.ejected.wait())
+        try:
+            await asyncio.wait({answer, ejected}, return_when=asyncio.FIRST_COMPLETED)
+            if not answer.done():
+                raise EngineError(f"{replica.name} was ejected: {replica.cause}")
+        finally:
+            ejected.cancel()
+            await settle({answer})
+        return answer.result()
+
+    async def _replica_of(self, request_id: str, tried: set[_Replica]) -> _Replica:
+        """The trajectory's replica, or a new one; waits for one to come back where all are out."""
+        while True:
+            home = self._home.get(request_id)
+            if home is not None and home.up:
+                return home
+            self._leave(request_id)
+            replica = self._settle_at(request_id, tried)
+            if replica is not None:
+                replica.engine.open([request_id])
+                return replica
+            self._back.clear()
+            await self._back.wait()
+
+    def _settle_at(self, request_id: str, tried: AbstractSet[_Replica] = frozenset()) -> _Replica | None:
+        """Gives the trajectory the replica with the fewest others, one that has not failed its request if there is any."""
+        up = [replica for replica in self._replicas if replica.up]
+        if not up:
+            return None
+        least = min(up, key=lambda replica: (replica in tried, len(replica.trajectories)))
+        least.trajectories.add(request_id)
+        self._home[request_id] = least
+        return least
+
+    def _leave(self, request_id: str) -> None:
+        """The trajectory's next request goes to whichever replica has the least to do then."""
+        home = self._home.pop(request_id, None)
+        if home is not None:
+            home.trajectories.discard(request_id)
+            home.engine.close(request_id)
+
+    async def abort(self, request_id: str) -> None:
+        """Ends the trajectory's request; no other replica is asked for it."""
+        self._aborted.add(request_id)
+        if home := self._home.get(request_id):
+            await home.engine.abort(request_id)
+
+    # -- health --------------------------------------------------------------------------------------------------
+
+    def _watch(self) -> None:
+        if self._watcher is None:
+            self._watcher = asyncio.ensure_future(self._rounds())
+
+    async def _end_watch(self) -> None:
+        watcher, self._watcher = self._watcher, None
+        if watcher is not None:
+            await settle({watcher})
+
+    async def _rounds(self) -> None:
+        """Checks all replicas from time to time, until `_end_watch`."""
+        while True:
+            await asyncio.sleep(self.options.check_every)
+            if not self._paused:
+                await asyncio.gather(*(self._check(r) if r.up else self._bring_back(r) for r in self._replicas))
+
+    async def _check(self, replica: _Replica) -> bool:
+        check = getattr(replica.engine, "check", None)
+        if check is None:  # an engine in this process: it fails by failing requests
+            return True
+        try:
+            await within(self.options.check_timeout, check)
+        except Exception as error:
+            if not self._paused:  # a paused server may be unable to show that it is well
+                self._eject(replica, error)
+            return False
+        return True
+
+    async def _suspect(self, replica: _Replica, error: EngineError) -> None:
+        """After a failed request: out with the replica, unless it proves that it is well."""
+        if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
+            self._eject(replica, error)
+
+    def _eject(self, replica: _Replica, error: BaseException) -> None:
+        if not replica.up:
+            return
+        replica.cause = one_line(error, 200) or "failed"
+        self._counters["ejections"] += 1
+        logger.warning("engine replica %s is out: %s", replica.name, replica.cause)
+        replica.ejected.set()
+
+    async def _bring_back(self, replica: _Replica) -> None:
+        engine, weights = replica.engine, self._weights
+        try:
+            if hasattr(engine, "check"):
+                await within(self.options.check_timeout, engine.check)
+            if weights is not None:
+                await within(self.options.sync_timeout, engine.update_weights, *weights)
+                if self.admit is not None:
+                    await within(self.options.sync_timeout, self.admit, engine, weights[1])
+        except Exception as error:
+            logger.info("engine replica %s stays out: %s", replica.name, one_line(error))
+            return
+        if weights is not self._weights:  # newer ones were handed out meanwhile: the next round gives it those
+            return
+        replica.cause, replica.ejected = "", asyncio.Event()
+        self._back.set()
+        logger.warning("engine replica %s is back", replica.name)
+
+    # -- all replicas --------------------------------------------------------------------------------------------
+
+    async def pause(self) -> None:
+        """Pauses every replica; one that cannot be paused is ejected."""
+        self._paused = True
+        await self._all("pause")
+
+    async def resume(self) -> None:
+        """Resumes every replica."""
+        await self._all("resume")
+        self._paused = False
+
+    async def update_weights(self, source: Any, version: int) -> None:
+        """Gives the weights to every replica; one that does not take them is ejected.
+
+        Raises:
+            EngineError: none took them.
+        """
+        self._weights = (source, version)
+        if not self._paused:  # a replica that hangs must not hold up the others until the sync's own limit
+            await asyncio.gather(*(self._check(replica) for replica in self._replicas if replica.up))
+        was_paused, self._paused = self._paused, True
+        try:
+            await self._all("update_weights", source, version)
+        finally:
+            self._paused = was_paused
+
+    async def sleep(self) -> None:
+        """Has every replica that can give its memory back."""
+        await self._all("sleep")
+
+    async def wake(self) -> None:
+        """Has every replica take its memory again."""
+        await self._all("wake")
+
+    async def shutdown(self) -> None:
+        """Ends the watch, and what the replicas themselves started."""
+        await self._end_watch()
+        for replica in self._replicas:
+            if hasattr(replica.engine, "shutdown"):
+                await replica.engine.shutdown()
+
+    async def _all(self, method: str, *args: Any) -> None:
+        up = [replica for replica in self._replicas if replica.up and hasattr(replica.engine, method)]
+        calls = (within(self.options.sync_timeout, getattr(r.engine, method), *args) for r in up)
+        results = await asyncio.gather(*calls, return_exceptions=True)
+        failed = [(r, error) for r, error in zip(up, results) if isinstance(error, BaseException)]
+        for _, error in failed:
+            if isinstance(error, EtudeError) or not isinstance(error, Exception):
+                raise error
+        for replica, error in failed:
+            self._eject(replica, error)
+        self._require(method)
+
+    def _require(self, purpose: str) -> None:
+        if not self.replicas:
+            causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self._replicas)
+            raise EngineError(f"{purpose}: no engine replica is left: {causes}")
+
+    def metrics(self) -> dict[str, float]:
+        """The replicas' counts since the last call, added up; requests asked again, ejections, replicas in."""
+        counters, self._counters = self._counters, _fresh_counters()
+        for replica in self._replicas:
+            for name, value in replica.engine.metrics().items():
+                counters[name] = counters.get(name, 0.0) + value
+        return counters | {"replicas": float(len(self.replicas))}
+
+
+def one_or_routed(engines: Mapping[str, Engine], setup: EngineSetup) -> Engine:
+    """A single engine as it is, several behind a router."""
+    if len(engines) == 1:
+        return next(iter(engines.values()))
+    return Router(
+        engines, RouterOptions(request_timeout=2 * setup.server_timeout, sync_timeout=setup.weight_sync_timeout)
+    )
+
+
+def _fresh_counters() -> dict[str, float]:
+    return {"retries": 0.0, "ejections": 0.0}

@@ -1,0 +1,249 @@
+"""Which trajectories are computed in the next step, and who gives way when memory is short.
+
+Rows wait in a queue, in row order, until the batch has a place and the cache has memory for their context (admission);
+between two steps each row of the batch is given room for its next tokens. Where the budget is spent, memory is taken from,
+in this order: prefixes nobody uses, rows that are not in the batch (the last first), and the batch's last rows, which go
+back to the queue with what they have sampled (preemption). What was taken is computed again, so budgets and chunks
+change when a token is computed, never which.
+
+Invariant: between steps a row is in the batch, in the queue, or has no request. The first row of the batch is never made to
+give way for another, so some request always ends.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.errors import EngineError
+from etude.inference.cache import SlabCache
+from etude.inference.layout import Feed
+from etude.inference.prefixes import Prefix, PrefixStore
+from etude.inference.rows import Row
+
+_HEADROOM = 64  # tokens a row may sample before its slot has to grow, where memory allows
+
+
+@dataclass(frozen=True)
+class RowFeed:
+    """What a row brings to a step: tokens of its own, or of the `prefix` that it waits for; `sampled`: the one token that
+    the step before drew."""
+
+    row: Row
+    feed: Feed
+    prefix: Prefix | None
+    sampled: bool
+
+
+@dataclass(frozen=True)
+class StepPlan:
+    """`drawing`: the rows that get a token, each with the number of the feed whose last logits it is drawn from."""
+
+    feeds: list[RowFeed]
+    drawing: list[tuple[Row, int]]
+
+    @property
+    def prefill(self) -> int:
+        """Tokens that were not sampled by the step before."""
+        return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
+
+
+class Scheduler:
+    """Rows of one engine. `max_num_seqs` bounds the batch, `max_num_batched_tokens` a step's tokens."""
+
+    def __init__(
+        self, cache: SlabCache, prefixes: PrefixStore, *, max_num_seqs: int, max_num_batched_tokens: int
+    ) -> None:
+        self.cache, self.prefixes = cache, prefixes
+        self._most_rows, self._most_tokens = max_num_seqs, max_num_batched_tokens
+        self.rows: dict[str, Row] = {}
+        self.queue: list[Row] = []
+        self.active: list[Row] = []
+        self._closed: list[Row] = []  # what they hold is free from the next admission on
+        self.asked_tokens = self.preemptions = 0
+
+    def close(self, row: Row) -> None:
+        """The row, no longer among `rows`, gives back what it holds at the next admission."""
+        self._closed.append(row)
+
+    def reclaim(self) -> None:
+        """Frees what closed rows hold."""
+        for row in sorted(self._closed, key=lambda row: row.rank):
+            row.forget(self.cache, self.prefixes)
+        self._closed = []
+
+    # -- admission -----------------------------------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Moves queued rows into the batch, in row order, as far as places and memory reach."""
+        self.reclaim()
+        self.queue.sort(key=lambda row: row.rank)
+        while self.queue and len(self.active) < self._most_rows:
+            row = self.queue[0]
+            if not self._prepare(row):
+                if not self.active:
+                    self._give_up(row)
+                break
+            self.queue.pop(0)
+            self.active.append(row)
+        self.active.sort(key=lambda row: row.rank)
+
+    def _prepare(self, row: Row) -> bool:
+        """Finds what of the row's context is cached, and takes memory for the rest; False: there is none."""
+        assert row.request is not None
+        context = row.context()
+        if row.waiting and tuple(context[: row.shared]) != row.prefix.tokens:  # type: ignore[union-attr]
+            row.forget(self.cache, self.prefixes)
+        held = row.common(context)
+        if not held and not row.waiting:
+            row.forget(self.cache, self.prefixes)
+            row.head = row.head if 0 < row.head <= len(row.request.prompt) else len(row.request.prompt)
+            while (prefix := self.prefixes.join(context[: row.head])) is None:
+                if not self._make_room(row):
+                    return False
+            row.prefix, row.shared = prefix, row.head
+            held = row.head
+        if not row.waiting:
+            held = min(held, len(context) - 1)  # the last token must be fed: its logits are wanted
+        row.shared = min(row.shared, held)
+        row.own, row.feed = context[row.shared : held], context[held:]
+        wanted, headroom = len(context) - row.shared, min(row.request.remaining, _HEADROOM)
+        fits = self._resize(row, wanted + headroom, evict_batch=False)
+        if not fits and not self.active:  # beside others it would soon take their memory or lose its own
+            fits = self._resize(row, wanted + 1, evict_batch=False)
+        self.asked_tokens += len(context) if fits else 0
+        return fits
+
+    def _give_up(self, row: Row) -> None:
+        """A context that has no room although nothing else is held: its prompt was changed beyond what was foreseen."""
+        self.queue.remove(row)
+        row.forget(self.cache, self.prefixes)
+        request, row.request = row.request, None
+        if request is not None and not request.future.done():
+            request.future.set_exception(
+                EngineError(
+                    f"a context of {len(request.prompt) + len(request.tokens)} tokens does not fit into the key/value "
+                    "cache: raise rollout.kv_cache_memory_mb"
+                )
+            )
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def _resize(self, row: Row, length: int, *, evict_batch: bool) -> bool:
+        """Makes sure that the row's slot has room for `length` tokens."""
+        if row.slot is not None and row.slot.capacity >= length:
+            return True
+        while (slot := self.cache.take(length)) is None:
+            if not self._make_room(row) and not (evict_batch and self._preempt_after(row)):
+                return False
+        if row.slot is not None:
+            self.cache.copy(row.slot, slot, len(row.own))
+            self.cache.give_back(row.slot)
+        row.slot = slot
+        return True
+
+    def _make_room(self, row: Row) -> bool:
+        """Takes memory from whoever is not computing, but for `row`; False: there is nobody."""
+        if self.prefixes.evict():
+            return True
+        computing = set(self.active)
+        others = [*self.rows.values(), *self._closed]
+        idle = [r for r in others if (r.slot or r.prefix) and r is not row and r not in computing]
+        if not idle:
+            return False
+        max(idle, key=lambda r: r.rank).forget(self.cache, self.prefixes)
+        return True
+
+    def _preempt_after(self, row: Row) -> bool:
+        """Sends the batch's last row back to the queue, unless that is `row`."""
+        last = self.active[-1]
+        if last is row:
+            return False
+        self.preempt(last)
+        return True
+
+    def preempt(self, row: Row) -> None:
+        """The row loses its keys and values and its place in the batch; what it has sampled stays."""
+        row.forget(self.cache, self.prefixes)
+        self.active.remove(row)
+        self.queue.append(row)
+        self.preemptions += 1
+
+    def forget_all(self) -> None:
+        """Nothing cached is valid any more."""
+        self.reclaim()
+        self.queue += self.active
+        self.active = []
+        for row in self.rows.values():
+            row.forget(self.cache, self.prefixes)
+        self.prefixes.clear_unused()
+
+    # -- steps ---------------------------------------------------------------------------------------------------
+
+    def plan(self) -> StepPlan:
+        """One token for every row that decodes, then prompts and tools' answers in row order while the budget lasts.
+
+        The first of the rows that wait for one prefix carries it; all of them draw from its last logits.
+        """
+        for row in list(self.active):  # who was made to give way has no slot
+            if row.slot is not None and row.slot.capacity < len(row.own) + len(row.feed):
+                self._fit(row)
+        decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
+        room = max(self._most_tokens - decoding, 0 if decoding else 1)
+        feeds: list[RowFeed] = []
+        drawing: list[tuple[Row, int]] = []
+        carried: dict[Prefix, int | None] = {}  # the number of the feed that completes it in this step, if one does
+        for row in self.active:
+            prefix = row.prefix if row.waiting else None
+            if prefix is None or prefix not in carried:
+                left = len(row.feed) if prefix is None else len(prefix.tokens) - prefix.filled
+                count = 1 if prefix is None and left == 1 else min(left, room)
+                room -= count if prefix is not None or left > 1 else 0
+                completes = len(feeds) if count == left else None
+                if count:
+                    feeds.append(self._feed(row, prefix, count))
+                if prefix is not None:
+                    carried[prefix] = completes
+            else:
+                completes = carried[prefix]
+            if completes is not None and not (prefix is not None and row.feed):
+                drawing.append((row, completes))
+        return StepPlan(feeds, drawing)
+
+    @staticmethod
+    def _feed(row: Row, prefix: Prefix | None, count: int) -> RowFeed:
+        """The next `count` tokens of the row, or of the prefix that it waits for and carries."""
+        assert row.slot is not None
+        if prefix is not None:
+            ids = prefix.tokens[prefix.filled : prefix.filled + count]
+            return RowFeed(row, Feed(ids, prefix.slot, prefix.filled), prefix, sampled=False)
+        assert row.prefix is not None
+        sampled = len(row.feed) == 1 and bool(row.request and row.request.tokens)
+        before = row.prefix.slot if row.shared else None
+        return RowFeed(row, Feed(row.feed[:count], row.slot, len(row.own), row.shared, before), None, sampled)
+
+    def _fit(self, row: Row) -> None:
+        """Room for what the row feeds next; without it, it waits in the queue."""
+        assert row.request is not None
+        wanted = len(row.own) + len(row.feed)
+        generous = wanted + min(row.request.remaining, _HEADROOM)
+        if not self._resize(row, generous, evict_batch=False) and not self._resize(row, wanted, evict_batch=True):
+            self.preempt(row)
+
+    def fed(self, plan: StepPlan) -> None:
+        """The step has been computed."""
+        for part in plan.feeds:
+            count = len(part.feed.ids)
+            if part.prefix is None:
+                part.row.own += part.feed.ids
+                part.row.feed = part.row.feed[count:]
+                continue
+            part.prefix.filled += count
+            if part.prefix.ready:
+                self.prefixes.completed(part.prefix)
+
+    def sweep(self) -> None:
+        """Takes rows without a request out of the batch."""
+        for row in self.active:
+            if row.request is None:
+                row.feed = []
+        self.active = [row for row in self.active if row.request is not None]

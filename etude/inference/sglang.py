@@ -1,0 +1,120 @@
+"""The `sglang` engine: an SGLang server reached over its native HTTP interface.
+
+Written against the request and response types of SGLang 0.5.23 (`srt/managers/io_struct.py`, `srt/entrypoints/
+http_server.py`): `/generate` takes and returns token ids, `output_token_logprobs` are triples (log-prob, id, text), and
+`weight_versions` in `meta_info` are spans over the output's tokens.
+
+Two things decide what a log-prob means there. SGLang reports the distribution after temperature and *before* top-k and
+top-p; where one of these is on, `return_sampling_mask` asks for the log-probs renormalised over the tokens that could be
+drawn, and those are used. And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave
+out the temperature; the probe after a weight sync (`etude.inference.probe`) notices.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etude.errors import EngineError
+from etude.inference.answer import Answer, checked_output
+from etude.inference.engine_setup import EngineSetup
+from etude.inference.http import HttpServer
+from etude.inference.router import one_or_routed
+from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+
+_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for a step of the model to end
+
+
+@ENGINES.register("sglang")
+class SGLangEngine(ServedEngine):
+    """One server; the interface is `etude.inference.Engine`. `sync_timeout`: seconds that new weights may take."""
+
+    servers = "required"
+
+    def __init__(self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0) -> None:
+        super().__init__(max_model_len)
+        self._server, self._sync_timeout = server, sync_timeout
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> Engine:
+        """The engine of one address, or a router over several."""
+        engines = {s.url: cls(s, setup.max_model_len, setup.weight_sync_timeout) for s in setup.servers()}
+        return one_or_routed(engines, setup)
+
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+        restricted = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
+        body = {
+            "rid": name,
+            "input_ids": prompt,
+            "sampling_params": {
+                "max_new_tokens": params.max_tokens,
+                "temperature": params.temperature,
+                "top_p": params.top_p,
+                "top_k": params.top_k,
+                "stop_token_ids": list(params.stop_token_ids),
+                "sampling_seed": params.seed,
+                "ignore_eos": True,
+                "skip_special_tokens": False,
+                "no_stop_trim": True,
+            },
+            "return_logprob": True,
+            "return_sampling_mask": restricted,
+            "stream": False,
+        }
+        version = self._version
+        answer = self._server.parsed("/generate", await self._server.post("/generate", body))
+        output = checked_output(self._read(answer, restricted), params, version, self._server.url)
+        return output
+
+    def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
+        """The parts of a `/generate` response; ids stand in it twice, and must agree."""
+        try:
+            meta, ids = answer["meta_info"], answer["output_ids"]
+            triples = meta["output_token_logprobs"]
+            log_probs, drawn = [triple[0] for triple in triples], [triple[1] for triple in triples]
+            if restricted:
+                log_probs = meta["output_token_sampling_logprobs"]
+            ending = meta["finish_reason"]["type"]
+            spans = [(_number(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or ()]
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(f"{self._server.url}: the answer lacks a part: {type(error).__name__} {error}") from error
+        if drawn != ids:
+            raise EngineError(
+                f"{self._server.url}: {len(drawn)} log-probs belong to other ids than the {len(ids)} drawn"
+            )
+        known = [(version, start, end) for version, start, end in spans if version is not None]
+        return Answer(ids, log_probs, ending, known)
+
+    async def _abort(self, name: str) -> None:
+        await self._server.post("/abort_request", {"rid": name}, timeout=_CONTROL_SECONDS)
+
+    async def check(self) -> None:
+        """Raises EngineError where the server cannot generate a token."""
+        await self._server.get("/health_generate")
+
+    async def _pause(self) -> None:
+        """Requests stay, without their keys and values, which are computed again after `_resume`."""
+        await self._server.post("/pause_generation", {"mode": "retract"}, timeout=_CONTROL_SECONDS)
+
+    async def _resume(self) -> None:
+        await self._server.post("/continue_generation", {}, timeout=_CONTROL_SECONDS)
+
+    async def _load(self, source: Any, version: int) -> None:
+        path, folder = "/update_weights_from_disk", checkpoint_folder(source, "sglang")
+        body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
+        answer = self._server.parsed(path, await self._server.post(path, body, timeout=self._sync_timeout))
+        if answer.get("success") is not True:
+            raise EngineError(f"{self._server.url}{path}: not loaded: {answer.get('message')!r:.200}")
+
+    async def sleep(self) -> None:
+        """Gives the GPU's memory back (the server needs --enable-memory-saver)."""
+        await self._server.post("/release_memory_occupation", {}, timeout=_CONTROL_SECONDS)
+
+    async def wake(self) -> None:
+        """Takes it again."""
+        await self._server.post("/resume_memory_occupation", {}, timeout=_CONTROL_SECONDS)
+
+
+def _number(version: Any) -> int | None:
+    """A version that we named; servers call the weights they started with "default"."""
+    return int(version) if str(version).isdecimal() else None

@@ -1,0 +1,212 @@
+"""vLLM in this process: an `AsyncLLM`, whose engine core vLLM runs in a child process.
+
+Weights reach it as a checkpoint's folder; with `transfer="cuda_ipc"`, where trainer and engine share a GPU, as handles of
+the trainer's own tensors instead, and nothing is written. (That way was written without a GPU at hand and has never run.)
+
+vLLM is imported when the engine is built, in the environment that the trainer runs in.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import base64
+import pickle
+import signal
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from multiprocessing import resource_tracker
+from typing import Any
+
+from etude.errors import ConfigError, EngineError, MissingExtraError, one_line
+from etude.inference.answer import Answer, checked_output
+from etude.inference.engine_setup import KEY, EngineSetup
+from etude.inference.router import one_or_routed
+from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
+from etude.inference.vllm.server import VLLMServerEngine, check_loaded, sampling_fields, version_spans
+from etude.registry import did_you_mean
+
+_RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
+_SHUTDOWN_SECONDS = 5.0
+_OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # what the engine's correctness hangs on
+
+
+@ENGINES.register("vllm")
+class VLLMEngine(ServedEngine):
+    """`arguments`: those of vLLM's `AsyncEngineArgs`; the interface is `etude.inference.Engine`."""
+
+    servers = "optional"
+
+    def __init__(self, arguments: Mapping[str, Any], max_model_len: int, sync_timeout: float = 600.0) -> None:
+        """Raises ConfigError where vLLM refuses the arguments, EngineError where it cannot start."""
+        super().__init__(max_model_len)
+        self._arguments, self._sync_timeout = dict(arguments), sync_timeout
+        self._engine: Any = None
+        self._starting = asyncio.Lock()
+
+    @classmethod
+    def from_setup(cls, setup: EngineSetup) -> Engine:
+        """Servers where addresses are given (a router over several), else vLLM in this process."""
+        servers = setup.servers()
+        if servers:
+            made = {s.url: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout) for s in servers}
+            return one_or_routed(made, setup)
+        arguments = {
+            "model": setup.model_path,
+            "dtype": setup.dtype,
+            "trust_remote_code": setup.trust_remote_code,
+            "max_model_len": setup.max_model_len,
+            "max_num_seqs": setup.max_num_seqs,
+            "max_num_batched_tokens": max(setup.max_num_batched_tokens, setup.max_model_len),
+            "seed": setup.seed,
+            "generation_config": "vllm",
+            "disable_log_stats": True,
+            **setup.engine_kwargs,
+            "logprobs_mode": "processed_logprobs",
+            "worker_extension_cls": _RECEIVER,
+        }
+        return cls(arguments, setup.max_model_len, setup.weight_sync_timeout)
+
+    @staticmethod
+    def check_installed(given: Mapping[str, Any]) -> None:
+        """Refuses, before a model is loaded, what could not start: no vLLM here, arguments that it does not know.
+
+        Raises:
+            MissingExtraError: vLLM is not installed.
+            ConfigError: `given`, the section engine_kwargs.vllm, has a name that is none of vLLM's.
+        """
+        if find_spec("vllm") is None:
+            raise MissingExtraError("rollout.name=vllm without rollout.server_urls", "vllm")
+        if not given:
+            return
+        from vllm.engine.arg_utils import AsyncEngineArgs
+
+        known = set(AsyncEngineArgs.__dataclass_fields__)
+        for name in given:
+            if name in _OURS:
+                raise ConfigError(f"{KEY}.engine_kwargs.vllm.{name} is set by the engine itself: leave it out")
+            if name not in known:
+                raise ConfigError(f"{KEY}.engine_kwargs.vllm: vLLM has no argument '{name}'{did_you_mean(name, known)}")
+
+    async def _started(self) -> Any:
+        """The `AsyncLLM`, started at its first use: it lives in the event loop that uses it."""
+        async with self._starting:
+            if self._engine is None:
+                from vllm.engine.arg_utils import AsyncEngineArgs
+                from vllm.v1.engine.async_llm import AsyncLLM
+
+                try:
+                    with _unheard_interrupts():
+                        self._engine = AsyncLLM.from_engine_args(AsyncEngineArgs(**self._arguments))
+                except (ValueError, TypeError) as error:  # pydantic's ValidationError is a ValueError
+                    raise ConfigError(f"{KEY}.engine_kwargs.vllm: {one_line(error)}") from error
+                except Exception as error:
+                    raise EngineError(f"vLLM did not start: {type(error).__name__}: {one_line(error)}") from error
+                atexit.register(_end, weakref.ref(self._engine))  # its processes would hold up the interpreter's exit
+        return self._engine
+
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+        from vllm import SamplingParams as Theirs
+        from vllm.sampling_params import RequestOutputKind
+
+        engine, version = await self._started(), self._version
+        wanted = Theirs(**sampling_fields(params), detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        final = None
+        try:
+            async for output in engine.generate({"prompt_token_ids": prompt}, wanted, name):
+                final = output
+        except Exception as error:
+            raise EngineError(f"vLLM failed a request: {type(error).__name__}: {one_line(error)}") from error
+        if final is None or not final.outputs:
+            raise EngineError("vLLM ended a request without an answer")
+        done = final.outputs[0]
+        ids = list(done.token_ids)
+        try:
+            log_probs = [step[token].logprob for step, token in zip(done.logprobs or (), ids)]
+        except (KeyError, AttributeError) as error:
+            raise EngineError(f"vLLM gave no log-prob of a token that it sampled: {one_line(error)}") from error
+        spans = version_spans(
+            [{"version": s.version, "start": s.start, "end": s.end} for s in done.weight_versions or ()]
+        )
+        return checked_output(Answer(ids, log_probs, done.finish_reason, spans), params, version, "vLLM")
+
+    async def _abort(self, name: str) -> None:
+        await (await self._started()).abort(name)
+
+    async def check(self) -> None:
+        """Raises EngineError where the engine core is dead."""
+        try:
+            await (await self._started()).check_health()
+        except Exception as error:
+            raise EngineError(f"vLLM is dead: {type(error).__name__}: {one_line(error)}") from error
+
+    async def _pause(self) -> None:
+        await (await self._started()).pause_generation(mode="keep")
+
+    async def _resume(self) -> None:
+        await (await self._started()).resume_generation()
+
+    async def _load(self, source: Any, version: int) -> None:
+        """`source` may also map names to CUDA tensors of this process, which are shared by their IPC handles."""
+        engine, (method, argument) = await self._started(), _weights_call(source)
+        try:
+            results = await engine.collective_rpc(method, timeout=self._sync_timeout, args=(argument,))
+            check_loaded(results, "vLLM")
+            if not await engine.reset_prefix_cache(reset_running_requests=True):
+                raise EngineError("vLLM could not drop the old weights' keys and values")
+            await engine.update_weight_version(str(version))
+        except EngineError:
+            raise
+        except Exception as error:
+            raise EngineError(f"vLLM did not take the weights: {type(error).__name__}: {one_line(error)}") from error
+
+    async def sleep(self) -> None:
+        """Moves the weights to the host's memory and drops the cache (needs engine_kwargs.vllm.enable_sleep_mode)."""
+        await (await self._started()).sleep(level=1)
+
+    async def wake(self) -> None:
+        """Takes the device's memory again."""
+        await (await self._started()).wake_up()
+
+    async def shutdown(self) -> None:
+        """Ends vLLM's processes; the engine may be used again, and starts anew."""
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            _end(lambda: engine)
+
+
+def _end(reference: Callable[[], Any]) -> None:
+    """Shuts down the engine behind a weak reference, whatever state it is in."""
+    if (engine := reference()) is not None:
+        with suppress(Exception):
+            engine.shutdown(timeout=_SHUTDOWN_SECONDS)
+            engine.shutdown = lambda timeout=None: (
+                None
+            )  # its finalizer calls it again, when the interpreter is half gone
+
+
+@contextmanager
+def _unheard_interrupts() -> Iterator[None]:
+    """Processes started inside never hear of an interrupt: the trainer finishes its step after a Ctrl-C, and needs the
+    engine for it; it ends them itself. One that comes meanwhile is delivered afterwards."""
+    resource_tracker.ensure_running()  # starting it later would unblock the signal again
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def _weights_call(source: Any) -> tuple[str, str]:
+    """The receiver's method and its argument for `source`."""
+    if not isinstance(source, Mapping):
+        return "etude_load_folder", checkpoint_folder(source, "vllm")
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    if not all(tensor.is_cuda for tensor in source.values()):
+        raise ConfigError("weights are shared by handles only where they lie on a GPU: hand over a folder instead")
+    handles = [(name, reduce_tensor(tensor.detach())) for name, tensor in source.items()]
+    return "etude_load_handles", base64.b64encode(pickle.dumps(handles)).decode()

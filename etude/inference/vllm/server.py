@@ -1,0 +1,176 @@
+"""vLLM behind HTTP: its OpenAI-compatible server, with token ids in and out.
+
+The server must run with `VLLM_SERVER_DEV_MODE=1` (the routes that pause, abort and load weights), `--logprobs-mode
+processed_logprobs` (log-probs of the distribution that is sampled from) and `--worker-extension-cls
+etude.inference.vllm.worker.WeightReceiver`; `docs/engines.md` has the command. Routes are those of vLLM 0.32.
+
+Requests go to `/inference/v1/generate` where the server opens it (`--enable-scale-out`), because that one says which
+weights drew which token; otherwise to `/v1/completions` with `return_token_ids`. There a request that a weight update
+overtakes counts as drawn by the older weights throughout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections.abc import Awaitable
+from typing import Any
+
+from etude.errors import ConfigError, EngineError, one_line
+from etude.inference.answer import Answer, checked_output
+from etude.inference.http import HttpServer, StatusError
+from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.types import SamplingParams, TokenOutput
+
+RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
+COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
+_RPC = "/collective_rpc"
+_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for a step of the model to end
+
+
+def sampling_fields(params: SamplingParams) -> dict[str, Any]:
+    """Parameters as vLLM names them, those that a model's generation_config.json may set among them."""
+    return {
+        "max_tokens": params.max_tokens,
+        "temperature": params.temperature,
+        "top_p": params.top_p,
+        "top_k": max(params.top_k, 0),
+        "min_p": 0.0,
+        "repetition_penalty": 1.0,
+        "presence_penalty": 0.0,
+        "frequency_penalty": 0.0,
+        "seed": params.seed,
+        "stop_token_ids": list(params.stop_token_ids),
+        "ignore_eos": True,
+        "logprobs": 0,
+        "skip_special_tokens": False,
+    }
+
+
+class VLLMServerEngine(ServedEngine):
+    """One server; the interface is `etude.inference.Engine`. `route`: None, or one of the two that generate, to insist
+    on it. `sync_timeout`: seconds that new weights may take."""
+
+    def __init__(
+        self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0, route: str | None = None
+    ) -> None:
+        super().__init__(max_model_len)
+        self._server, self._sync_timeout, self._route = server, sync_timeout, route
+        self._connecting = asyncio.Lock()
+        self._connected: str | None = None
+
+    async def _connect(self) -> str:
+        """The route that generates; asked once what the server offers.
+
+        Raises:
+            ConfigError: the server lacks the routes that weight updates need.
+        """
+        async with self._connecting:
+            if self._connected is None:
+                if await self._refusal(self._server.get("/is_paused")) == 404:
+                    raise ConfigError(
+                        f"{self._server.url} cannot be paused or given weights: start vLLM (0.32 or newer) with "
+                        "VLLM_SERVER_DEV_MODE=1; docs/engines.md has the command"
+                    )
+                if self._route is None:  # an empty request: what it lacks is named only where the route is open
+                    refused = await self._refusal(self._server.post(GENERATE))
+                    self._route = GENERATE if refused in (400, 422) else COMPLETIONS
+                self._connected = self._route
+        return self._connected
+
+    async def _refusal(self, asked: Awaitable[object]) -> int | None:
+        """The error status of a request; None where it was answered."""
+        try:
+            await asked
+        except StatusError as error:
+            return error.status
+        return None
+
+    async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
+        route, version = await self._connect(), self._version
+        body = _generate_body if route == GENERATE else _completions_body
+        answer = self._server.parsed(route, await self._server.post(route, body(name, prompt, params)))
+        try:
+            read = (_read_generate if route == GENERATE else _read_completions)(answer)
+        except (KeyError, TypeError, IndexError) as error:
+            raise EngineError(
+                f"{self._server.url}{route}: the answer lacks a part: {type(error).__name__} {error}"
+            ) from error
+        return checked_output(read, params, version, self._server.url)
+
+    async def _abort(self, name: str) -> None:
+        external = f"generate-tokens-{name}" if self._connected == GENERATE else f"cmpl-{name}-0"
+        await self._server.post("/abort_requests", {"request_ids": [external]}, timeout=_CONTROL_SECONDS)
+
+    async def check(self) -> None:
+        """Raises EngineError where the server's engine is dead or does not answer."""
+        await self._server.get("/health")
+
+    async def _pause(self) -> None:
+        await self._connect()
+        await self._control("/pause", mode="keep")
+
+    async def _resume(self) -> None:
+        await self._control("/resume")
+
+    async def _load(self, source: Any, version: int) -> None:
+        answer = self._server.parsed(_RPC, await self._call_workers(checkpoint_folder(source, "vllm")))
+        check_loaded(answer.get("results"), self._server.url)
+        reset = "/reset_prefix_cache"
+        body = await self._server.post(reset, query={"reset_running_requests": "true"}, timeout=_CONTROL_SECONDS)
+        if self._server.parsed(reset, body).get("success") is not True:
+            raise EngineError(f"{self._server.url}{reset}: the old weights' keys and values could not be dropped")
+        await self._server.post("/update_weight_version", {"new_version": str(version)}, timeout=_CONTROL_SECONDS)
+
+    async def _call_workers(self, folder: str) -> bytes:
+        call = {"method": "etude_load_folder", "args": [folder], "timeout": self._sync_timeout}
+        try:
+            return await self._server.post(_RPC, call, timeout=self._sync_timeout)
+        except StatusError as error:
+            raise EngineError(
+                f"{one_line(error)}: does it run with --worker-extension-cls {RECEIVER}, and can it read {folder}?"
+            ) from error
+
+    async def sleep(self) -> None:
+        """Moves the weights to the host's memory and drops the cache (the server needs --enable-sleep-mode)."""
+        await self._control("/sleep", level="1", mode="wait")
+
+    async def wake(self) -> None:
+        """Takes the device's memory again."""
+        await self._control("/wake_up")
+
+    async def _control(self, path: str, **query: str) -> None:
+        await self._server.post(path, query=query, timeout=_CONTROL_SECONDS)
+
+
+def check_loaded(results: Any, source: str) -> None:
+    """Raises EngineError unless every worker says that it loaded parameters."""
+    counts = results if isinstance(results, list) else []
+    if not counts or not all(str(count).isdecimal() and int(count) > 0 for count in counts):
+        raise EngineError(f"{source}: not every worker loaded the weights: {json.dumps(results, default=str)[:200]}")
+
+
+def _completions_body(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    fields = sampling_fields(params)
+    return fields | {"prompt": prompt, "request_id": name, "return_token_ids": True, "return_tokens_as_token_ids": True}
+
+
+def _read_completions(answer: dict[str, Any]) -> Answer:
+    choice = answer["choices"][0]
+    return Answer(choice["token_ids"], choice["logprobs"]["token_logprobs"], choice["finish_reason"])
+
+
+def _generate_body(name: str, prompt: list[int], params: SamplingParams) -> dict[str, Any]:
+    return {"request_id": name, "token_ids": prompt, "sampling_params": sampling_fields(params), "stream": False}
+
+
+def _read_generate(answer: dict[str, Any]) -> Answer:
+    choice = answer["choices"][0]
+    log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
+    return Answer(choice["token_ids"], log_probs, choice["finish_reason"], version_spans(choice["weight_versions"]))
+
+
+def version_spans(spans: Any) -> list[tuple[int, int, int]]:
+    """vLLM's spans; weights that bear no version of ours ("default", before the first update) are left out."""
+    named = [(str(span["version"]), span["start"], span["end"]) for span in spans or ()]
+    return [(int(version), start, end) for version, start, end in named if version.isdecimal()]

@@ -1,0 +1,87 @@
+"""What runs inside vLLM's worker processes: taking new weights in place (vLLM's `--worker-extension-cls`).
+
+vLLM imports this module before it builds the model, and adds the class's methods to its worker. On a CPU the import also
+changes how linear layers multiply: vLLM packs their weights at loading into a form of its own and drops or keeps the
+plain ones beside it, so that loading weights later changes nothing that is computed with, and reports success. Plain
+`torch.nn.functional.linear` computes with the parameter itself. Other devices are left alone.
+
+This module needs vLLM and is never imported by the trainer.
+"""
+
+from __future__ import annotations
+
+import base64
+import pickle
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_DISPATCH = "dispatch_cpu_unquantized_gemm"
+_USERS = ("utils", "linear", "vocab_parallel_embedding")  # below vllm.model_executor.layers; some import it by name
+
+
+def compute_with_parameters() -> None:
+    """Replaces vLLM's packed matrix products on the CPU; weights that are no matrix keep vLLM's own treatment."""
+    from importlib import import_module
+
+    modules = [import_module(f"vllm.model_executor.layers.{name}") for name in _USERS]
+    packed = getattr(modules[0], _DISPATCH)
+
+    def dispatch(layer: Any, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = torch.nn.functional.linear
+        else:
+            packed(layer, remove_weight)
+
+    for module in modules:
+        if hasattr(module, _DISPATCH):
+            setattr(module, _DISPATCH, dispatch)
+
+
+class WeightReceiver:
+    """Methods that `collective_rpc` calls by name; each returns how many parameters it loaded."""
+
+    model_runner: Any
+
+    def etude_load_folder(self, folder: str) -> int:
+        """Loads the safetensors files of a Hugging Face checkpoint into the model as it stands."""
+        return self._etude_load(_tensors(Path(folder)))
+
+    def _etude_load(self, weights: Iterator[tuple[str, Tensor]]) -> int:
+        with torch.inference_mode():
+            return len(self.model_runner.get_model().load_weights(weights) or ())
+
+
+class SharedWeightReceiver(WeightReceiver):
+    """Also takes tensors by their CUDA IPC handles. For an engine that this very program started, and for no server:
+    handles arrive pickled, and whoever can send a pickle can run code."""
+
+    def etude_load_handles(self, pickled: str) -> int:
+        """`pickled`: base64 of [(name, what `torch.multiprocessing.reductions.reduce_tensor` returned)]."""
+        handles = pickle.loads(base64.b64decode(pickled))
+        return self._etude_load((name, rebuild(*arguments)) for name, (rebuild, arguments) in handles)
+
+
+def _tensors(folder: Path) -> Iterator[tuple[str, Tensor]]:
+    from safetensors import safe_open
+
+    files = sorted(folder.glob("*.safetensors"))
+    if not files:
+        raise FileNotFoundError(f"{folder}: no safetensors files there")
+    for file in files:
+        with safe_open(file, framework="pt") as opened:
+            for name in opened.keys():  # noqa: SIM118  (no mapping)
+                yield name, opened.get_tensor(name)
+
+
+def _on_cpu() -> bool:
+    from vllm.platforms import current_platform
+
+    return bool(current_platform.is_cpu())
+
+
+if _on_cpu():
+    compute_with_parameters()

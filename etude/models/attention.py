@@ -1,0 +1,71 @@
+"""Softmax attention over a part of a context, with the normaliser that joins parts.
+
+Invariant: `joined(partial over A, partial over B)` is the attention over A and B together. What may be seen is the
+caller's business: it gives a mask.
+
+The parts of a context are worth telling apart because trajectories of one group share their prompt: its keys are then
+read once for all of them. The rule for joining is the one of flash attention (Dao et al. 2022, arXiv 2205.14135).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """How a layer scores keys: `scale` · query · key, then `softcap` · tanh(score / softcap) if there is one; a query
+    at position p sees the keys at positions above p - `window`, and all earlier ones without a window."""
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+
+
+def partial_attention(
+    query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scoring: Scoring
+) -> tuple[Tensor, Tensor]:
+    """Attention and its normaliser; the scoring's window is the caller's to put into `bias`.
+
+    Args:
+        query: (batch, heads, queries, head_dim); key, value: (batch, heads, keys, head_dim).
+        bias: of the query's type, broadcasts to (batch, heads, queries, keys), see `visibility`. None: all is visible.
+
+    Returns:
+        (batch, heads, queries, head_dim) and the logarithm of the sum of exponentiated scores, (batch, heads, queries),
+        at least float32. A query that sees nothing gives 0 and an undefined normaliser: see `joined`.
+    """
+    if query.device.type == "cpu" and scoring.softcap is None and not torch.is_grad_enabled():
+        return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, False, attn_mask=bias, scale=scoring.scale
+        )
+    scores = (query @ key.transpose(-1, -2)).to(torch.promote_types(query.dtype, torch.float32)) * scoring.scale
+    if scoring.softcap is not None:
+        scores = scoring.softcap * torch.tanh(scores / scoring.softcap)
+    if bias is not None:
+        scores = scores + bias
+    normaliser = scores.logsumexp(dim=-1)
+    weights = torch.exp(scores - normaliser[..., None])
+    return weights.to(value.dtype) @ value, normaliser
+
+
+def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:
+    """What to add to scores: 0 where `mask` is True, the least finite number elsewhere."""
+    return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
+
+
+def joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], first_blind: Tensor | None = None) -> Tensor:
+    """The attention over two parts of a context.
+
+    Args:
+        first, second: outputs (..., head_dim) and normalisers (...) of `partial_attention`.
+        first_blind: bool, broadcasts to the normalisers: whether the query sees nothing of the first part. Of the second
+            it must see something.
+    """
+    share = torch.sigmoid(second[1] - first[1])
+    if first_blind is not None:
+        share = share.masked_fill(first_blind, 1.0)
+    return torch.lerp(first[0], second[0], share[..., None].to(first[0].dtype))

@@ -1,0 +1,94 @@
+"""Which models may run packed, and the switch.
+
+Invariant: a model that `enable_packing` accepts gives, packed, the log-probs of its own eager forward. For the
+architectures in `TESTED` our tests prove it; any other is compared here, once, on two short sequences; and what is known
+not to fit is refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError, one_line
+from etude.models.packed import ATTENTION_NAME, CausalSequences, logits_of, packed_hidden
+
+TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
+_LAYERS = {"full_attention", "sliding_attention"}
+_BATCH_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest position of the whole batch
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
+_PROBE_TOKENS = (7, 5)
+
+
+def enable_packing(model: Any) -> None:
+    """Switches a Hugging Face causal LM to packed attention.
+
+    Raises:
+        ConfigError: the architecture cannot run packed; says why.
+    """
+    kind = model.config.model_type
+    if model.config._attn_implementation == ATTENTION_NAME:
+        return
+    for reason in _reasons(model):
+        raise ConfigError(f"model type '{kind}' is not supported by the native engine: {reason}")
+    model.set_attn_implementation(ATTENTION_NAME)
+    if kind not in TESTED and model.get_output_embeddings() is not None:
+        _compare(model, kind)
+
+
+def _reasons(model: Any) -> Iterator[str]:
+    config = model.config.get_text_config()
+    foreign = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if foreign:
+        yield f"it uses {', '.join(sorted(foreign))}"
+    if getattr(model, "_is_stateful", False):
+        yield "some of its layers keep a state other than keys and values"
+    if not getattr(model, "_supports_attention_backend", False):
+        yield "its attention cannot be replaced"
+    if getattr(config, "use_bidirectional_attention", False):
+        yield "its attention is not causal"
+    if any("sinks" in name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()):
+        yield "it uses attention sinks"
+    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        yield "it is a mixture of experts"
+    ropes = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_ROPE
+    if ropes:
+        yield f"its rotary embedding ({', '.join(sorted(ropes))}) depends on other sequences of the batch"
+
+
+def _rope_types(parameters: Any) -> set[str]:
+    if not isinstance(parameters, dict):
+        return set()
+    nested = [_rope_types(value) for value in parameters.values()]
+    return {str(parameters.get("rope_type", "default"))}.union(*nested)
+
+
+@torch.no_grad()
+def _compare(model: Any, kind: str) -> None:
+    """Raises ConfigError when two sequences packed together do not get the logits that each has alone."""
+    training, device = model.training, next(model.parameters()).device
+    rows = model.get_input_embeddings().weight.shape[0]
+    ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
+    layout = CausalSequences(_PROBE_TOKENS)
+    model.eval()
+    try:
+        packed = logits_of(model, packed_hidden(model, ids, layout.position_ids(device), layout))
+        model.set_attn_implementation("eager")
+        alone = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_PROBE_TOKENS)])
+    except Exception as error:  # an architecture nobody tried may fail in any way
+        failure = f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
+    else:
+        failure = "" if _close(packed, alone) else "packed sequences get other logits than single ones"
+    finally:
+        model.set_attn_implementation(ATTENTION_NAME)
+        model.train(training)
+    if failure:
+        raise ConfigError(f"model type '{kind}' is not supported by the native engine: {failure}")
+
+
+def _close(packed: Tensor, alone: Tensor) -> bool:
+    bound = 5e-2 if alone.dtype in (torch.bfloat16, torch.float16) else 1e-3
+    return bool((packed - alone).double().norm() <= bound * alone.double().norm())

@@ -1,0 +1,256 @@
+"""The worker's link to its inference engine: builds it, hands weights over, has the probe look at them, gives memory back.
+
+Invariant: before a rollout starts, the engine has the trainer's present weights and, unless `rollout.weight_probe` is
+off, the probe has found its log-probs equal to the trainer's at them. An engine that shares the trainer's tensors is only
+told that they changed; others load a checkpoint, or take tensors by handle.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from etude.agents import RolloutOptions
+from etude.bounded import within
+from etude.chat import ChatTemplate
+from etude.errors import EtudeError, is_infrastructure, one_line
+from etude.inference import (
+    ENGINES,
+    TOLERANCES,
+    Engine,
+    EngineSetup,
+    NativeEngineOptions,
+    Router,
+    WeightProbe,
+)
+from etude.models import save_pretrained
+from etude.models.loading import DTYPES
+from etude.protocol import DataProto
+from etude.training import PolicyEngine
+from etude.workers.options import RoleOptions
+
+PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
+_MEMORY_FOLDER = Path("/dev/shm")
+_ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
+
+
+def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
+    """The engine that `rollout.name` names; `model` is None where only an evaluating engine will do.
+
+    Raises:
+        ConfigError: the engine cannot be built from this configuration.
+    """
+    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
+    longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
+    if model is not None and rollout.max_model_len is None:
+        longest = min(longest, int(getattr(model.config, "max_position_embeddings", longest)))
+    if not hasattr(engine, "from_setup"):
+        made: Engine = engine(model, _native_options(options, longest))
+        return made
+    setup = EngineSetup(
+        model_path=str(options.model.path),
+        tokenizer=tokenizer,
+        max_model_len=longest,
+        dtype=rollout.dtype or options.model.dtype,
+        trust_remote_code=options.model.trust_remote_code,
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        seed=rollout.seed,
+        server_urls=rollout.server_urls,
+        server_model=rollout.server_model,
+        server_api_key_env=rollout.server_api_key_env,
+        server_timeout=rollout.server_timeout,
+        weight_sync_timeout=rollout.weight_sync_timeout,
+        engine_kwargs=rollout.engine_kwargs.get(rollout.name) or {},
+    )
+    served: Engine = engine.from_setup(setup)
+    return served
+
+
+def _native_options(options: RoleOptions, longest: int) -> NativeEngineOptions:
+    rollout = options.rollout
+    return NativeEngineOptions(
+        max_num_seqs=rollout.max_num_seqs,
+        max_num_batched_tokens=rollout.max_num_batched_tokens,
+        max_model_len=longest,
+        kv_cache_memory_mb=rollout.kv_cache_memory_mb,
+        enable_prefix_caching=rollout.enable_prefix_caching,
+        dtype=rollout.dtype,
+        deterministic=options.deterministic,
+    )
+
+
+class WeightSyncError(EtudeError):
+    """The engine did not take the trainer's weights."""
+
+
+class EngineLink:
+    """`actor` computes the trainer's log-probs; None where the engine only evaluates, and is handed nothing."""
+
+    def __init__(
+        self, engine: Engine, rollout: RolloutOptions, chat: ChatTemplate, actor: PolicyEngine | None, dtype: str
+    ) -> None:
+        """`dtype`: the trainer's."""
+        self.engine, self._rollout, self._actor = engine, rollout, actor
+        self._shares = getattr(engine, "shares_weights", True)
+        self._version, self._handed = 0, -1
+        self._asleep = False
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
+        if isinstance(engine, Router) and self._probe is not None:
+            engine.admit = self._probe.check
+
+    def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
+        rollout = self._rollout
+        tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
+        tokens = 4 if self._shares else 16  # one that shares the tensors can be wrong only by forgetting nothing
+        longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
+        return WeightProbe(
+            [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
+            self._score,
+            tolerance=_tolerance(dtype, rollout.dtype or dtype) if tolerance is None else tolerance,
+            temperature=rollout.temperature,
+            tokens=tokens,
+        )
+
+    def changed(self, version: int) -> None:
+        """The trainer's weights are now `version`; they are handed over when the engine is next needed."""
+        self._version, self._handed = version, -1
+
+    async def ready(self) -> None:
+        """Wakes the engine, and hands the weights over if they changed."""
+        await self._wake()
+        if self._actor is not None and self._handed != self._version:
+            await self.push(self._version)
+
+    async def push(self, version: int) -> dict[str, float]:
+        """Hands over the present weights as `version`, and probes.
+
+        Returns:
+            `weight_sync/seconds` and, from the probe, `weight_sync/largest_difference` in nats.
+
+        Raises:
+            WeightSyncError: the engine did not take them.
+            WeightMismatch: it says that it did, and samples from others.
+        """
+        started = time.perf_counter()
+        self._version = version
+        await self._wake()
+        try:
+            source = await self._source(version)
+            await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
+            figures = await self._probed(version)
+        except Exception as error:
+            if not is_infrastructure(error):
+                raise
+            raise WeightSyncError(
+                f"the engine '{self._rollout.name}' did not take the weights of version {version}: {one_line(error)}; "
+                "mend it and start again: the run goes on from its last checkpoint"
+            ) from error
+        self._handed = version
+        return {"weight_sync/seconds": time.perf_counter() - started} | figures
+
+    async def _probed(self, version: int) -> dict[str, float]:
+        if self._probe is None:
+            return {}
+        probe = self._probe
+        if isinstance(self.engine, Router):
+            results = await self.engine.check_all(lambda engine, name: probe.check(engine, version, name))
+            probed = list(self.engine.replicas.values())
+        else:
+            results, probed = [await probe.check(self.engine, version)], [self.engine]
+        for engine in probed:
+            engine.metrics()  # the probe's tokens are none of the next rollout's
+        return {"weight_sync/largest_difference": max(result.largest for result in results)}
+
+    def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
+        assert self._actor is not None
+        values = self._actor.log_probs(_batch(rows), temperature)[0].tolist()
+        return [row[: len(response)] for row, (_, response) in zip(values, rows)]
+
+    # -- how weights travel --------------------------------------------------------------------------------------
+
+    async def _source(self, version: int) -> Any:
+        if self._shares:
+            return None
+        assert self._actor is not None
+        model = self._actor.model
+        if self._rollout.weight_transfer == "cuda_ipc":
+            return dict(model.state_dict())
+        base = self._base_folder(model)
+        folder = base / f"version-{version}"
+        save_pretrained(model, None, folder)
+        for other in base.glob("version-*"):  # the newest stays, for a replica that comes back
+            if other != folder:
+                shutil.rmtree(other, ignore_errors=True)
+        return folder
+
+    def _base_folder(self, model: Any) -> Path:
+        if self._folder is None:
+            parent = self._rollout.weight_sync_dir
+            if parent is None:
+                size = sum(parameter.nbytes for parameter in model.parameters())
+                parent = _memory_folder(int(_ROOM * size))
+            else:
+                Path(parent).mkdir(parents=True, exist_ok=True)
+            self._folder = tempfile.TemporaryDirectory(prefix="etude-weights-", dir=parent)
+        return Path(self._folder.name)
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    async def rest(self) -> None:
+        """After a rollout: has the engine give its memory back, where `rollout.free_cache_engine` says so."""
+        if self._rollout.free_cache_engine and not self._asleep:
+            self._asleep = await self._told("sleep")
+
+    async def _wake(self) -> None:
+        if self._asleep:
+            self._asleep = not await self._told("wake")
+
+    async def _told(self, what: str) -> bool:
+        """Whether the engine can sleep and wake at all.
+
+        Raises:
+            EtudeError: it can, and failed to.
+        """
+        if not hasattr(self.engine, what):
+            return False
+        try:
+            await within(self._rollout.weight_sync_timeout, getattr(self.engine, what))
+        except Exception as error:
+            if not is_infrastructure(error):
+                raise
+            raise EtudeError(f"the engine '{self._rollout.name}' did not {what}: {one_line(error)}") from error
+        return True
+
+
+def _tolerance(*dtypes: str) -> float:
+    """Of the coarsest of `dtypes`."""
+    return max(TOLERANCES[DTYPES[name]] for name in dtypes)
+
+
+def _memory_folder(size: int) -> str | None:
+    """A folder in memory with room for `size` bytes; None: wherever temporary files go."""
+    if not os.access(_MEMORY_FOLDER, os.W_OK) or shutil.disk_usage(_MEMORY_FOLDER).free < size:
+        return None
+    return str(_MEMORY_FOLDER)
+
+
+def _batch(rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> DataProto:
+    """(prompt, response) pairs as the columns that `PolicyEngine.log_probs` reads."""
+    left, right = max(len(prompt) for prompt, _ in rows), max(len(response) for _, response in rows)
+    ids = torch.zeros(len(rows), left + right, dtype=torch.long)
+    attention = torch.zeros_like(ids)
+    for row, (prompt, response) in enumerate(rows):
+        span = slice(left - len(prompt), left + len(response))
+        ids[row, span] = torch.tensor([*prompt, *response])
+        attention[row, span] = 1
+    mask = attention[:, left:].clone()
+    return DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})

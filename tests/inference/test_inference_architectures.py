@@ -1,0 +1,249 @@
+"""Every architecture the engine claims: against full forwards, against `generate`, and packed against single sequences."""
+
+import asyncio
+import copy
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from test_inference_native import full_log_probs, run_batch
+
+from etude.errors import ConfigError
+from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm
+from etude.models.packable import TESTED, enable_packing
+from etude.models.packed import CausalSequences, logits_of, packed_hidden
+from etude.models.tiny import ARCHITECTURES
+
+TOKENIZER = build_tiny_tokenizer(["1 + 2"], 270)
+WINDOWED = ("mistral", "qwen2", "qwen3", "gemma2", "gemma3_text")
+SHAPES = [(name, None) for name in ARCHITECTURES if name != "mistral"] + [(name, 7) for name in WINDOWED]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"))]
+CHECKPOINT = Path(__file__).parents[2] / ".." / "shared" / "bench" / "ckpt"
+LAYERS = 3
+
+
+def tiny(architecture, window=None, device="cpu", **sizes):
+    sizes = {"num_layers": LAYERS, "num_heads": 4, "num_kv_heads": 2, "initializer_range": 0.15, **sizes}
+    spec = TinyModelSpec(
+        hidden_size=32,
+        intermediate_size=48,
+        vocab_size=270,
+        max_position_embeddings=256,
+        architecture=architecture,
+        sliding_window=window,
+        **sizes,
+    )
+    return build_tiny_model(spec, TOKENIZER).to(device)
+
+
+def greedy(engine, prompts, max_tokens):
+    async def main():
+        params = SamplingParams(temperature=0, max_tokens=max_tokens)
+        return await asyncio.gather(*(engine.generate(f"p{i}", p, params) for i, p in enumerate(prompts)))
+
+    return [out.token_ids for out in asyncio.run(main())]
+
+
+def agree_until_tied(model, prompt, ours, theirs):
+    """Equal up to the first position whose two best logits are within 1e-4."""
+    ids = torch.tensor([prompt + theirs], device=model.device)
+    with torch.no_grad():
+        best = model(input_ids=ids).logits[0, len(prompt) - 1 : -1].float().topk(2, dim=-1).values
+    tied = (best[:, 0] - best[:, 1] < 1e-4).nonzero()
+    length = int(tied[0]) if len(tied) else len(theirs)
+    assert ours[:length] == theirs[:length]
+    return length
+
+
+def test_the_factory_builds_what_packing_calls_tested():
+    assert set(ARCHITECTURES) == TESTED
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("architecture", "window"), SHAPES)
+@pytest.mark.parametrize("options", [{}, {"max_num_batched_tokens": 5, "max_num_seqs": 4}])
+def test_log_probs_equal_a_float32_full_forward(architecture, window, options, device):
+    model = tiny(architecture, window, device)
+    results, _ = run_batch(model, **options)
+    for ids, probs, mask in results:
+        sampled = torch.tensor(mask[1:], dtype=torch.bool)
+        error = (full_log_probs(model, ids)[sampled] - torch.tensor(probs[1:])[sampled]).abs().max()
+        assert float(error) <= 1e-5
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize(("architecture", "window"), SHAPES)
+def test_greedy_equals_generate(architecture, window, device):
+    """20 prompts an architecture, 220 in all."""
+    model = tiny(architecture, window, device)
+    rng = random.Random(architecture)
+    prompts = [[rng.randrange(265) for _ in range(rng.randint(1, 30))] for _ in range(20)]
+    reference = copy.deepcopy(model)
+    reference.set_attn_implementation("eager")
+    compared = 0
+    ours = greedy(NativeEngine(model, NativeEngineOptions(max_num_seqs=8)), prompts, 24)
+    for prompt, tokens in zip(prompts, ours):
+        ids = torch.tensor([prompt], device=device)
+        made = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
+        )
+        compared += agree_until_tied(reference, prompt, tokens, made[0, len(prompt) :].tolist())
+    assert compared > 20 * 20
+
+
+@pytest.mark.skipif(not CHECKPOINT.is_dir(), reason="needs the shared checkpoint")
+def test_greedy_equals_generate_on_a_trained_model():
+    model = load_causal_lm(str(CHECKPOINT))
+    rng = random.Random(0)
+    prompts = [[rng.randrange(2039) for _ in range(rng.randint(4, 24))] for _ in range(30)]
+    prompts = [prompt[: 4 + i % 3] + prompt for i, prompt in enumerate(prompts)]
+    prompts += [list(prompt) for prompt in prompts[:10]]  # prompts that come twice share one prefill
+    reference = copy.deepcopy(model)
+    compared = 0
+    for prompt, tokens in zip(prompts, greedy(NativeEngine(model), prompts, 24)):
+        ids = torch.tensor([prompt])
+        made = reference.generate(
+            ids, attention_mask=torch.ones_like(ids), do_sample=False, max_new_tokens=24, eos_token_id=None
+        )
+        compared += agree_until_tied(reference, prompt, tokens, made[0, len(prompt) :].tolist())
+    assert compared > 40 * 20
+
+
+@pytest.mark.parametrize(("architecture", "window"), SHAPES)
+def test_packed_sequences_get_the_gradients_of_single_ones(architecture, window):
+    """A tree of runs through the packed attention, against the model's own eager forward of each sequence."""
+    model = tiny(architecture, window)
+    alone = copy.deepcopy(model)
+    alone.set_attn_implementation("eager")
+    enable_packing(model)
+    ids = torch.arange(26) * 37 % 265
+    layout = CausalSequences([9, 5, 4, 8], [[], [0], [0, 1], []])
+    sequences = [[*range(18)], [*range(18, 26)]]
+    packed = logits_of(model, packed_hidden(model, ids, layout.position_ids(), layout))
+    single = torch.cat([alone(input_ids=ids[row][None], use_cache=False).logits[0] for row in sequences])
+    torch.testing.assert_close(packed, single, atol=2e-5, rtol=1e-5)
+    for logits in (packed, single):
+        logits.log_softmax(-1)[:, 7].sum().backward()
+    for (name, ours), theirs in zip(model.named_parameters(), alone.parameters()):
+        torch.testing.assert_close(ours.grad, theirs.grad, atol=2e-4, rtol=1e-4, msg=lambda m, n=name: f"{n}: {m}")
+
+
+@pytest.mark.parametrize(("architecture", "window"), [("qwen3", None), ("qwen3", 7), ("gemma2", 40)])
+@pytest.mark.parametrize("limit", ["_TILE", "_BIAS_ELEMENTS"])
+def test_a_long_prompt_attends_in_tiles(architecture, window, limit, monkeypatch):
+    monkeypatch.setattr(f"etude.inference.layout.{limit}", 4 if limit == "_TILE" else 1000)
+    model = tiny(architecture, window)
+    prompt = [k * 7 % 265 for k in range(100)]
+    out = asyncio.run(NativeEngine(model).generate("a", prompt, SamplingParams(max_tokens=5)))
+    expected = full_log_probs(model, prompt + out.token_ids)[-5:]
+    assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
+
+
+@pytest.mark.parametrize("sizes", [{"num_kv_heads": 1}, {"num_kv_heads": 4}, {"tie_word_embeddings": False}])
+def test_grouping_and_untied_embeddings(sizes):
+    model = tiny("llama", **sizes)
+    for ids, probs, mask in run_batch(model)[0]:
+        sampled = torch.tensor(mask[1:], dtype=torch.bool)
+        assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-5)
+
+
+# What a log-prob may be off by against a float32 full forward of the same (rounded) weights; measured: see docs/engines.md.
+BOUNDS = {"float32": 1e-5, "bfloat16": 0.15}
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", BOUNDS)
+def test_the_error_of_each_precision(dtype, device):
+    model = tiny("qwen3", device=device).to(getattr(torch, dtype))
+    reference = copy.deepcopy(model).float()
+    results, _ = run_batch(model)
+    for ids, probs, mask in results:
+        sampled = torch.tensor(mask[1:], dtype=torch.bool)
+        error = (full_log_probs(reference, ids)[sampled] - torch.tensor(probs[1:])[sampled]).abs().max()
+        assert float(error) <= BOUNDS[dtype]
+
+
+def test_dtype_samples_in_another_precision_and_follows_the_trainers_weights():
+    model = tiny("qwen3")
+    engine = NativeEngine(model, NativeEngineOptions(dtype="bf16"))
+    assert {p.dtype for p in model.parameters()} == {torch.float32}
+    assert engine._scheduler.cache.shape.dtype == torch.bfloat16
+
+    def error():
+        out = asyncio.run(engine.generate(f"v{engine._version}", [1, 2, 3], SamplingParams(max_tokens=30)))
+        return float((full_log_probs(model, [1, 2, 3, *out.token_ids])[2:] - torch.tensor(out.log_probs)).abs().max())
+
+    assert 1e-5 < error() < BOUNDS["bfloat16"]
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.1)
+    asyncio.run(engine.update_weights(None, 1))
+    assert error() < BOUNDS["bfloat16"]
+    with pytest.raises(ConfigError, match="did you mean 'float32'"):
+        NativeEngine(model, NativeEngineOptions(dtype="float23"))
+
+
+def refused(config, match):
+    from transformers import AutoModelForCausalLM
+
+    with pytest.raises(ConfigError, match=match) as error:
+        enable_packing(AutoModelForCausalLM.from_config(config))
+    assert config.model_type in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+SIZES = {
+    "vocab_size": 60,
+    "hidden_size": 16,
+    "intermediate_size": 16,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "head_dim": 8,
+}
+
+
+def test_what_is_refused_by_name():
+    import transformers as t
+
+    experts = {"num_local_experts": 4, "num_experts_per_tok": 2}
+    refused(t.MixtralConfig(**SIZES, **experts), "mixture of experts")
+    refused(t.GptOssConfig(**SIZES, **experts), "attention sinks")
+    dynamic = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0}
+    refused(t.LlamaConfig(**SIZES, rope_parameters=dynamic), "dynamic")
+    refused(t.Qwen3NextConfig(**SIZES, layer_types=["linear_attention", "full_attention"]), "linear_attention")
+    refused(t.FalconMambaConfig(vocab_size=60, hidden_size=16, num_hidden_layers=1), "linear_attention")
+
+
+def test_an_architecture_nobody_tested_is_compared_before_it_is_used(monkeypatch):
+    import transformers as t
+
+    torch.manual_seed(0)
+    for config in (t.Olmo2Config, t.GraniteConfig, t.CohereConfig):
+        sizes = {name: value for name, value in SIZES.items() if name != "head_dim"}
+        model = t.AutoModelForCausalLM.from_config(config(**sizes, initializer_range=0.2, pad_token_id=0)).eval()
+        for ids, probs, mask in run_batch_of_small(model):
+            sampled = torch.tensor(mask[1:], dtype=torch.bool)
+            assert torch.allclose(full_log_probs(model, ids)[sampled], torch.tensor(probs[1:])[sampled], atol=1e-4)
+    # A model whose tokens reach each other on another way: here, through what a forward hook adds up over the row.
+    model = t.AutoModelForCausalLM.from_config(t.Olmo2Config(**sizes, pad_token_id=0))
+    model.model.layers[0].register_forward_hook(lambda module, given, out: out + out.cumsum(dim=1))
+    with pytest.raises(ConfigError, match="packed sequences get other logits than single ones"):
+        NativeEngine(model)
+    assert model.training
+
+
+def run_batch_of_small(model):
+    engine = NativeEngine(model)
+
+    async def main():
+        outs = []
+        for i in range(3):
+            prompt = [7 * i + 3, 5, 11, 2 + i]
+            out = await engine.generate(f"r{i}", prompt, SamplingParams(max_tokens=20, seed=i))
+            outs.append((prompt + out.token_ids, [0.0] * 4 + out.log_probs, [0] * 4 + [1] * len(out.token_ids)))
+        return outs
+
+    return asyncio.run(main())

@@ -1,0 +1,553 @@
+"""The vllm engine: its failures against a small imitation, everything else against vLLM itself where it is installed
+(`make test-vllm`)."""
+
+import asyncio
+import os
+import signal
+import socket
+from importlib.util import find_spec
+
+import numpy as np
+import psutil
+import pytest
+import torch
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from serving_stage import serving
+
+from etude.errors import ConfigError, EngineError
+from etude.inference import (
+    EngineSetup,
+    Router,
+    SamplingParams,
+    VLLMEngine,
+    VLLMServerEngine,
+    WeightMismatch,
+    WeightProbe,
+)
+from etude.inference.http import HttpServer
+from etude.inference.sampling import restrict
+from etude.inference.vllm.server import COMPLETIONS, GENERATE
+from etude.protocol import DataProto
+
+PROMPT = [3, 1, 4]
+
+
+# -- without vLLM --------------------------------------------------------------------------------------------------
+
+
+def imitation(*, dev_mode=True, scale_out=False, choice=None, results=("11",), reset=True, generate_status=200):
+    """The routes that the engine uses, answering as vLLM 0.32 does."""
+    app, calls = FastAPI(), []
+
+    if dev_mode:
+
+        @app.get("/is_paused")
+        async def is_paused():
+            return {"is_paused": False}
+
+        @app.post("/pause")
+        async def pause(mode: str = "abort"):
+            calls.append(f"pause {mode}")
+            return {"status": "paused"}
+
+        @app.post("/resume")
+        async def resume():
+            calls.append("resume")
+            return {"status": "resumed"}
+
+        @app.post("/collective_rpc")
+        async def rpc(body: dict):
+            calls.append(body["method"])
+            if results is None:
+                return JSONResponse({"error": {"message": "no attribute 'etude_load_folder'"}}, status_code=500)
+            return {"results": list(results)}
+
+        @app.post("/reset_prefix_cache")
+        async def reset_prefix_cache(reset_running_requests: bool = False):
+            calls.append(f"reset {reset_running_requests}")
+            return {"success": reset}
+
+        @app.post("/update_weight_version")
+        async def update_weight_version(body: dict):
+            calls.append(f"version {body['new_version']}")
+            return {"success": True, "new_version": body["new_version"]}
+
+        @app.post("/abort_requests")
+        async def abort_requests(body: dict):
+            calls.append(f"abort {body['request_ids']}")
+            return {"status": "aborted", "aborted": 1}
+
+    @app.post("/inference/v1/generate")
+    async def generate(body: dict):
+        if not scale_out:
+            return JSONResponse({"error": {"message": "Scale-out endpoints are disabled."}}, status_code=403)
+        if "token_ids" not in body:
+            return JSONResponse({"error": {"message": "token_ids: field required"}}, status_code=400)
+        calls.append("generate")
+        spans = [{"version": "default", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
+        content = [{"token_id": 8, "logprob": -1.0}, {"token_id": 9, "logprob": -2.0}]
+        done = {
+            "token_ids": [8, 9],
+            "logprobs": {"content": content},
+            "finish_reason": "length",
+            "weight_versions": spans,
+        }
+        return {"request_id": "x", "choices": [choice or done]}
+
+    @app.post("/v1/completions")
+    async def complete(body: dict):
+        calls.append("complete")
+        await asyncio.sleep(0.1)
+        done = {"token_ids": [8, 9], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
+        return JSONResponse({"choices": [choice or done]}, status_code=generate_status)
+
+    return app, calls
+
+
+def against(app, scenario):
+    async def main():
+        async with serving(app) as url:
+            return await scenario(VLLMServerEngine(HttpServer(url, timeout=10), 64))
+
+    return asyncio.run(main())
+
+
+def ask(engine):
+    return engine.generate("a", PROMPT, SamplingParams(max_tokens=5))
+
+
+def test_the_route_that_names_the_weights_is_taken_where_it_is_open():
+    app, calls = imitation(scale_out=True)
+    output = against(app, ask)
+    assert output.token_ids == [8, 9]
+    assert output.weight_versions == [0, 5]
+    assert calls == ["generate"]
+    app, calls = imitation()
+    assert against(app, ask).weight_versions == [0, 0]
+    assert calls == ["complete"]
+
+
+def test_a_server_without_the_development_routes_is_refused_with_what_to_do():
+    app, _ = imitation(dev_mode=False)
+    with pytest.raises(
+        ConfigError, match=r"cannot be paused or given weights: start vLLM .* with VLLM_SERVER_DEV_MODE=1"
+    ):
+        against(app, ask)
+
+
+@pytest.mark.parametrize(
+    ("choice", "message"),
+    [
+        ({"token_ids": None, "logprobs": None, "finish_reason": "length"}, "lacks a part"),
+        ({"logprobs": {"token_logprobs": []}, "finish_reason": "length"}, "lacks a part: KeyError 'token_ids'"),
+        (
+            {"token_ids": [1], "logprobs": {"token_logprobs": [None]}, "finish_reason": "length"},
+            "is not a finite number",
+        ),
+        ({"token_ids": [1, 2], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "length"}, "1 log-probs for 2"),
+        ({"token_ids": [1], "logprobs": {"token_logprobs": [-1.0]}, "finish_reason": "stop"}, "which is no stop id"),
+    ],
+)
+def test_a_broken_answer_is_the_worlds_fault(choice, message):
+    app, _ = imitation(choice=choice)
+    with pytest.raises(EngineError, match=message):
+        against(app, ask)
+
+
+def test_an_error_status_is_the_worlds_fault():
+    app, _ = imitation(generate_status=500)
+    with pytest.raises(EngineError, match="/v1/completions: status 500"):
+        against(app, ask)
+
+
+def checkpoint(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    return tmp_path
+
+
+def test_new_weights_come_between_pause_and_resume(tmp_path):
+    app, calls = imitation()
+
+    async def scenario(engine):
+        await engine.update_weights(checkpoint(tmp_path), 3)
+        return (await ask(engine)).weight_versions
+
+    assert against(app, scenario) == [3, 3]
+    assert calls[:5] == ["pause keep", "etude_load_folder", "reset True", "version 3", "resume"]
+
+
+@pytest.mark.parametrize(
+    ("faults", "message"),
+    [
+        ({"results": None}, "collective_rpc: status 500: .*does it run with --worker-extension-cls etude"),
+        ({"results": []}, r"not every worker loaded the weights: \[\]"),
+        ({"results": ["11", "0"]}, "not every worker loaded the weights"),
+        ({"results": [None]}, "not every worker loaded the weights"),
+        ({"reset": False}, "keys and values could not be dropped"),
+    ],
+)
+def test_weights_that_were_not_taken_are_an_error_and_the_engine_goes_on(tmp_path, faults, message):
+    app, calls = imitation(**faults)
+
+    async def scenario(engine):
+        with pytest.raises(EngineError, match=message):
+            await engine.update_weights(checkpoint(tmp_path), 3)
+        return (await ask(engine)).weight_versions
+
+    assert against(app, scenario) == [0, 0]
+    assert "resume" in calls
+    assert not any(call.startswith("version") for call in calls)
+
+
+def test_an_abort_names_the_request_as_the_server_knows_it():
+    app, calls = imitation()
+
+    async def scenario(engine):
+        task = asyncio.ensure_future(ask(engine))
+        await asyncio.sleep(0.05)
+        await engine.abort("a")
+        await task
+
+    against(app, scenario)
+    assert "abort ['cmpl-a#0-0']" in calls
+
+
+def test_addresses_make_server_engines():
+    setup = EngineSetup("m", None, 64, server_urls=["http://127.0.0.1:1"])
+    assert isinstance(VLLMEngine.from_setup(setup), VLLMServerEngine)
+    setup = EngineSetup("m", None, 64, server_urls=["http://127.0.0.1:1", "http://127.0.0.1:2"])
+    assert isinstance(VLLMEngine.from_setup(setup), Router)
+
+
+def test_handles_are_for_tensors_on_a_gpu(tmp_path):
+    from etude.inference.vllm.local import _weights_call
+
+    with pytest.raises(ConfigError, match="only where they lie on a GPU"):
+        _weights_call({"w": torch.zeros(2)})
+    assert _weights_call(checkpoint(tmp_path))[0] == "etude_load_folder"
+
+
+# -- with vLLM -----------------------------------------------------------------------------------------------------
+
+real = pytest.mark.skipif(find_spec("vllm") is None, reason="needs vLLM: make test-vllm")
+LONG = 900  # tokens
+TEXTS = ("What is 2 + 3?", "The answer is", "tool call", "country")
+
+
+@pytest.fixture(scope="module")
+def stage(tmp_path_factory):
+    """Two checkpoints, their models, their tokenizer."""
+    from vllm_stage import save_model
+
+    from etude.models import load_causal_lm, load_tokenizer
+
+    folders = [save_model(tmp_path_factory.mktemp("models") / f"m{seed}", seed) for seed in (1, 2)]
+    return folders, [load_causal_lm(folder) for folder in folders], load_tokenizer(folders[0])
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@pytest.fixture(scope="module")
+def server(stage, tmp_path_factory):
+    from vllm_stage import vllm_server
+
+    port = free_port()
+    with vllm_server(stage[0][0], port, tmp_path_factory.mktemp("server") / "log", "--enable-scale-out"):
+        yield f"http://127.0.0.1:{port}"
+
+
+@pytest.fixture(params=[GENERATE, COMPLETIONS])
+def served(server, request):
+    from vllm_stage import CONTEXT
+
+    return VLLMServerEngine(HttpServer(server, timeout=60), CONTEXT, route=request.param)
+
+
+def probe_of(stage, number, **options):
+    from vllm_stage import score_by
+
+    _, models, tokenizer = stage
+    prompts = [tokenizer.encode(text) for text in TEXTS]
+    return WeightProbe(prompts, score_by(models[number]), **{"tolerance": 1e-3, "tokens": 16, **options})
+
+
+async def conformance(engine, stage):
+    """What every vLLM must do, in process or behind HTTP."""
+    folders, models, tokenizer = stage
+    prompt = tokenizer.encode(TEXTS[0])
+    largest = 0.0
+    for version, number in enumerate((0, 1, 0, 1, 0), start=1):
+        await engine.update_weights(folders[number], version)
+        for temperature in (1.0, 0.7):
+            result = await probe_of(stage, number, temperature=temperature).check(engine, version)
+            largest = max(largest, result.largest)
+    assert largest < 1e-4
+    with pytest.raises(WeightMismatch, match="does not serve version 5"):
+        await probe_of(stage, 1).check(engine, 5)
+    params = SamplingParams(max_tokens=40, seed=5, stop_token_ids=tuple(range(200, 230)))
+    first, second = [await engine.generate("a", prompt, params) for _ in range(2)]
+    assert first.token_ids == second.token_ids
+    assert (first.stop_reason == "stop") == (first.token_ids[-1] in params.stop_token_ids)
+    greedy = await engine.generate("a", prompt, SamplingParams(temperature=0, max_tokens=8))
+    wanted = models[0].generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0
+    )
+    assert greedy.token_ids == wanted[0, len(prompt) :].tolist()
+    assert greedy.log_probs == [0.0] * 8
+    await restricted(engine, models[0], prompt)
+    await control(engine, prompt)
+
+
+async def restricted(engine, model, prompt):
+    """Under top-k and top-p the log-probs are those of what is left to draw from."""
+    params = SamplingParams(temperature=0.8, top_k=5, top_p=0.9, max_tokens=16, seed=3)
+    output = await engine.generate("a", prompt, params)
+    with torch.no_grad():
+        logits = model(input_ids=torch.tensor([[*prompt, *output.token_ids]])).logits[0, len(prompt) - 1 : -1].float()
+    expected = torch.log_softmax(restrict(logits / 0.8, [params] * len(logits)), -1)
+    chosen = expected.gather(1, torch.tensor(output.token_ids)[:, None])[:, 0]
+    assert torch.allclose(chosen, torch.tensor(output.log_probs), atol=1e-4)
+
+
+async def control(engine, prompt):
+    """Abort, close, pause, sleep."""
+    params = SamplingParams(max_tokens=LONG)
+    tasks = [asyncio.ensure_future(engine.generate(name, prompt, params)) for name in "ab"]
+    await asyncio.sleep(0.15)
+    engine.close("b")
+    while not tasks[0].done():  # an abort that comes before its request does nothing
+        await engine.abort("a")
+        await asyncio.sleep(0.02)
+    aborted, closed = await asyncio.gather(*tasks)
+    assert (aborted.stop_reason, closed.stop_reason) == ("aborted", "aborted")
+    assert len(aborted.token_ids) == len(aborted.log_probs) < LONG
+    await engine.pause()
+    waiting = asyncio.ensure_future(engine.generate("c", prompt, SamplingParams(max_tokens=4)))
+    await asyncio.sleep(0.5)
+    assert not waiting.done()
+    await engine.resume()
+    assert len((await waiting).token_ids) == 4
+    await engine.sleep()
+    await engine.wake()
+    await engine.check()
+    assert len((await engine.generate("d", prompt, SamplingParams(max_tokens=4))).token_ids) == 4
+
+
+async def overtaken(engine, stage):
+    """A request that a weight update overtakes: every token's log-prob is that of the weights it bears."""
+    from vllm_stage import score_by
+
+    folders, models, tokenizer = stage
+    prompt = tokenizer.encode(TEXTS[0])
+    for attempt in range(8):  # until the update falls into the answer rather than before or behind it
+        old, new = 10 + 2 * attempt, 11 + 2 * attempt
+        await engine.update_weights(folders[0], old)
+        task = asyncio.ensure_future(engine.generate("a", prompt, SamplingParams(max_tokens=LONG)))
+        await asyncio.sleep(0.1 * 1.5**attempt)
+        await engine.update_weights(folders[1], new)
+        output = await task
+        split = output.weight_versions.count(old)
+        if 0 < split < LONG:
+            break
+    assert 0 < split < LONG
+    assert output.weight_versions == [old] * split + [new] * (LONG - split)
+    for model, part in ((models[0], slice(0, split)), (models[1], slice(split, None))):
+        expected = torch.tensor(score_by(model)([(prompt, output.token_ids)], 1.0)[0][part])
+        assert torch.allclose(expected, torch.tensor(output.log_probs[part]), atol=1e-3)
+
+
+@real
+@pytest.mark.vllm
+def test_a_server(served, stage):
+    asyncio.run(conformance(served, stage))
+
+
+@real
+@pytest.mark.vllm
+def test_a_request_that_new_weights_overtake(server, stage):
+    from vllm_stage import CONTEXT
+
+    asyncio.run(overtaken(VLLMServerEngine(HttpServer(server, timeout=60), CONTEXT), stage))
+
+
+@real
+@pytest.mark.vllm
+def test_the_trainer_reaches_a_server_as_it_reaches_native(server, stage):
+    trained(stage, {"name": "vllm", "server_urls": [server], "server_timeout": 60.0})
+
+
+@real
+@pytest.mark.vllm
+def test_in_this_process(stage, monkeypatch):
+    """An `AsyncLLM`: what every vLLM must do, then a request overtaken by new weights."""
+    engine = in_process(stage, monkeypatch)
+
+    async def main():
+        try:
+            await conformance(engine, stage)
+            await overtaken(engine, stage)
+            for child in psutil.Process().children(recursive=True):
+                child.send_signal(signal.SIGINT)  # as Ctrl-C does: the trainer finishes its step with the engine
+            await asyncio.sleep(1)
+            await engine.check()
+            assert len((await engine.generate("z", PROMPT, SamplingParams(max_tokens=4))).token_ids) == 4
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@real
+@pytest.mark.vllm
+def test_vllms_own_reload_on_a_cpu_is_caught(stage, monkeypatch):
+    """vLLM's `reload_weights` reports success; what is computed afterwards is neither the old model nor the new."""
+    if torch.cuda.is_available():
+        pytest.skip("the fault is that of the packed weights on a CPU")
+
+    class Vendor(VLLMEngine):
+        async def update_weights(self, source, version):
+            engine = await self._started()
+            await engine.collective_rpc("reload_weights", kwargs={"weights_path": str(source)})
+            await engine.reset_prefix_cache(reset_running_requests=True)
+            await engine.update_weight_version(str(version))
+            self._version = version
+
+    engine = in_process(stage, monkeypatch, Vendor)
+    del engine._arguments["worker_extension_cls"]
+
+    async def main():
+        try:
+            await engine.update_weights(stage[0][1], 1)
+            with pytest.raises(WeightMismatch, match="does not serve version 1"):
+                await probe_of(stage, 1).check(engine, 1)
+        finally:
+            await engine.shutdown()
+
+    asyncio.run(main())
+
+
+@real
+@pytest.mark.vllm
+def test_the_trainer_reaches_vllm_in_its_own_process(stage, monkeypatch):
+    quiet(monkeypatch)
+    rollout = {"name": "vllm", "dtype": "bfloat16", "engine_kwargs": {"vllm": {"enforce_eager": True}}}
+    worker = trained(stage, rollout, bound=0.3)
+    worker._run(worker._manager.engine.shutdown())
+
+
+@real
+@pytest.mark.vllm
+def test_arguments_that_vllm_does_not_know_are_refused_before_it_starts():
+    with pytest.raises(ConfigError, match=r"vLLM has no argument 'enforce_eagr'; did you mean 'enforce_eager'"):
+        VLLMEngine.check_installed({"enforce_eagr": True})
+    with pytest.raises(ConfigError, match="logprobs_mode is set by the engine itself"):
+        VLLMEngine.check_installed({"logprobs_mode": "raw_logprobs"})
+    VLLMEngine.check_installed({"enforce_eager": True})
+
+
+@real
+@pytest.mark.vllm
+def test_a_killed_server_is_an_engine_error(stage, tmp_path):
+    from vllm_stage import CONTEXT, vllm_server
+
+    port = free_port()
+    with vllm_server(stage[0][0], port, tmp_path / "log") as process:
+
+        async def main():
+            engine = VLLMServerEngine(HttpServer(f"http://127.0.0.1:{port}", timeout=60), CONTEXT)
+            await engine.generate("a", PROMPT, SamplingParams(max_tokens=2))
+            await engine.pause()  # so that the next one is under way for certain
+            task = asyncio.ensure_future(engine.generate("b", PROMPT, SamplingParams(max_tokens=LONG)))
+            await asyncio.sleep(0.3)
+            os.killpg(process.pid, signal.SIGKILL)
+            with pytest.raises(EngineError):
+                await task
+            with pytest.raises(EngineError):
+                await engine.check()
+
+        asyncio.run(main())
+
+
+def in_process(stage, monkeypatch, engine_class=VLLMEngine):
+    from vllm_stage import CONTEXT
+
+    quiet(monkeypatch)
+    folders, _, tokenizer = stage
+    setup = EngineSetup(str(folders[0]), tokenizer, CONTEXT, max_num_seqs=16, engine_kwargs={"enforce_eager": True})
+    return engine_class.from_setup(setup)
+
+
+def quiet(monkeypatch):
+    from vllm_stage import ON_CPU
+
+    for name, value in ON_CPU.items():
+        monkeypatch.setenv(name, value)
+
+
+def trained(stage, rollout, bound=1e-3):
+    """Rollouts and updates of a worker: log-probs agree to `bound` step after step, and the probe passes."""
+    from etude.agents import AgentParts, RolloutOptions
+    from etude.distributed import InProcessWorkerGroup
+    from etude.training import OptimOptions
+    from etude.workers import (
+        ActorOptions,
+        ActorRolloutRefWorker,
+        CriticOptions,
+        CustomRewardOptions,
+        ModelOptions,
+        RefOptions,
+        RewardOptions,
+        RoleOptions,
+    )
+
+    options = RoleOptions(
+        model=ModelOptions(path=str(stage[0][0])),
+        actor=ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=1e-2)),
+        ref=RefOptions(),
+        rollout=RolloutOptions(prompt_length=64, response_length=48, **rollout),
+        critic=CriticOptions(),
+        reward=RewardOptions(),
+        custom_reward=CustomRewardOptions(),
+    )
+    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options, AgentParts())
+    group.init_model()
+    for step in range(3):
+        batch = rolled_out(group, step)
+        mask = batch.batch["response_mask"].bool()
+        difference = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()
+        assert float(difference) < bound
+        (figures,) = group.update_actor(batch)
+        assert figures["weight_sync/largest_difference"] < bound
+    return group._workers[0]
+
+
+def rolled_out(group, step):
+    """Eight answers with made-up advantages, ready for an update."""
+    rows = [{"role": "user", "content": f"What is {number} + 3?"} for number in range(4) for _ in range(2)]
+    columns = {
+        "raw_prompt": [[row] for row in rows],
+        "data_source": ["etude/arithmetic"] * 8,
+        "reward_model": [{"ground_truth": "3"}] * 8,
+        "extra_info": [{}] * 8,
+        "tools_kwargs": [{}] * 8,
+        "uid": [f"u{place // 2}" for place in range(8)],
+        "rollout_index": list(range(8)),
+    }
+    batch = DataProto.from_single_dict({name: objects(values) for name, values in columns.items()})
+    batch.meta_info = {"seed": step, "validate": False}
+    batch = batch.union(group.generate_sequences(batch))
+    batch.meta_info = {"temperature": 1.0, "global_step": step}
+    mask = batch.batch["response_mask"]
+    batch.batch["advantages"] = torch.randn(8, 1, generator=torch.Generator().manual_seed(step)) * mask
+    return batch.union(group.compute_log_prob(batch))
+
+
+def objects(values):
+    column = np.empty(len(values), dtype=object)
+    column[:] = values
+    return column

@@ -1,0 +1,188 @@
+"""The link between worker and engine: weights handed over and probed, for engines in this process and behind HTTP."""
+
+import copy
+from pathlib import Path
+
+import pytest
+import torch
+from serving_stage import serving_in_a_thread
+from sglang_server import Network, State, build_app
+from workers_stage import learnable, policy, prompts, roles
+
+from etude.errors import ConfigError, EngineError, EtudeError
+from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
+from etude.workers.engine_link import WeightSyncError, _memory_folder
+
+
+@pytest.fixture
+def server(model_path):
+    """A server with SGLang's interface that computes with the model; (address, its state)."""
+    state = State(Network(model_path), 0.0)
+    with serving_in_a_thread(build_app(state)) as url:
+        yield url, state
+
+
+def served(model_path, url, **rollout):
+    return policy(model_path, rollout={"name": "sglang", "server_urls": [url], "server_timeout": 30.0, **rollout})
+
+
+def test_after_an_update_the_native_engine_is_probed(model_path):
+    group, _ = policy(model_path)
+    (figures,) = group.update_actor(learnable(group, prompts()))
+    assert figures["weight_sync/largest_difference"] < 1e-4
+    assert figures["weight_sync/seconds"] > 0
+    unprobed, _ = policy(model_path, rollout={"weight_probe": False})
+    (figures,) = unprobed.update_actor(learnable(unprobed, prompts()))
+    assert "weight_sync/largest_difference" not in figures
+
+
+def test_the_probe_changes_no_rollout_and_no_figure(model_path):
+    outcomes = []
+    for probe in (True, False):
+        group, _ = policy(model_path, rollout={"weight_probe": probe}, deterministic=True)
+        group.update_actor(learnable(group, prompts()))
+        rolled = group.generate_sequences(prompts(seed=2))
+        outcomes.append((rolled.batch["responses"], rolled.batch["rollout_log_probs"], rolled.meta_info["metrics"]))
+    (first, probs, metrics), (second, other_probs, other_metrics) = outcomes
+    assert torch.equal(first, second)
+    assert torch.equal(probs, other_probs)
+    tokens = [
+        sum(one["sampled_tokens"] for one in m) if isinstance(m, list) else m["sampled_tokens"]
+        for m in (metrics, other_metrics)
+    ]
+    assert tokens[0] == tokens[1]
+
+
+def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
+    @ENGINES.register("workers_test_stale")
+    class Stale(NativeEngine):
+        def __init__(self, model, options):
+            super().__init__(copy.deepcopy(model), options)
+
+    try:
+        group, _ = policy(model_path, rollout={"name": "workers_test_stale"})
+        batch = learnable(group, prompts())
+        with pytest.raises(WeightMismatch, match=r"does not serve version 1 of the weights: .* tolerance is 0\.001"):
+            group.update_actor(batch)
+    finally:
+        ENGINES._items.pop("workers_test_stale")
+
+
+def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_path, server):
+    url, state = server
+    group, worker = served(model_path, url)
+    for step in range(3):
+        batch = learnable(group, prompts(seed=step))
+        mask = batch.batch["response_mask"].bool()
+        assert mask.any()
+        difference = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()
+        assert float(difference) < 1e-4
+        trajectories = [result.trajectory for result in batch.non_tensor_batch["rollout"]]
+        versions = {
+            version for t in trajectories for segment in t.segments for version in segment.weight_versions or ()
+        }
+        assert versions == {step}
+        (figures,) = group.update_actor(batch)
+        assert figures["weight_sync/largest_difference"] < 1e-4
+        assert state.version == str(step + 1)
+    folder = Path(worker._link._folder.name)
+    assert [each.name for each in folder.iterdir()] == ["version-3"]  # the newest alone
+    worker._link._folder.cleanup()
+    assert not folder.exists()
+
+
+def test_a_server_that_keeps_old_weights_or_refuses_new_ones_stops_the_run(model_path, server):
+    url, state = server
+    group, _ = served(model_path, url)
+    batch = learnable(group, prompts())
+    state.fault = "stale"
+    with pytest.raises(WeightMismatch, match="does not serve version 1"):
+        group.update_actor(batch)
+    state.fault = "refuses weights"
+    with pytest.raises(
+        WeightSyncError, match=r"the engine 'sglang' did not take the weights of version 2: .*status 400"
+    ):
+        group.update_actor(batch)
+
+
+def test_a_server_with_other_weights_gets_the_trainers_before_the_first_rollout(model_path, server):
+    url, state = server
+    with torch.no_grad():
+        for parameter in state.model.model.parameters():
+            parameter.mul_(3.0)
+    group, _ = served(model_path, url)
+    batch = learnable(group, prompts())
+    mask = batch.batch["response_mask"].bool()
+    assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
+
+
+def test_a_server_of_another_dtype_needs_a_tolerance_of_its_own(model_path, server):
+    url, state = server
+    load = state.model.load
+    state.model.load = lambda folder: (load(folder), state.model.model.to(torch.bfloat16))
+    group, _ = served(model_path, url, weight_probe_tolerance=1e-6)
+    with pytest.raises(WeightMismatch, match="tolerance is 1e-06"):
+        group.generate_sequences(prompts())
+    group, _ = served(model_path, url, weight_probe_tolerance=0.5)
+    assert group.generate_sequences(prompts()).batch["response_mask"].any()
+
+
+def test_memory_is_free_between_rollouts(model_path, server):
+    url, state = server
+    group, _ = served(model_path, url, free_cache_engine=True)
+    batch = learnable(group, prompts())
+    assert state.asleep
+    (figures,) = group.update_actor(batch)  # wakes it for the new weights
+    assert not state.asleep
+    assert figures["weight_sync/largest_difference"] < 1e-4
+
+
+def test_a_server_that_does_not_wake_is_one_line(model_path, server, monkeypatch):
+    url, _ = server
+    group, worker = served(model_path, url, free_cache_engine=True)
+    batch = learnable(group, prompts())
+
+    async def broken():
+        raise EngineError("no memory left")
+
+    monkeypatch.setattr(worker._link.engine, "wake", broken)
+    with pytest.raises(EtudeError, match="the engine 'sglang' did not wake: no memory left"):
+        group.update_actor(batch)
+    native, worker = policy(model_path, rollout={"free_cache_engine": True})  # has nothing to give back
+    assert native.generate_sequences(prompts()).batch["response_mask"].any()
+
+
+def test_weights_go_where_the_configuration_says(model_path, server, tmp_path):
+    url, _ = server
+    group, worker = served(model_path, url, weight_sync_dir=str(tmp_path / "shared" / "weights"))
+    group.generate_sequences(prompts())
+    assert Path(worker._link._folder.name).parent == tmp_path / "shared" / "weights"
+    assert _memory_folder(1 << 60) is None
+
+
+def test_a_dead_server_at_the_first_sync_is_one_line(model_path):
+    group, _ = served(model_path, "http://127.0.0.1:9")
+    with pytest.raises(WeightSyncError, match=r"did not take the weights of version 0: .*127\.0\.0\.1:9"):
+        group.generate_sequences(prompts())
+
+
+def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
+    group, worker = policy(
+        model_path, rollout={"name": "openai", "server_urls": ["http://127.0.0.1:9"], "infrastructure_retries": 0}
+    )
+    assert isinstance(worker._manager.engine, OpenAIEngine)
+    assert not hasattr(worker, "model")
+    results = group.generate_sequences(prompts(count=1)).non_tensor_batch["rollout"]
+    assert all("ClientConnectorError" in result.cause for result in results)
+
+
+def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
+    with pytest.raises(ConfigError, match=r"name=sglang needs actor_rollout_ref\.rollout\.server_urls"):
+        roles("nowhere", rollout={"name": "sglang"})
+    with pytest.raises(ConfigError, match=r"weight_transfer=cuda_ipc .* needs rollout\.name=vllm without server_urls"):
+        roles("nowhere", rollout={"weight_transfer": "cuda_ipc"})
+    with pytest.raises(ConfigError, match=r"rollout\.weight_transfer must be folder or cuda_ipc"):
+        roles("nowhere", rollout={"weight_transfer": "pigeon"})
+    for name in ("server_timeout", "weight_sync_timeout", "weight_probe_tolerance"):
+        with pytest.raises(ConfigError, match=rf"rollout\.{name} must be a positive number"):
+            roles("nowhere", rollout={name: 0.0})
