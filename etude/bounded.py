@@ -13,6 +13,7 @@ import functools
 import inspect
 import queue
 import threading
+import time
 from collections.abc import Awaitable, Callable, Iterable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
@@ -32,15 +33,17 @@ async def called(function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs
 
     Raises:
         TypeError: `function` is not asynchronous.
-        RuntimeError: it raised `SystemExit`, which would end the event loop.
+        RuntimeError: it raised `SystemExit`, which would end the event loop, or another exception that is no `Exception`.
     """
     try:
         awaitable = function(*args, **kwargs)
         if not inspect.isawaitable(awaitable):
             raise TypeError(f"{getattr(function, '__qualname__', function)} must be defined with 'async def'")
         return await awaitable
-    except SystemExit as error:
-        raise RuntimeError(f"SystemExit: {error}") from error
+    except (Exception, asyncio.CancelledError, KeyboardInterrupt, GeneratorExit):
+        raise
+    except BaseException as error:
+        raise RuntimeError(f"{type(error).__name__}: {error}") from error
 
 
 async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None) -> None:
@@ -49,13 +52,17 @@ async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None)
     A cancellation of the caller meanwhile is raised afterwards, so that it cannot cut a clean-up short.
     Their results and errors are left in them; one that is never read is not reported by the event loop.
     """
-    tasks = set(tasks)
+    pending = set()
     for task in tasks:
+        if task.done():
+            _retrieve(task)
+            continue
+        pending.add(task)
         _strays.add(task)
         task.add_done_callback(_retrieve)
-    pending = {task for task in tasks if not task.done()}
-    for task in pending:
         task.cancel()
+    if not pending:
+        return
     loop = asyncio.get_running_loop()
     deadline = loop.time() + (GRACE_SECONDS if grace is None else grace)
     cancelled: asyncio.CancelledError | None = None
@@ -87,15 +94,54 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
 async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
     """What `within` gives, of a task that runs already and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
-        await asyncio.wait({task}, timeout=seconds)
-    finally:
-        in_time = task.done()
+        await ended(task, seconds)
+    except BaseException:
         await settle({task}, grace)
-    if not in_time:
+        raise
+    if not task.done():
+        await settle({task}, grace)
         raise TimeoutError(f"no answer within {seconds:g} s")
     if task.cancelled():
         raise InfrastructureError("the call was cancelled from inside")
     return task.result()
+
+
+async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
+    """Whether `future` ended within `seconds` (None: waits for ever): `asyncio.wait` for one, at a third of its price."""
+    if future.done():
+        return True
+    loop = asyncio.get_running_loop()
+    waiter = loop.create_future()
+    timer = None if seconds is None else loop.call_later(seconds, _wake, waiter)
+    wake = functools.partial(_wake, waiter)
+    future.add_done_callback(wake)
+    try:
+        await waiter
+    finally:
+        if timer is not None:
+            timer.cancel()
+        future.remove_done_callback(wake)
+    return future.done()
+
+
+async def uninterrupted(work: Awaitable[R]) -> R:
+    """The result of `work`, which runs to its end however often the caller is cancelled meanwhile; that is raised then."""
+    task = asyncio.ensure_future(work)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait({task})
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        _retrieve(task)
+        raise cancelled
+    return task.result()
+
+
+def _wake(waiter: asyncio.Future[None], *_: object) -> None:
+    if not waiter.done():
+        waiter.set_result(None)
 
 
 class BlockingCalls:
@@ -108,18 +154,49 @@ class BlockingCalls:
         self._idle = threading.Semaphore(0)
         self._lock = threading.Lock()
         self._threads = 0
+        self._overdue: set[_TimedCall] = set()
 
     async def run(self, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
         """Awaits `function(*args, **kwargs)` in a thread, with the caller's context variables.
 
-        A call that is cancelled while it waits for a thread never starts. `StopIteration` and `SystemExit`, which an
-        event loop cannot carry, arrive as `RuntimeError`.
+        A call that is cancelled while it waits for a thread never starts. `StopIteration`, which an event loop cannot
+        carry, and exceptions that would end it (`SystemExit`, `KeyboardInterrupt` …) arrive as `RuntimeError`.
         """
         future: Future[R] = Future()
         bound = functools.partial(contextvars.copy_context().run, function, *args, **kwargs)
         self._jobs.put(functools.partial(_fulfil, future, bound))
         self._ensure_thread()
         return await asyncio.wrap_future(future)
+
+    async def run_within(self, seconds: float, function: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+        """Like `run`, for at most `seconds` from the moment the function starts: waiting for a thread does not count.
+
+        Raises:
+            TimeoutError: it started and did not return in time (its thread is left to it), or `seconds` have passed while
+                every thread was held by such a call.
+            InfrastructureError: it ended as cancelled although nobody had cancelled it.
+        """
+        call = _TimedCall(self._overdue)
+        task = asyncio.ensure_future(self.run(call, functools.partial(function, *args, **kwargs)))
+        left, waited = seconds, False
+        try:
+            while left > 0 and not task.done():
+                await asyncio.wait({task}, timeout=left)
+                if call.started is not None:
+                    left = call.started + seconds - time.monotonic()
+                elif len(self._overdue) >= self._limit:
+                    left, waited = 0.0, True
+        finally:
+            in_time = task.done()
+            if not in_time:
+                call.mark_overdue()
+            await settle({task}, 0.0)
+        if not in_time:
+            why = "no thread is free: all are held by calls that do not return" if waited else "no answer"
+            raise TimeoutError(f"{why} within {seconds:g} s")
+        if task.cancelled():
+            raise InfrastructureError("the call was cancelled from inside")
+        return task.result()
 
     def _ensure_thread(self) -> None:
         if self._idle.acquire(blocking=False):
@@ -140,16 +217,54 @@ class BlockingCalls:
             del job  # an idle thread must not keep the last call's arguments alive
 
 
+class _TimedCall:
+    """One call that knows when it started, and stands among the `overdue` ones from its time's end to its return."""
+
+    def __init__(self, overdue: set[_TimedCall]) -> None:
+        self.started: float | None = None
+        self._overdue, self._lock, self._returned = overdue, threading.Lock(), False
+
+    def __call__(self, function: Callable[[], R]) -> R:
+        self.started = time.monotonic()
+        try:
+            return function()
+        finally:
+            with self._lock:
+                self._returned = True
+                self._overdue.discard(self)
+
+    def mark_overdue(self) -> None:
+        with self._lock:
+            if self.started is not None and not self._returned:
+                self._overdue.add(self)
+
+
 def _fulfil(future: Future[R], function: Callable[[], R]) -> None:
     if not future.set_running_or_notify_cancel():
         return
     try:
         result = function()
-    except (StopIteration, SystemExit) as error:
+    except BaseException as error:
+        if isinstance(error, Exception) and not isinstance(error, StopIteration):
+            future.set_exception(error)
+            return
         carried = RuntimeError(f"{type(error).__name__}: {error}")
         carried.__cause__ = error
         future.set_exception(carried)
-    except BaseException as error:
-        future.set_exception(error)
     else:
         future.set_result(result)
+
+
+_loops: dict[str, asyncio.AbstractEventLoop] = {}
+_loops_lock = threading.Lock()
+
+
+def background_loop(name: str) -> asyncio.AbstractEventLoop:
+    """An event loop on a daemon thread called `name`, started when it is first asked for and kept: for what has to serve
+    several event loops and threads of this process."""
+    with _loops_lock:
+        loop = _loops.get(name)
+        if loop is None:
+            loop = _loops[name] = asyncio.new_event_loop()
+            threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
+        return loop

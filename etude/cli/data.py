@@ -67,6 +67,108 @@ def gsm8k(inputs: tuple[Path, ...], output_dir: Path) -> None:
     _show(task.write(inputs, output_dir))
 
 
+@data.command()
+@click.option(
+    "--input",
+    "inputs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    help="Folder with Geometry3K's parquet files, or such a file; may be given more than once.",
+)
+@click.option("--output-dir", type=click.Path(path_type=Path), default="data/geo3k", help="Folder to write to.")
+def geo3k(inputs: tuple[Path, ...], output_dir: Path) -> None:
+    """Turn Geometry3K's public files into rows for the `calc_geo3k_reward` tool.
+
+    Reads rows {"problem", "answer", "images"} of the splits train, validation and test; nothing is downloaded.
+
+    \b
+    Example:
+      etude data geo3k --input ~/geometry3k --output-dir data/geo3k
+    """
+    from etude.data.prepare import geo3k as task
+
+    _show(task.write(inputs, output_dir))
+
+
+@data.command()
+@click.option(
+    "--input",
+    "inputs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    help="File of questions; may be given more than once. Its name is the name of the file that is written.",
+)
+@click.option("--output-dir", type=click.Path(path_type=Path), default="data/questions", help="Folder to write to.")
+@click.option("--tool", type=click.Choice(["search", "web_search"]), default="search", help="The tool that rows name.")
+@click.option("--data-source", default="searchR1_nq", help="The rows' data source, which picks their scorer.")
+@click.option("--tags", is_flag=True, help="Ask for <search> tags (format search_r1) instead of tool calls.")
+def questions(inputs: tuple[Path, ...], output_dir: Path, tool: str, data_source: str, tags: bool) -> None:
+    """Turn questions with short answers into rows for a search tool.
+
+    Reads rows {"question": …, "answers": [text, …]} (also "answer" or "golden_answers"), such as NQ-Open's.
+
+    \b
+    Example:
+      etude data questions --input nq_open_dev.jsonl --output-dir data/nq
+    """
+    from etude.data.prepare import questions as task
+
+    _show(task.write_all(inputs, output_dir, tool=tool, data_source=data_source, tags=tags))
+
+
+@data.command()
+@click.option(
+    "--input",
+    "inputs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    help="File of questions on pictures; may be given more than once.",
+)
+@click.option("--output-dir", type=click.Path(path_type=Path), default="data/pictures", help="Folder to write to.")
+@click.option("--data-source", default="etude/pictures", help="The rows' data source, which picks their scorer.")
+def pictures(inputs: tuple[Path, ...], output_dir: Path, data_source: str) -> None:
+    """Turn questions on pictures into rows for the `image_zoom_in_tool`.
+
+    Reads rows {"question": …, "answer": …, "image": path or bytes}; paths are relative to the file.
+
+    \b
+    Example:
+      etude data pictures --input photos/train.jsonl --output-dir data/pictures
+    """
+    from etude.data.prepare import pictures as task
+
+    _show(task.write(inputs, output_dir, data_source))
+
+
+@data.command("video-holmes")
+@click.option(
+    "--input",
+    "inputs",
+    type=click.Path(path_type=Path),
+    multiple=True,
+    required=True,
+    help="Folder with train_Video-Holmes.json and/or test_Video-Holmes.json, or such a file.",
+)
+@click.option("--videos", type=click.Path(path_type=Path), required=True, help="Folder with the films, <video ID>.mp4.")
+@click.option("--output-dir", type=click.Path(path_type=Path), default="data/video-holmes", help="Folder to write to.")
+def video_holmes(inputs: tuple[Path, ...], videos: Path, output_dir: Path) -> None:
+    """Turn Video-Holmes into rows for the video tools.
+
+    Reads rows {"video ID", "Question", "Options", "Answer"}; nothing is downloaded. A film that is missing is an error
+    that names its row.
+
+    \b
+    Example:
+      etude data video-holmes --input ~/Video-Holmes --videos ~/Video-Holmes/videos
+    """
+    from etude.data.prepare import video_holmes as task
+
+    _show(task.write(inputs, videos, output_dir))
+
+
 def _show(paths: dict[str, Path]) -> None:
     """Prints where each file went, with its number of rows, and one row of the first."""
     from etude.data.files import read_rows, without_nulls
@@ -76,5 +178,10 @@ def _show(paths: dict[str, Path]) -> None:
         click.echo(f"{split:<15} {len(tables[split]):>7,} rows  {path}")
     if tables:
         split = next(iter(tables))
-        sample = json.dumps(without_nulls(tables[split][0]), indent=2, ensure_ascii=False)
+        sample = json.dumps(without_nulls(tables[split][0]), indent=2, ensure_ascii=False, default=_shown)
         click.echo(f"\nthe first row of {split}:\n{sample[:_SAMPLE_CHARACTERS]}")
+
+
+def _shown(value: object) -> str:
+    """What stands for a value that JSON does not know: the bytes of a picture."""
+    return f"({len(value)} bytes)" if isinstance(value, bytes) else str(value)

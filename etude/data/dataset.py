@@ -61,6 +61,7 @@ class RLDataset:
         files: .parquet, .jsonl or .json, one or several.
         chat: renders prompts.
         tool_schemas: OpenAI dictionaries of the configured tools by name; None when tools are turned off.
+        interactions: names of the configured interactions.
         options: the `data` section.
         max_samples: stop after this many rows; -1 for all.
 
@@ -75,11 +76,13 @@ class RLDataset:
         tool_schemas: Mapping[str, Schema] | None,
         options: DataOptions,
         *,
+        interactions: Sequence[str] = (),
         max_samples: int = -1,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
         self.tool_schemas = tool_schemas
+        self._interactions = list(interactions)
         self.options = options
         self.overlong = 0
         self._rows: list[Row] = []
@@ -91,7 +94,7 @@ class RLDataset:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digest = hashlib.sha256()
         for number, (where, raw) in enumerate(_all_rows(self.files)):
-            row = check_row(raw, where, self._tool_names, self.options.prompt_key)
+            row = check_row(raw, where, self._tool_names, self.options.prompt_key, self._interactions)
             if self._fits(row, where):
                 index = row["extra_info"].get("index")
                 self._rows.append(row)

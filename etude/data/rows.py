@@ -22,7 +22,13 @@ from etude.registry import did_you_mean
 KWARGS_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
-def check_row(row: Mapping[str, Any], where: str, tool_names: Sequence[str] | None, prompt_key: str = "prompt") -> Row:
+def check_row(
+    row: Mapping[str, Any],
+    where: str,
+    tool_names: Sequence[str] | None,
+    prompt_key: str = "prompt",
+    interactions: Sequence[str] = (),
+) -> Row:
     """`row` in its plain form, checked: `extra_info` and `reward_model` are there, nulls under the kwargs are not.
 
     Args:
@@ -30,6 +36,7 @@ def check_row(row: Mapping[str, Any], where: str, tool_names: Sequence[str] | No
         where: the place that errors name, such as `train.parquet: row 17`.
         tool_names: the configured tools; None when tools are turned off, and then the rows' tool settings are left out.
         prompt_key: the column that holds the messages.
+        interactions: the configured interactions.
 
     Raises:
         DataError: the row breaks the contract; one line that names `where`.
@@ -49,8 +56,10 @@ def check_row(row: Mapping[str, Any], where: str, tool_names: Sequence[str] | No
     _check_selection(extra_info.get("tool_selection"), where)
     if tool_names is None:
         extra_info.pop("tools_kwargs", None)
+        extra_info.pop("interaction_kwargs", None)
     else:
         _check_tools_kwargs(extra_info, where, tool_names)
+        _check_interaction(extra_info, where, interactions)
     return checked
 
 
@@ -80,6 +89,20 @@ def _check_texts(row: Row, where: str) -> None:
 def _check_selection(selection: object, where: str) -> None:
     if selection is not None and not (isinstance(selection, list) and all(isinstance(name, str) for name in selection)):
         raise DataError(f"{where}: extra_info.tool_selection must be a list of tool names")
+
+
+def _check_interaction(extra_info: Mapping[str, Any], where: str, interactions: Sequence[str]) -> None:
+    kwargs = extra_info.get("interaction_kwargs")
+    if not kwargs:
+        return
+    name = kwargs.get("name")
+    if not isinstance(name, str):
+        raise DataError(f"{where}: extra_info.interaction_kwargs needs 'name', a text that picks the interaction")
+    if name not in interactions:
+        known = f"configured: {', '.join(interactions)}" if interactions else "set multi_turn.interaction_config_path"
+        raise DataError(
+            f"{where}: interaction_kwargs names the interaction '{name}'{did_you_mean(name, interactions)} ({known})"
+        )
 
 
 def _check_tools_kwargs(extra_info: Mapping[str, Any], where: str, tool_names: Sequence[str]) -> None:

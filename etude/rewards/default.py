@@ -13,7 +13,7 @@ from typing import Any
 
 from etude.errors import ConfigError
 from etude.registry import Registry, did_you_mean, import_object
-from etude.rewards import gsm8k, math
+from etude.rewards import choice, code, geo3k, gsm8k, math, qa
 
 Score = float | Mapping[str, Any]
 Scorer = Callable[..., Score | Awaitable[Score]]
@@ -24,6 +24,13 @@ SCORERS: Registry[Callable[[str, str], Score]] = Registry("data source")
 SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
 SCORERS.register("etude/arithmetic")(math.integer_score)
 SCORERS.register("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")(math.compute_score)
+SCORERS.register("hiyouga/geometry3k")(geo3k.compute_score)
+SCORERS.register("TencentARC/Video-Holmes", "etude/pictures")(choice.compute_score)
+_QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
+SCORERS.register("web_questions", "strategyqa", *_QUESTIONS, *(f"searchR1_{name}" for name in _QUESTIONS))(
+    qa.compute_score
+)
+SCORERS.register("codecontests", "apps", "codeforces", "taco")(code.compute_score)
 
 _ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
 

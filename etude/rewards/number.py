@@ -20,6 +20,8 @@ def as_reward(value: object, source: str) -> float:
     """
     if value is None:
         return 0.0
+    if type(value) is float and math.isfinite(value):
+        return value
     if isinstance(value, str | bytes) or not isinstance(value, SupportsFloat):
         raise InfrastructureError(f"{source} returned a {type(value).__name__} where a number was expected as reward")
     try:

@@ -14,19 +14,26 @@ from etude.schemas import (
 )
 from etude.tools.base import BaseTool
 from etude.tools.builtin import builtin_config
+from etude.tools.calls import ToolCalls
 from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_tool, load_function_tools
 from etude.tools.loader import initialize_tools_from_config, load_tools
-from etude.tools.outcome import ToolOutcome
+from etude.tools.mcp import MCPBaseTool
+from etude.tools.outcome import BrokenCall, ToolOutcome
 from etude.tools.policy import CallPolicy, OnException
+from etude.tools.qwen import TOOL_REGISTRY, QwenBaseTool, QwenTool, register_tool
 from etude.tools.session import ToolSession
+from etude.tools.truncation import TokenLimit
 from etude.trace import rollout_trace_op
 
 __all__ = [
     "FUNCTION_TOOLS",
+    "TOOL_REGISTRY",
     "BaseTool",
+    "BrokenCall",
     "CallPolicy",
     "FunctionCall",
     "FunctionTool",
+    "MCPBaseTool",
     "OnException",
     "OpenAIFunctionCallSchema",
     "OpenAIFunctionParametersSchema",
@@ -35,6 +42,10 @@ __all__ = [
     "OpenAIFunctionSchema",
     "OpenAIFunctionToolCall",
     "OpenAIFunctionToolSchema",
+    "QwenBaseTool",
+    "QwenTool",
+    "TokenLimit",
+    "ToolCalls",
     "ToolError",
     "ToolOutcome",
     "ToolResponse",
@@ -44,5 +55,6 @@ __all__ = [
     "initialize_tools_from_config",
     "load_function_tools",
     "load_tools",
+    "register_tool",
     "rollout_trace_op",
 ]

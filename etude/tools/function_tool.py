@@ -1,8 +1,9 @@
 """`@function_tool`: a plain function as a tool.
 
 Invariant: the decorated name still is the function to whoever calls it. A function tool has no state of its own: its
-`create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of threads, which a time
-limit abandons but cannot kill; write long work as `async def`.
+`create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of threads, one set for each
+tool, so that one that hangs starves no other; a time limit abandons a thread but cannot kill it: write long work as
+`async def`.
 """
 
 from __future__ import annotations
@@ -18,34 +19,53 @@ from pydantic import ValidationError
 
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError
-from etude.registry import Registry, import_module
+from etude.registry import Registry, did_you_mean, import_module
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.policy import POLICY_KEYS, CallPolicy
 from etude.tools.signature import FunctionSignature
 from etude.trace import rollout_trace_op
 
 Function = TypeVar("Function", bound=Callable[..., object])
 Schema = OpenAIFunctionToolSchema | Mapping[str, Any]
 
-_threads = BlockingCalls("etude-tool", limit=32)
+_THREADS = 32  # at once, for one tool
 
 
 class FunctionTool(BaseTool):
     """A tool around one function; calling it calls the function."""
 
-    def __init__(self, function: Callable[..., object], name: str | None = None, schema: Schema | None = None) -> None:
-        """Takes the schema from type hints and docstring, unless one is given.
+    def __init__(
+        self,
+        function: Callable[..., object],
+        name: str | None = None,
+        schema: Schema | None = None,
+        config: Mapping[str, Any] | None = None,
+    ) -> None:
+        """Takes the schema from type hints and docstring, unless one is given; `config` holds limits of its calls.
 
         Raises:
-            ConfigError: the schema cannot be made, is wrong, or has another name than `name`.
+            ConfigError: the schema cannot be made, is wrong, or has another name than `name`; `config` has a key that
+                no limit has, or a value that makes no sense.
         """
+        _check_kind(function)
         self._function = function
         self._signature = FunctionSignature(function, inferred=schema is None)
         made = self._infer(name or function.__name__) if schema is None else read_schema(schema, function.__qualname__)
         if name is not None and made.function.name != name:
             raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
-        super().__init__({}, made)
+        super().__init__(dict(config or {}), made)
+        _check_config(self.config, made.function.name)
+        self._threads = BlockingCalls(f"etude-tool-{self.name}", limit=_THREADS)
         functools.update_wrapper(self, function)
+
+    def configured(self, config: Mapping[str, Any], schema: Schema | None = None) -> FunctionTool:
+        """This tool with `config` laid over its own, and with another schema of the same function where one is given.
+
+        Raises:
+            ConfigError: as the constructor.
+        """
+        return FunctionTool(self._function, None, schema or self.tool_schema, {**self.config, **config})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The plain function."""
@@ -64,7 +84,7 @@ class FunctionTool(BaseTool):
         if inspect.iscoroutinefunction(self._function):
             result = await self._function(**arguments)
         else:
-            result = await _threads.run(self._function, **arguments)
+            result = await self._threads.run(self._function, **arguments)
             result = await result if inspect.isawaitable(result) else result
         return normalize_result(result)
 
@@ -83,16 +103,20 @@ def function_tool(name: Callable[..., object], /) -> FunctionTool: ...
 
 @overload
 def function_tool(
-    name: str | None = None, *, schema: Schema | None = None
+    name: str | None = None, *, schema: Schema | None = None, config: Mapping[str, Any] | None = None
 ) -> Callable[[Callable[..., object]], FunctionTool]: ...
 
 
 def function_tool(
-    name: Callable[..., object] | str | None = None, *, schema: Schema | None = None
+    name: Callable[..., object] | str | None = None,
+    *,
+    schema: Schema | None = None,
+    config: Mapping[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., object]], FunctionTool]:
     """Decorator that makes a sync or async function a tool.
 
-    Written as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…})`.
+    Written as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…}, config={…})`;
+    `config` holds limits of its calls, such as `{"timeout": 5}`.
 
     The function returns a `ToolResponse`, text, a dict (sent as JSON), or a tuple of one of these with a step reward
     and a dict of metrics.
@@ -104,7 +128,7 @@ def function_tool(
         return function_tool()(name)
 
     def decorate(function: Callable[..., object]) -> FunctionTool:
-        tool = FunctionTool(function, name, schema)
+        tool = FunctionTool(function, name, schema, config)
         return FUNCTION_TOOLS.register(tool.name)(tool)
 
     return decorate
@@ -122,6 +146,21 @@ def load_function_tools(path: str | Path) -> list[BaseTool]:
     if not own:
         raise ConfigError(f"{path} defines no tool: decorate a function with @function_tool")
     return list(dict.fromkeys(own))
+
+
+def _check_kind(function: Callable[..., object]) -> None:
+    if inspect.isgeneratorfunction(function) or inspect.isasyncgenfunction(function):
+        raise ConfigError(f"function tool {function.__module__}.{function.__qualname__}: it yields; return one answer")
+    if isinstance(function, type):
+        raise ConfigError(f"{function.__qualname__} is a class: derive it from BaseTool, or decorate a function")
+
+
+def _check_config(config: Mapping[str, Any], name: str) -> None:
+    known = ("type", *sorted(POLICY_KEYS))
+    for key in config:
+        if key not in known:
+            raise ConfigError(f"function tool '{name}': unknown key config.{key}{did_you_mean(str(key), known)}")
+    CallPolicy.from_config(config, name)
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:

@@ -1,27 +1,56 @@
-"""`ToolOutcome`: what came of one tool call, and the reading of what a tool returned.
+"""`Answer` and `ToolOutcome`: what a tool said to one call, what came of the call, and the reading of what tools return.
 
-Invariant: the text of an outcome is bounded and encodable (no lone surrogates, which tokenizers refuse), and its
-`error` is one of the words that `ToolCallRecord` knows.
+Invariant: the text of an outcome is bounded and encodable (no lone surrogates, which tokenizers refuse), its metrics are
+small plain values, and its `error` is one of the words that `ToolCallRecord` knows.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from enum import Enum
+from typing import Any, NamedTuple
 
+from etude.errors import InfrastructureError
 from etude.schemas import FunctionCall, ToolResponse
+from etude.tools.truncation import TokenLimit, shorten_chars
 from etude.trajectory import ToolCallRecord
 
-MAX_ARGUMENTS_CHARS = 1_000_000
+_MAX_METRICS = 64
+_MAX_METRIC_CHARS = 1_000
+
+
+class Source(str, Enum):
+    """Where an answer came from."""
+
+    TOOL = "tool"  # this call executed
+    CACHE = "cache"  # an earlier call with the same arguments did
+    SHARED = "shared"  # a call with the same arguments did at the same time
+    REPLAY = "replay"  # a recording
+    FAULT = "fault"  # it was made up, on request
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What came of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
+
+    response: ToolResponse
+    reward: float = 0.0
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+    error: str | None = None
+    source: Source = Source.TOOL
+
+    def says_as(self, other: Answer) -> bool:
+        """Whether a trajectory could not tell the two apart; metrics may differ."""
+        return (self.response, self.reward, self.error) == (other.response, other.reward, other.error)
 
 
 @dataclass(frozen=True)
 class ToolOutcome:
-    """One call of assistant turn `turn`: `response` for the model, step `reward`, `seconds` inside the tool.
+    """One call of assistant turn `turn`: `response` for the model, step `reward`, `seconds` that the trajectory waited.
 
-    `error` is None, "tool", "exception", "unknown_tool" or "malformed".
+    `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments"; `retries` counts attempts
+    before the last that infrastructure broke, and `timeouts` those of them that took too long.
     """
 
     call: FunctionCall
@@ -31,6 +60,9 @@ class ToolOutcome:
     metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
+    source: Source = Source.TOOL
+    retries: int = 0
+    timeouts: int = 0
 
     def to_record(self) -> ToolCallRecord:
         """The form that a trajectory keeps: text only."""
@@ -43,30 +75,18 @@ class ToolOutcome:
             seconds=self.seconds,
             error=self.error,
             metrics=dict(self.metrics),
+            source=self.source.value,
+            retries=self.retries,
+            timeouts=self.timeouts,
         )
 
 
-def decode_arguments(text: str) -> dict[str, Any]:
-    """The JSON object in `text`.
+class BrokenCall(InfrastructureError):
+    """A call that infrastructure broke for good: it ends the trajectory, and `record` says of it what can be said."""
 
-    Raises:
-        ValueError: it is no JSON object, or is nested or sized beyond reason; the text is for the model.
-    """
-    if len(text) > MAX_ARGUMENTS_CHARS:
-        raise ValueError(f"the arguments are longer than {MAX_ARGUMENTS_CHARS} characters")
-    try:
-        arguments = json.loads(text, parse_constant=_refuse_constant)
-    except RecursionError:
-        raise ValueError("the arguments are nested too deeply") from None
-    except ValueError as error:
-        raise ValueError(f"the arguments are not valid JSON ({error})") from None
-    if not isinstance(arguments, dict):
-        raise ValueError('the arguments must be a JSON object such as {"name": "value"}')
-    return arguments
-
-
-def _refuse_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")
+    def __init__(self, message: str, record: ToolCallRecord) -> None:
+        super().__init__(message)
+        self.record = record
 
 
 def read_response(value: object) -> ToolResponse:
@@ -75,12 +95,12 @@ def read_response(value: object) -> ToolResponse:
     Raises:
         TypeError: it is something else.
     """
+    if isinstance(value, ToolResponse):
+        return value
     if value is None:
         return ToolResponse()
     if isinstance(value, str):
         return ToolResponse(text=value)
-    if isinstance(value, ToolResponse):
-        return value
     raise TypeError(f"the response must be a ToolResponse or a str, not {type(value).__name__}")
 
 
@@ -96,7 +116,31 @@ def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, An
     response, reward, metrics = returned
     if metrics is not None and not isinstance(metrics, Mapping):
         raise TypeError(f"the metrics that execute returns must be a dict, not {type(metrics).__name__}")
-    return read_response(response), reward, dict(metrics or {})
+    return read_response(response), reward, _small(metrics) if metrics else {}
+
+
+def _small(metrics: Mapping[Any, Any]) -> dict[str, Any]:
+    """At most `_MAX_METRICS` entries of JSON values: long text is cut, and what is large or strange named by its type."""
+    small: dict[str, Any] = {}
+    for key, value in metrics.items():
+        if len(small) == _MAX_METRICS:
+            break
+        small[str(key)[:_MAX_METRIC_CHARS]] = _plain(value)
+    return small
+
+
+def _plain(value: Any, depth: int = 2) -> Any:
+    if value is None or isinstance(value, bool | int | float):
+        return value
+    if isinstance(value, str):
+        return value[:_MAX_METRIC_CHARS].encode("utf-8", "replace").decode("utf-8")
+    if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
+        return _plain(value.item(), 0)  # a scalar of numpy or torch
+    if depth and isinstance(value, list | tuple) and len(value) <= _MAX_METRICS:
+        return [_plain(item, depth - 1) for item in value]
+    if depth and isinstance(value, Mapping) and len(value) <= _MAX_METRICS:
+        return {str(key)[:_MAX_METRIC_CHARS]: _plain(item, depth - 1) for key, item in value.items()}
+    return f"<{type(value).__name__}>"
 
 
 def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
@@ -121,9 +165,22 @@ def joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
     )
 
 
-def bounded(response: ToolResponse, max_chars: int) -> ToolResponse:
-    """`response` with at most `max_chars` characters of text, lone surrogates replaced by '?'."""
-    if response.text is None:
-        return response
-    text = response.text[:max_chars].encode("utf-8", "replace").decode("utf-8")
-    return response if text == response.text else response.model_copy(update={"text": text})
+class TextLimits(NamedTuple):
+    """How much of a tool's text the model is shown: characters, and tokens where something counts them."""
+
+    max_chars: int
+    max_tokens: int | None = None
+    side: str | None = None
+    tokens: TokenLimit | None = None
+
+    def bounded(self, response: ToolResponse) -> ToolResponse:
+        """`response` with its text within the limits, lone surrogates replaced by '?'."""
+        if not response.text:
+            return response
+        side = self.side or (self.tokens.side if self.tokens else "middle")
+        text = shorten_chars(response.text, self.max_chars, side)
+        if not text.isascii():
+            text = text.encode("utf-8", "replace").decode("utf-8")
+        if self.tokens is not None:
+            text = self.tokens.cut(text, self.max_tokens, side)
+        return response if text == response.text else response.model_copy(update={"text": text})

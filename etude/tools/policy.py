@@ -1,17 +1,21 @@
-"""`CallPolicy`: the keys of a tool's `config` that bound its calls.
+"""`CallPolicy`: the keys of a tool's `config` that bound, share, record and disturb its calls.
 
 Invariant: every tool has a time limit and a text limit, whether its `config` mentions them or not. Applying them is the
-session's business; all other keys of `config` belong to the tool.
+business of `ToolCalls` and the session; all other keys of `config` belong to the tool.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
 from enum import Enum
+from typing import Any, TypeVar
 
 from etude.errors import ConfigError
 from etude.registry import did_you_mean
+from etude.tools.truncation import SIDES
+
+E = TypeVar("E", bound=Enum)
 
 
 class OnException(str, Enum):
@@ -22,13 +26,70 @@ class OnException(str, Enum):
     STOP = "stop"  # the run ends
 
 
+class ReplayMode(str, Enum):
+    """How a recorded call is found again."""
+
+    STRICT = "strict"  # by what was asked
+    ORDER = "order"  # by its place in the trajectory, whatever was asked
+
+
+@dataclass(frozen=True)
+class CachePolicy:
+    """`ttl` in seconds (None: for ever); `path` of an SQLite file that outlives the process (None: memory only)."""
+
+    ttl: float | None = None
+    max_entries: int = 10_000
+    path: str | None = None
+
+
+@dataclass(frozen=True)
+class ReplayPolicy:
+    """A file that `record` wrote."""
+
+    path: str
+    mode: ReplayMode = ReplayMode.STRICT
+
+
+@dataclass(frozen=True)
+class FaultPolicy:
+    """Probabilities that a call times out, raises, or answers nonsense."""
+
+    timeout: float = 0.0
+    error: float = 0.0
+    garbage: float = 0.0
+    seed: int = 0
+
+
 @dataclass(frozen=True)
 class CallPolicy:
-    """`timeout` in seconds, for each call of each method; `max_response_chars` in characters of response text."""
+    """Times in seconds.
+
+    Attributes:
+        timeout: for each call of each method.
+        max_retries: further attempts of an `execute` that infrastructure broke; the other methods are called once.
+        retry_delay: before the first of them; each next one waits twice as long, 30 s at most.
+        max_concurrent_calls, calls_per_second: of `execute`, in this process.
+        max_arguments_chars, max_arguments_tokens: of the text that the model wrote as arguments.
+        max_response_chars, max_response_tokens, tool_response_truncate_side: of the text that the model is shown. What
+            counts tokens, and the side where None, comes from the agent loop.
+        cache, record, replay, faults: None where off; `record` is the file to append to.
+    """
 
     timeout: float = 60.0
+    max_retries: int = 0
+    retry_delay: float = 0.5
+    max_concurrent_calls: int | None = None
+    calls_per_second: float | None = None
+    max_arguments_chars: int = 200_000
+    max_arguments_tokens: int | None = None
     max_response_chars: int = 1_000_000
+    max_response_tokens: int | None = None
+    tool_response_truncate_side: str | None = None
     on_exception: OnException = OnException.TELL
+    cache: CachePolicy | None = None
+    record: str | None = None
+    replay: ReplayPolicy | None = None
+    faults: FaultPolicy | None = None
 
     @classmethod
     def from_config(cls, config: Mapping[str, object] | None, tool_name: str) -> CallPolicy:
@@ -37,28 +98,145 @@ class CallPolicy:
         Raises:
             ConfigError: a value makes no sense; names tool and key.
         """
-        config = config or {}
-        timeout = config.get("timeout")
-        limit = config.get("max_response_chars")
-        reaction = config.get("on_exception")
-        return cls(
-            cls.timeout if timeout is None else _positive(timeout, (int, float), tool_name, "timeout"),
-            cls.max_response_chars if limit is None else int(_positive(limit, (int,), tool_name, "max_response_chars")),
-            cls.on_exception if reaction is None else _reaction(reaction, tool_name),
-        )
+        read = _Reader(config or {}, f"tool '{tool_name}': config.")
+        values: dict[str, Any] = {key: read.given(key, parse) for key, parse in _KEYS.items()}
+        policy = cls(**{key: value for key, value in values.items() if value is not None})
+        if policy.record is not None and policy.replay is not None:
+            raise ConfigError(f"tool '{tool_name}': config.record and config.replay exclude each other")
+        return policy
 
 
-def _positive(value: object, types: tuple[type, ...], tool_name: str, key: str) -> float:
-    if isinstance(value, bool) or not isinstance(value, types) or not 0 < value < float("inf"):  # type: ignore[operator]
-        raise ConfigError(f"tool '{tool_name}': config.{key} must be a positive number, not {value!r}")
-    return value  # type: ignore[return-value]
+@dataclass(frozen=True)
+class _Reader:
+    """One section of a tool's `config`; `where` precedes a key in messages."""
+
+    section: Mapping[str, object]
+    where: str
+
+    def given(self, key: str, parse: Callable[[_Reader, str, Any], Any]) -> Any:
+        """The parsed value of `key`, None where it is absent or null."""
+        value = self.section.get(key)
+        return None if value is None else parse(self, key, value)
+
+    def wrong(self, key: str, wanted: str, hint: str = "") -> ConfigError:
+        return ConfigError(f"{self.where}{key} must be {wanted}, not {self.section[key]!r}{hint}")
+
+    def subsection(self, key: str, known: Sequence[str]) -> _Reader:
+        value = self.section[key]
+        if not isinstance(value, Mapping):
+            raise self.wrong(key, f"a mapping of {', '.join(known)}")
+        for name in value:
+            if name not in known:
+                raise ConfigError(f"{self.where}{key} has no '{name}'{did_you_mean(str(name), known)}")
+        return _Reader(value, f"{self.where}{key}.")
 
 
-def _reaction(value: object, tool_name: str) -> OnException:
-    known = [reaction.value for reaction in OnException]
+def _is_number(value: object, types: type | tuple[type, ...]) -> bool:
+    return isinstance(value, types) and not isinstance(value, bool)
+
+
+def _positive(read: _Reader, key: str, value: Any) -> float:
+    if not _is_number(value, (int, float)) or not 0 < value < float("inf"):
+        raise read.wrong(key, "a positive number")
+    return value
+
+
+def _positive_int(read: _Reader, key: str, value: Any) -> int:
+    if not _is_number(value, int) or value < 1:
+        raise read.wrong(key, "a positive number without a fraction")
+    return value
+
+
+def _count(read: _Reader, key: str, value: Any) -> int:
+    if not _is_number(value, int) or value < 0:
+        raise read.wrong(key, "a number without a fraction, 0 or more")
+    return value
+
+
+def _integer(read: _Reader, key: str, value: Any) -> int:
+    if not _is_number(value, int):
+        raise read.wrong(key, "a number without a fraction")
+    return value
+
+
+def _delay(read: _Reader, key: str, value: Any) -> float:
+    if not _is_number(value, (int, float)) or not 0 <= value < float("inf"):
+        raise read.wrong(key, "a number of seconds, 0 or more")
+    return value
+
+
+def _probability(read: _Reader, key: str, value: Any) -> float:
+    if not _is_number(value, (int, float)) or not 0 <= value <= 1:
+        raise read.wrong(key, "a probability (0 to 1)")
+    return value
+
+
+def _path(read: _Reader, key: str, value: Any) -> str:
+    if not isinstance(value, str) or not value or "\0" in value:
+        raise read.wrong(key, "a path")
+    return value
+
+
+def _one_of(read: _Reader, key: str, value: Any, known: Sequence[str]) -> str:
     if value not in known:
-        hint = did_you_mean(str(value), known)
-        raise ConfigError(
-            f"tool '{tool_name}': config.on_exception must be one of {', '.join(known)}, not {value!r}{hint}"
-        )
-    return OnException(value)
+        raise read.wrong(key, f"one of {', '.join(known)}", did_you_mean(str(value), known))
+    return value
+
+
+def _side(read: _Reader, key: str, value: Any) -> str:
+    return _one_of(read, key, value, SIDES)
+
+
+def _enum(kind: type[E]) -> Callable[[_Reader, str, Any], E]:
+    return lambda read, key, value: kind(_one_of(read, key, value, [member.value for member in kind]))
+
+
+def _cache(read: _Reader, key: str, value: Any) -> CachePolicy | None:
+    read = read.subsection(key, ("enabled", "ttl", "max_entries", "path"))
+    enabled = read.section.get("enabled", True)
+    if not isinstance(enabled, bool):
+        raise read.wrong("enabled", "true or false")
+    entries = read.given("max_entries", _positive_int) or CachePolicy.max_entries
+    policy = CachePolicy(read.given("ttl", _positive), entries, read.given("path", _path))
+    return policy if enabled else None
+
+
+def _replay(read: _Reader, key: str, value: Any) -> ReplayPolicy:
+    if isinstance(value, str):
+        return ReplayPolicy(_path(read, key, value))
+    read = read.subsection(key, ("path", "mode"))
+    path = read.given("path", _path)
+    if path is None:
+        raise ConfigError(f"{read.where}path is missing: the file that config.record wrote")
+    return ReplayPolicy(path, read.given("mode", _enum(ReplayMode)) or ReplayMode.STRICT)
+
+
+def _faults(read: _Reader, key: str, value: Any) -> FaultPolicy | None:
+    read = read.subsection(key, [field.name for field in fields(FaultPolicy)])
+    shares = {name: read.given(name, _probability) or 0.0 for name in ("timeout", "error", "garbage")}
+    if sum(shares.values()) > 1:
+        raise ConfigError(f"{read.where}timeout, error and garbage together must not exceed 1")
+    policy = FaultPolicy(**shares, seed=read.given("seed", _integer) or 0)
+    return policy if any(shares.values()) else None
+
+
+_KEYS: dict[str, Callable[[_Reader, str, Any], Any]] = {
+    "timeout": _positive,
+    "max_retries": _count,
+    "retry_delay": _delay,
+    "max_concurrent_calls": _positive_int,
+    "calls_per_second": _positive,
+    "max_arguments_chars": _positive_int,
+    "max_arguments_tokens": _positive_int,
+    "max_response_chars": _positive_int,
+    "max_response_tokens": _positive_int,
+    "tool_response_truncate_side": _side,
+    "on_exception": _enum(OnException),
+    "cache": _cache,
+    "record": _path,
+    "replay": _replay,
+    "faults": _faults,
+}
+
+POLICY_KEYS = frozenset(_KEYS)
+"""The keys of `config` that are not the tool's own."""

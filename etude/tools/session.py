@@ -2,13 +2,15 @@
 
 Invariant, for each tool: at most one `create`; if it succeeded, any number of `execute`, at most one `calc_reward`
 (when the trajectory asks for it, always before release), and exactly one `release` in every ending: a tool raises, hangs,
-returns nonsense; the trajectory fails or is cancelled, once or again while it cleans up. Nothing waits for ever.
+returns nonsense; the trajectory fails or is cancelled, once or again while it cleans up. Nothing waits for ever. Of a
+tool that is replayed from a recording, no method is called at all.
 
 Order: tools named in the row are created on entry, others at their first call; a turn's calls run at the same time and
 are answered in order of appearance; on exit, running calls are stopped before their tools are released.
 
-Left to others: how many calls a turn may make and how much of a response fits the context (agents), which tools a row
-may name (data), retrying a trajectory whose infrastructure broke (the rollout).
+Left to others: one tool's part in it (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolCalls`), how
+many calls a turn may make (agents), which tools a row may name (data), retrying a trajectory whose infrastructure broke
+(the rollout).
 """
 
 from __future__ import annotations
@@ -17,54 +19,37 @@ import asyncio
 import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
-from dataclasses import dataclass
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
-from etude.bounded import GRACE_SECONDS, called, settle, within
-from etude.errors import DataError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
+from etude.bounded import GRACE_SECONDS, ended, settle
+from etude.errors import DataError, is_infrastructure, one_line
 from etude.registry import did_you_mean
-from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
+from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
-from etude.tools.outcome import ToolOutcome, bounded, decode_arguments, joined, read_creation, read_execution
-from etude.tools.policy import CallPolicy, OnException
+from etude.tools.calls import Attempts, Question, ToolCalls
+from etude.tools.instance import SECTIONS, ToolInstance
+from etude.tools.outcome import BrokenCall, TextLimits, ToolOutcome, joined
+from etude.tools.policy import CallPolicy
+from etude.tools.truncation import TokenLimit
+from etude.trace import span
+from etude.trajectory import ToolCallRecord
 
 R = TypeVar("R")
-Kwargs = Mapping[str, Any]
-
-_SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 logger = logging.getLogger(__name__)
 
 _closers: set[asyncio.Task[None]] = set()  # releases that outlived their session: kept from the garbage collector
-_traceback_logged: set[str] = set()  # names of tools whose first exception has been logged in full
 
 
-@dataclass
-class _Instance:
-    """A tool for this trajectory; `opening` is its one `create`."""
+class _Asked(NamedTuple):
+    """A call that was understood; `greets` if it is the first of a tool that the row did not name."""
 
-    tool: BaseTool
-    policy: CallPolicy
-    kwargs: Mapping[str, Kwargs | None]
-    given_id: str
-    opening: asyncio.Task[object]
-
-    @property
-    def created(self) -> bool:
-        return self.opening.done() and not self.opening.cancelled() and self.opening.exception() is None
-
-    @property
-    def id(self) -> str:
-        """The id that `create` returned, or ours where it returned something unreadable."""
-        try:
-            return read_creation(self.opening.result(), self.given_id)[0]
-        except TypeError:
-            return self.given_id
-
-    def arguments(self, section: str) -> dict[str, Any]:
-        return dict(self.kwargs.get(section) or {})
+    call: FunctionCall
+    instance: ToolInstance
+    question: Question
+    greets: bool
 
 
 class ToolSession:
@@ -81,20 +66,24 @@ class ToolSession:
         tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None = None,
         *,
         request_id: str,
+        token_limit: TokenLimit | None = None,
     ) -> None:
         """`tools` are the configured ones by name; `tools_kwargs` those of the row, null entries meaning absent ones.
 
+        `token_limit` counts tokens for the limits that do; without one, only characters are limited.
+
         Raises:
             DataError: the row names a tool that is not configured, or hands it something else than keyword arguments.
-            ConfigError: a tool's `config` has a time or text limit that makes no sense.
+            ConfigError: a tool's `config` or schema makes no sense.
         """
         self._tools = dict(tools)
         self._kwargs = {name: kwargs for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None}
         _check_kwargs(self._kwargs, self._tools)
-        self._policies = {name: CallPolicy.from_config(tool.config, name) for name, tool in self._tools.items()}
+        self._calls = {name: ToolCalls.of(tool) for name, tool in self._tools.items()}
         self._request_id = request_id
-        self._instances: dict[str, _Instance] = {}
-        self._running: set[asyncio.Task[Any]] = set()
+        self._token_limit = token_limit
+        self._instances: dict[str, ToolInstance] = {}
+        self._waiting: set[asyncio.Task[Any]] = set()  # for tools, on behalf of a turn with several calls
         self._closing: asyncio.Task[None] | None = None
         self._entered = False
         self._scored = False
@@ -106,13 +95,14 @@ class ToolSession:
 
         Raises:
             InfrastructureError: one could not be created; those that were are released again.
+            DataError: one is replayed, and the recording does not know this row.
         """
         if self._entered:
             raise RuntimeError("a ToolSession is entered once")
         self._entered = True
         try:
             instances = [self._start(name) for name in self._kwargs]
-            responses = await self._all([self._ready(instance) for instance in instances])
+            responses = await self._all([instance.ready() for instance in instances])
         except BaseException:
             await self._close()
             raise
@@ -125,23 +115,28 @@ class ToolSession:
         """Stops what still runs and releases every created tool; raises nothing but a cancellation that arrived."""
         await self._close()
 
+    # -- calls ---------------------------------------------------------------------------------------------------
+
     async def execute(self, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
         """Runs the calls of assistant turn `turn` at the same time; outcomes in the order of `calls`.
 
         Raises:
-            InfrastructureError: a tool timed out, was unreachable or returned no finite reward; names the tool. The
-                turn's other calls have been cancelled and have ended.
-            EtudeError: a tool raised and its `config.on_exception` is `stop`.
+            BrokenCall: an InfrastructureError: a tool timed out, was unreachable or returned no finite reward, after its
+                retries; names the tool. The turn's other calls have been cancelled and have ended.
+            EtudeError: a tool raised and its `config.on_exception` is `stop`, or a recording has no answer.
             RuntimeError: outside the `async with` block.
         """
         self._check_open()
-        return await self._all([self._call(call, turn) for call in calls])
+        asked = [self._ask(call, turn) for call in calls]
+        outcomes = iter(await self._all([self._call(each) for each in asked if isinstance(each, _Asked)]))
+        return [next(outcomes) if isinstance(each, _Asked) else each for each in asked]
 
     async def calc_rewards(self) -> dict[str, float]:
         """The final reward of every created tool, by name; to be asked for once, when the trajectory has ended.
 
         Raises:
             InfrastructureError: a tool failed to say it, or said no finite number; names the tool.
+            DataError: a recording does not say it.
             RuntimeError: the second time, or outside the `async with` block.
         """
         self._check_open()
@@ -149,7 +144,7 @@ class ToolSession:
             raise RuntimeError("calc_rewards was already called for this trajectory")
         self._scored = True
         created = {name: instance for name, instance in self._instances.items() if instance.created}
-        values = await self._all([self._calc_reward(instance) for instance in created.values()])
+        values = await self._all([instance.calc_reward() for instance in created.values()])
         return dict(zip(created, values, strict=True))
 
     def _check_open(self) -> None:
@@ -158,88 +153,84 @@ class ToolSession:
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
         """All results, or the first exception in order, the others stopped first."""
-        tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-        if not tasks:
+        if not coroutines:
             return []
-        self._running.update(tasks)
+        if len(coroutines) == 1:  # in the caller's task: a second one would cost and give nothing
+            return [await coroutines[0]]
+        tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
+        self._waiting.update(tasks)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             await settle(tasks, 2 * GRACE_SECONDS)  # a task that is stopped waits itself for what it stops
-        self._running.difference_update(tasks)
+            self._waiting.difference_update(tasks)
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
                 raise error
         return [task.result() for task in tasks]
 
-    def _start(self, name: str) -> _Instance:
-        tool, kwargs, given_id = self._tools[name], self._kwargs.get(name, {}), f"{self._request_id}:{name}"
-        opening = asyncio.ensure_future(called(tool.create, given_id, **dict(kwargs.get("create_kwargs") or {})))
-        self._instances[name] = _Instance(tool, self._policies[name], kwargs, given_id, opening)
-        return self._instances[name]
-
-    async def _ready(self, instance: _Instance) -> ToolResponse:
-        """Waits for the one `create`; any number of calls may wait at once, and none of them cancels it."""
-        await asyncio.wait({instance.opening}, timeout=instance.policy.timeout)
-        try:
-            if not instance.opening.done():
-                raise TimeoutError(f"no answer within {instance.policy.timeout:g} s")
-            if instance.opening.cancelled():
-                raise InfrastructureError("the call was cancelled from inside")
-            response = read_creation(instance.opening.result(), instance.given_id)[1]
-            return bounded(response, instance.policy.max_response_chars)
-        except Exception as error:
-            raise _broken(instance.tool, "create", error) from error
-
-    async def _call(self, call: FunctionCall, turn: int) -> ToolOutcome:
-        if call.name not in self._tools:
+    def _ask(self, call: FunctionCall, turn: int) -> _Asked | ToolOutcome:
+        """The call understood, its tool begun if need be; or the outcome of one that cannot be made."""
+        calls = self._calls.get(call.name)
+        if calls is None:
             listed = ", ".join(self._tools) or "none"
             text = f"Unknown tool '{one_line(ValueError(call.name), 100)}'. Available tools: {listed}."
             return self._refused(call, turn, "unknown_tool", text)
         try:
-            parameters = decode_arguments(call.arguments)
-        except ValueError as error:
-            return self._refused(call, turn, "malformed", f"Error in the call of '{call.name}': {one_line(error)}.")
-        first = call.name not in self._instances
-        instance = self._start(call.name) if first else self._instances[call.name]
-        initial = await self._ready(instance)
-        return await self._execute(instance, call, parameters, turn, initial if first else ToolResponse())
+            arguments = calls.read(call, self._token_limit)
+        except ArgumentError as error:
+            return self._refused(call, turn, error.word, f"Error in the call of '{call.name}': {one_line(error)}.")
+        greets = call.name not in self._instances
+        instance = self._start(call.name) if greets else self._instances[call.name]
+        return _Asked(call, instance, instance.ask(arguments, turn), greets)
 
     def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
-        return ToolOutcome(call, turn, bounded(ToolResponse(text=text), CallPolicy.max_response_chars), error=error)
+        calls = self._calls.get(call.name)
+        limits = self._limits(calls.policy if calls else CallPolicy())
+        return ToolOutcome(call, turn, limits.bounded(ToolResponse(text=text)), error=error)
 
-    async def _execute(
-        self, instance: _Instance, call: FunctionCall, parameters: dict[str, Any], turn: int, initial: ToolResponse
-    ) -> ToolOutcome:
-        tool, policy, error = instance.tool, instance.policy, None
-        reward: object = 0.0
-        metrics: dict[str, Any] = {}
+    def _limits(self, policy: CallPolicy) -> TextLimits:
+        side = policy.tool_response_truncate_side
+        return TextLimits(policy.max_response_chars, policy.max_response_tokens, side, self._token_limit)
+
+    async def _call(self, asked: _Asked) -> ToolOutcome:
+        call, instance, question = asked.call, asked.instance, asked.question
+        greeting = await instance.ready()
+        attempts = Attempts()
         started = time.perf_counter()
-        try:
-            returned = await within(
-                policy.timeout, tool.execute, instance.id, parameters, **instance.arguments("execute_kwargs")
+        with span("tool", call.name) as recorded:
+            try:
+                answer = await instance.calls.answer(question, lambda: instance.execute(question), attempts)
+            except Exception as error:
+                if not is_infrastructure(error):
+                    raise
+                raise _broken_call(asked, error, attempts, time.perf_counter() - started) from error
+            whole = joined(greeting, answer.response) if asked.greets and not greeting.is_empty() else answer.response
+            outcome = ToolOutcome(
+                call,
+                question.place.turn,
+                instance.shown(whole),
+                answer.reward,
+                dict(answer.metrics),
+                time.perf_counter() - started,
+                answer.error,
+                answer.source,
+                attempts.broken,
+                attempts.timeouts,
             )
-            response, reward, metrics = read_execution(returned)
-        except Exception as raised:
-            error, text = _told(tool, policy, raised)
-            response = ToolResponse(text=text)
-        return ToolOutcome(
-            call,
-            turn,
-            bounded(response if initial.is_empty() else joined(initial, response), policy.max_response_chars),
-            as_reward(reward, f"tool '{tool.name}'"),
-            metrics,
-            time.perf_counter() - started,
-            error,
-        )
+            if recorded is not None:
+                recorded.set(arguments=call.arguments, **_told_of(outcome))
+        return outcome
 
-    async def _calc_reward(self, instance: _Instance) -> float:
-        tool, kwargs = instance.tool, instance.arguments("calc_reward_kwargs")
-        try:
-            value = await within(instance.policy.timeout, tool.calc_reward, instance.id, **kwargs)
-        except Exception as error:
-            raise _broken(tool, "calc_reward", error) from error
-        return as_reward(value, f"tool '{tool.name}': calc_reward")
+    # -- beginning and end ---------------------------------------------------------------------------------------
+
+    def _start(self, name: str) -> ToolInstance:
+        calls = self._calls[name]
+        kwargs = self._kwargs.get(name, {})
+        limits = self._limits(calls.policy)
+        instance = ToolInstance(self._tools[name], calls, kwargs, limits, self._request_id)
+        self._instances[name] = instance
+        return instance
 
     async def _close(self) -> None:
         """Runs `_close_all` to its end, however often the caller is cancelled meanwhile."""
@@ -248,7 +239,7 @@ class ToolSession:
         cancelled: asyncio.CancelledError | None = None
         while not self._closing.done():
             try:
-                await asyncio.wait({self._closing})
+                await ended(self._closing, None)
             except asyncio.CancelledError as error:
                 cancelled = error
         if cancelled is not None:
@@ -256,30 +247,50 @@ class ToolSession:
         self._closing.result()
 
     async def _close_all(self) -> None:
-        await settle(self._running, 2 * GRACE_SECONDS)
-        closers = {asyncio.ensure_future(self._close_one(i)): name for name, i in self._instances.items()}
+        instances = list(self._instances.values())
+        for instance in instances:
+            instance.closing = True
+        executing = [task for instance in instances for task in instance.executing]
+        await settle(executing)
+        await settle(self._waiting)  # after what they wait for, so that no tool's clean-up is cancelled in turn
+        if len(instances) == 1 and instances[0].opened:
+            return await self._close_one(instances[0])
+        closers = {asyncio.ensure_future(self._close_one(each)): each.tool.name for each in instances}
         if not closers:
-            return
-        patience = max(instance.policy.timeout for instance in self._instances.values()) + 2 * GRACE_SECONDS
+            return None
+        patience = max(instance.calls.policy.timeout for instance in instances) + 2 * GRACE_SECONDS
         _, late = await asyncio.wait(closers, timeout=patience)
         for task in late:  # its create ignores its cancellation: released when it ends, if it ends
             self.release_failures += 1
             logger.warning("tool '%s': not released within %g s", closers[task], patience)
             _closers.add(task)
             task.add_done_callback(_closers.discard)
+        return None
 
-    async def _close_one(self, instance: _Instance) -> None:
-        if not instance.opening.done():
-            instance.opening.cancel()
-            await asyncio.wait({instance.opening})
-        if not instance.created:
-            return
-        kwargs = instance.arguments("release_kwargs")
-        try:
-            await within(instance.policy.timeout, instance.tool.release, instance.id, **kwargs)
-        except Exception as error:
+    async def _close_one(self, instance: ToolInstance) -> None:
+        if not await instance.close():
             self.release_failures += 1
-            logger.warning("%s", _broken(instance.tool, "release", error))
+
+
+def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: float) -> BrokenCall:
+    late = isinstance(error, TimeoutError | asyncio.TimeoutError)
+    record = ToolCallRecord(
+        asked.question.place.turn,
+        asked.call.name,
+        asked.call.arguments,
+        one_line(error),
+        seconds=seconds,
+        error="timeout" if late else "infrastructure",
+        retries=attempts.broken,
+        timeouts=attempts.timeouts,
+    )
+    return BrokenCall(asked.instance.sentence("execute", error), record)
+
+
+def _told_of(outcome: ToolOutcome) -> dict[str, Any]:
+    """What a span says of an outcome, besides the call."""
+    names = ("turn", "response", "reward", "metrics", "error", "source", "retries")
+    return {name: value for name in names if (value := getattr(outcome, name))}
 
 
 def _check_kwargs(tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[str, BaseTool]) -> None:
@@ -287,28 +298,7 @@ def _check_kwargs(tools_kwargs: Mapping[str, Mapping[str, Any]], tools: Mapping[
         if name not in tools:
             raise DataError(f"tools_kwargs names the tool '{name}', which is not configured{did_you_mean(name, tools)}")
         for section, value in kwargs.items():
-            if section not in _SECTIONS:
-                raise DataError(f"tools_kwargs.{name} has no '{section}'{did_you_mean(section, _SECTIONS)}")
+            if section not in SECTIONS:
+                raise DataError(f"tools_kwargs.{name} has no '{section}'{did_you_mean(section, SECTIONS)}")
             if value is not None and not isinstance(value, Mapping):
                 raise DataError(f"tools_kwargs.{name}.{section} must be a mapping, not {type(value).__name__}")
-
-
-def _broken(tool: BaseTool, method: str, error: Exception) -> InfrastructureError:
-    return InfrastructureError(f"tool '{tool.name}': {method} failed: {type(error).__name__}: {one_line(error)}")
-
-
-def _told(tool: BaseTool, policy: CallPolicy, raised: Exception) -> tuple[str, str]:
-    """(error word, text for the model), or the exception that ends the trajectory or the run."""
-    if isinstance(raised, ToolError):
-        return "tool", str(raised) or f"Error executing tool '{tool.name}'."
-    if is_infrastructure(raised) or policy.on_exception is OnException.INFRASTRUCTURE:
-        raise _broken(tool, "execute", raised) from raised
-    line = f"{type(raised).__name__}: {one_line(raised)}"
-    if policy.on_exception is OnException.STOP:
-        raise EtudeError(f"tool '{tool.name}' raised {line} (its config.on_exception is 'stop')") from raised
-    if tool.name not in _traceback_logged:
-        _traceback_logged.add(tool.name)
-        logger.warning(
-            "tool '%s' raised; the model is told, and later ones are only counted", tool.name, exc_info=raised
-        )
-    return "exception", f"Error executing tool '{tool.name}': {line}"

@@ -7,19 +7,18 @@ is described by that class's schema and receives an object of it.
 from __future__ import annotations
 
 import inspect
-import re
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import docstring_parser
+from docstring_parser import DocstringStyle
 from pydantic import TypeAdapter, ValidationError
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic.json_schema import GenerateJsonSchema
 
 from etude.errors import ConfigError, ToolError, one_line
-
-_SECTION = re.compile(r"(?m)^[ \t]*(Args|Arguments|Parameters|Returns|Return|Raises|Yields|Examples?|Notes?):[ \t]*$")
-_ENTRY = re.compile(r"(\w+)[ \t]*(?:\([^\n]*?\))?[ \t]*:[ \t]*(.*)")
+from etude.registry import did_you_mean
 
 
 class _Untitled(GenerateJsonSchema):
@@ -32,22 +31,25 @@ class _Untitled(GenerateJsonSchema):
 class FunctionSignature:
     """The parameters of `function`; with `inferred`, each must have a type hint.
 
+    Without `inferred`, the schema is somebody else's, and arguments are converted where a hint says to what.
+
     Raises:
         ConfigError: `inferred`, and a parameter has no hint, cannot be named in JSON (`*args`, `**kwargs`,
-            positional-only), or has a hint that JSON Schema cannot express; names function and parameter.
+            positional-only), or has a hint that JSON Schema cannot express, or the docstring describes a parameter that
+            there is not; names function and parameter.
     """
 
     def __init__(self, function: Callable[..., object], *, inferred: bool) -> None:
         self._where = f"function tool {function.__module__}.{function.__qualname__}"
         self._parameters = inspect.signature(function).parameters
+        self._inferred = inferred
         hints = self._hints(function)
+        self.description, self._descriptions = read_docstring(inspect.getdoc(function) or "")
         if inferred:
             self._check(hints)
-        self._adapters: dict[str, TypeAdapter[Any]] = {
-            name: self._adapter(name, hints[name]) for name in self._parameters if name in hints and inferred
-        }
+        adapters = {name: self._adapter(name, hints[name]) for name in self._parameters if name in hints}
+        self._adapters = {name: adapter for name, adapter in adapters.items() if adapter is not None}
         self._takes_any = any(p.kind is p.VAR_KEYWORD for p in self._parameters.values())
-        self.description, self._descriptions = read_docstring(inspect.getdoc(function) or "")
 
     def parameters_schema(self) -> dict[str, Any]:
         """The `parameters` object of the tool's schema."""
@@ -95,6 +97,8 @@ class FunctionSignature:
         try:
             return typing.get_type_hints(function, include_extras=True)
         except (NameError, TypeError) as error:
+            if not self._inferred:
+                return {}
             raise ConfigError(f"{self._where}: cannot read its type hints: {one_line(error)}") from error
 
     def _check(self, hints: Mapping[str, Any]) -> None:
@@ -103,13 +107,27 @@ class FunctionSignature:
                 raise ConfigError(
                     f"{self._where}: parameter '{parameter}' cannot be called by name; use named parameters or pass schema="
                 )
+            if name == "self" and name not in hints:
+                raise ConfigError(
+                    f"{self._where} is a method: decorate a plain function, or derive a class from BaseTool"
+                )
             if name not in hints:
                 raise ConfigError(f"{self._where}: parameter '{name}' has no type hint; add one or pass schema=")
+        for name in self._descriptions:
+            if name not in self._parameters:
+                hint = did_you_mean(name, self._parameters)
+                raise ConfigError(f"{self._where}: its docstring describes '{name}', which is no parameter{hint}")
 
-    def _adapter(self, name: str, hint: Any) -> TypeAdapter[Any]:
+    def _adapter(self, name: str, hint: Any) -> TypeAdapter[Any] | None:
+        """Converts to `hint`; None where that cannot be said and need not be."""
+        parameter = self._parameters[name]
+        if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            return None
         try:
             return TypeAdapter(hint)
         except (PydanticSchemaGenerationError, PydanticUserError) as error:
+            if not self._inferred:
+                return None
             raise ConfigError(f"{self._where}: the hint of '{name}' has no JSON Schema: {one_line(error)}") from error
 
     def _add_default(self, schema: dict[str, Any], name: str) -> None:
@@ -117,33 +135,21 @@ class FunctionSignature:
         if default is inspect.Parameter.empty:
             return
         try:
+            if default is None:  # which the serialiser lets pass for any hint
+                self._adapters[name].validate_python(None)
             schema["default"] = self._adapters[name].dump_python(default, mode="json", warnings="error")
-        except ValueError as error:  # pydantic's serialisation errors are ValueErrors
+        except ValueError as error:  # as pydantic's errors are
             raise ConfigError(
                 f"{self._where}: the default of '{name}' does not fit its hint: {one_line(error)}"
             ) from error
 
 
 def read_docstring(text: str) -> tuple[str, dict[str, str]]:
-    """(description, parameter → description) of a Google-style docstring."""
-    sections = _SECTION.split(text)
-    described: dict[str, str] = {}
-    for title, body in zip(sections[1::2], sections[2::2], strict=True):
-        if title in ("Args", "Arguments", "Parameters"):
-            described = _entries(body)
-    return " ".join(sections[0].split()), described
-
-
-def _entries(body: str) -> dict[str, str]:
-    lines = [line for line in body.splitlines() if line.strip()]
-    indents = [len(line) - len(line.lstrip()) for line in lines]
-    entries: dict[str, str] = {}
-    current = ""
-    for line, indent in zip(lines, indents, strict=True):
-        match = _ENTRY.fullmatch(line.strip()) if indent == indents[0] else None
-        if match:
-            current = match[1]
-            entries[current] = match[2].strip()
-        elif current:
-            entries[current] = f"{entries[current]} {line.strip()}".strip()
-    return entries
+    """(description, parameter → description) of a Google-style docstring, each on one line."""
+    try:
+        parsed = docstring_parser.parse(text, style=DocstringStyle.GOOGLE)
+    except docstring_parser.ParseError:
+        return " ".join(text.split()), {}
+    whole = f"{parsed.short_description or ''} {parsed.long_description or ''}"
+    described = {each.arg_name.lstrip("*"): " ".join((each.description or "").split()) for each in parsed.params}
+    return " ".join(whole.split()), described

@@ -49,7 +49,9 @@ def jsonl(path, rows):
 
 
 def dataset(files, schemas=None, max_samples=-1, **options):
-    return RLDataset(files, CharacterTemplate(), schemas, DataOptions(**options), max_samples=max_samples)
+    return RLDataset(
+        files, CharacterTemplate(), schemas, DataOptions(**options), interactions=["n"], max_samples=max_samples
+    )
 
 
 def test_an_item_carries_what_a_rollout_needs(tmp_path):

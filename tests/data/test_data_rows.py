@@ -52,7 +52,9 @@ def test_missing_objects_become_empty():
 
 def test_nulls_under_kwargs_mean_not_given():
     kwargs = {"calculator": None, "search": {"create_kwargs": {"a": None, "b": [{"c": None}]}, "execute_kwargs": None}}
-    checked = check_row(with_kwargs(kwargs, interaction_kwargs={"name": "x", "y": None}, z=None), "f: row 0", TOOLS)
+    checked = check_row(
+        with_kwargs(kwargs, interaction_kwargs={"name": "x", "y": None}, z=None), "f: row 0", TOOLS, interactions=["x"]
+    )
     assert checked["extra_info"]["tools_kwargs"] == {"search": {"create_kwargs": {"b": [{}]}}}
     assert checked["extra_info"]["interaction_kwargs"] == {"name": "x"}
     assert checked["extra_info"]["z"] is None  # elsewhere a null stays what it is
@@ -137,6 +139,8 @@ def one(message):
         (with_kwargs({"search": None}, need_tools_kwargs=True), "need_tools_kwargs is true"),
         (with_kwargs(["search"]), "extra_info.tools_kwargs must be an object, got list"),
         (with_kwargs({}, interaction_kwargs="x"), "extra_info.interaction_kwargs must be an object, got str"),
+        (with_kwargs({}, interaction_kwargs={"topic": "x"}), "extra_info.interaction_kwargs needs 'name'"),
+        (with_kwargs({}, interaction_kwargs={"name": "x"}), "interaction 'x' (set multi_turn.interaction_config_path)"),
         (with_kwargs({"serch": {}}), "tools_kwargs names the tool 'serch'; did you mean 'search'?"),
         (with_kwargs({"search": 1}), "tools_kwargs.search must be an object, got int"),
         (with_kwargs({"search": {"create_kwarg": {}}}), "unknown key 'create_kwarg'; did you mean 'create_kwargs'?"),

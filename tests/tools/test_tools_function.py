@@ -1,11 +1,23 @@
 """`@function_tool`: schemas from signatures, arguments to signatures, results to responses."""
 
+import asyncio
+import contextlib
+import datetime
+import enum
 import json
+import sys
 import threading
-from typing import Literal, Optional
+import typing
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal, Optional
 
+import jsonschema
 import pytest
-from pydantic import BaseModel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pydantic import BaseModel, Field
+from typing_extensions import NotRequired, TypedDict
 
 from etude.errors import ConfigError, ToolError
 from etude.schemas import FunctionCall, ToolResponse
@@ -114,7 +126,7 @@ async def test_a_function_in_a_session():
     async with ToolSession(tools, {"divide": {"execute_kwargs": {}}}, request_id="r") as session:
         outcomes = await session.execute([FunctionCall(name=n, arguments=json.dumps(a)) for n, a in calls], 0)
         assert await session.calc_rewards() == {"divide": 0.0, "exhausted": 0.0}
-    assert [outcome.error for outcome in outcomes] == [None, "exception", "tool", "exception"]
+    assert [outcome.error for outcome in outcomes] == [None, "exception", "invalid_arguments", "exception"]
     assert (outcomes[0].response.text, outcomes[0].reward, outcomes[0].metrics) == ("0.25", 0.25, {"b": 4.0})
     assert "ZeroDivisionError" in outcomes[1].response.text
 
@@ -193,3 +205,254 @@ def test_load_function_tools(tmp_path):
         load_function_tools(tmp_path / "empty.py")
     with pytest.raises(ConfigError, match="file not found"):
         load_function_tools(tmp_path / "absent.py")
+
+
+class Unit(enum.Enum):
+    KM = "km"
+    MILE = "mile"
+
+
+@dataclass
+class Place:
+    """Where something is."""
+
+    name: str
+    at: tuple[float, float] = (0.0, 0.0)
+    tags: list[str] = field(default_factory=list)
+
+
+@dataclass
+class Trip:
+    places: list[Place]
+    unit: Unit = Unit.KM
+
+
+class Options(TypedDict):
+    fast: bool
+    names: NotRequired[dict[str, int]]
+
+
+class Node(BaseModel):
+    value: int
+    children: list["Node"] = []
+
+
+def everything(
+    trip: Trip,
+    options: Options,
+    node: Node,
+    which: int | str | None = None,
+    day: datetime.date = datetime.date(2026, 1, 2),
+    level: Literal[1, 2, "high"] = 1,
+    unit: Unit = Unit.MILE,
+    seen: Annotated[set[int], Field(description="numbers seen", max_length=3)] = {7},  # noqa: B006
+    anything: Any = None,
+) -> str:
+    """Takes everything.
+
+    More of it.
+
+    Args:
+        trip (Trip): the trip: all of it,
+            on two lines
+        options: how
+        level: of care
+
+    Returns:
+        What arrived.
+    """
+    return repr((trip, options, node, which, day, level, unit, seen, anything))
+
+
+def test_every_kind_of_hint_has_its_schema():
+    function = FunctionTool(everything).tool_schema.to_openai()["function"]
+    assert function["description"] == "Takes everything. More of it."
+    parameters = function["parameters"]
+    properties, definitions = parameters["properties"], parameters["$defs"]
+    assert parameters["required"] == ["trip", "options", "node"]
+    assert properties["trip"]["description"] == "the trip: all of it, on two lines"
+    assert definitions["Trip"]["properties"]["places"]["items"] == {"$ref": "#/$defs/Place"}
+    assert definitions["Place"]["required"] == ["name"]
+    assert definitions["Unit"]["enum"] == ["km", "mile"]
+    assert definitions["Options"]["required"] == ["fast"]
+    assert definitions["Options"]["properties"]["names"]["additionalProperties"] == {"type": "integer"}
+    assert definitions["Node"]["properties"]["children"]["items"] == {"$ref": "#/$defs/Node"}
+    assert {each.get("type") for each in properties["which"]["anyOf"]} == {"integer", "string", "null"}
+    assert properties["day"]["default"] == "2026-01-02"
+    assert properties["level"]["enum"] == [1, 2, "high"]
+    assert properties["unit"]["default"] == "mile"
+    assert properties["seen"]["description"] == "numbers seen"
+    assert properties["seen"]["maxItems"] == 3
+    jsonschema.Draft202012Validator.check_schema(parameters)
+
+
+async def test_every_kind_of_hint_gets_its_object():
+    arguments = {
+        "trip": {"places": [{"name": "a", "at": [1, 2]}], "unit": "mile"},
+        "options": {"fast": True, "names": {"x": 1}},
+        "node": {"value": 1, "children": [{"value": 2}]},
+        "which": "w",
+        "day": "2026-03-04",
+        "level": "high",
+        "unit": "km",
+        "seen": [1, 2],
+        "anything": {"deep": [None]},
+    }
+    jsonschema.validate(arguments, FunctionTool(everything).tool_schema.to_openai()["function"]["parameters"])
+    response, _, _ = await FunctionTool(everything).execute("i", arguments)
+    assert response.text == repr(
+        (
+            Trip([Place("a", (1.0, 2.0))], Unit.MILE),
+            {"fast": True, "names": {"x": 1}},
+            Node(value=1, children=[Node(value=2)]),
+            "w",
+            datetime.date(2026, 3, 4),
+            "high",
+            Unit.KM,
+            {1, 2},
+            {"deep": [None]},
+        )
+    )
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"trip": {"places": [{"at": [1, 2]}]}}, "argument 'trip.places.0.name': Field required"),
+        ({"trip": {"places": [], "unit": "parsec"}}, "argument 'trip.unit'"),
+        ({"node": {"value": 1, "children": [{"value": "x"}]}}, "argument 'node.children.0.value'"),
+        ({"options": {}}, "argument 'options.fast'"),
+        ({"seen": [1, 2, 3, 4]}, "argument 'seen'"),
+        ({"level": 3}, "argument 'level'"),
+    ],
+)
+async def test_a_wrong_argument_is_named_to_its_depth(change, message):
+    arguments = {"trip": {"places": []}, "options": {"fast": False}, "node": {"value": 1}} | change
+    with pytest.raises(ToolError, match=message) as caught:
+        await FunctionTool(everything).execute("i", arguments)
+    assert "\n" not in str(caught.value)
+
+
+def typo(query: str) -> str:
+    """Searches.
+
+    Args:
+        qery: what
+    """
+    return query
+
+
+def yields(a: int):
+    yield a
+
+
+class Owner:
+    def method(self, a: int) -> int:
+        return a
+
+
+def stdlib_typed_dict(a: "StdlibTypedDict") -> str:
+    return str(a)
+
+
+class StdlibTypedDict(typing.TypedDict):
+    a: int
+
+
+def wrong_default(a: int = None) -> int:  # noqa: RUF013
+    return a
+
+
+def unknown_hint(a: "NoSuchName") -> int:  # noqa: F821
+    return a
+
+
+def callback(a: Callable[[int], int]) -> int:
+    return a(1)
+
+
+UNEXPRESSIBLE = {
+    "typo": (typo, "typo: its docstring describes 'qery', which is no parameter; did you mean 'query'"),
+    "generator": (yields, "yields: it yields; return one answer"),
+    "class": (Owner, "Owner is a class"),
+    "method": (Owner.method, "method is a method: decorate a plain function"),
+    "name": (unknown_hint, "unknown_hint: cannot read its type hints: name 'NoSuchName' is not defined"),
+    "callback": (callback, "callback: "),
+}
+if sys.version_info >= (3, 11):  # before, Python takes the default None for an Optional hint
+    UNEXPRESSIBLE["default"] = (wrong_default, "wrong_default: the default of 'a' does not fit its hint")
+if sys.version_info < (3, 12):
+    UNEXPRESSIBLE["TypedDict"] = (
+        stdlib_typed_dict,
+        "the hint of 'a' has no JSON Schema: .*typing_extensions.TypedDict",
+    )
+
+
+@pytest.mark.parametrize("case", UNEXPRESSIBLE)
+def test_what_cannot_be_a_tool_says_so_when_it_is_decorated(case):
+    function, message = UNEXPRESSIBLE[case]
+    with pytest.raises(ConfigError, match=message) as caught:
+        FunctionTool(function)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_schema_of_ones_own_still_converts_by_the_hints():
+    def walk(node: Node, **more: int) -> str:
+        return f"{node.value} {more}"
+
+    schema = {"type": "function", "function": {"name": "walk", "parameters": {"properties": {"node": {}}}}}
+    tool = FunctionTool(walk, schema=schema)
+    response, _, _ = asyncio.run(tool.execute("i", {"node": {"value": 3}, "other": 1}))
+    assert response.text == "3 {'other': 1}"
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"timeot": 3}, "function tool 'search': unknown key config.timeot; did you mean 'timeout'"),
+        ({"timeout": "soon"}, "config.timeout"),
+    ],
+)
+def test_limits_of_a_function(config, message):
+    tool = FunctionTool(search, config={"timeout": 5})
+    assert tool.configured({"max_retries": 2}).config == {"timeout": 5, "max_retries": 2}
+    assert tool.configured({}).tool_schema.to_openai() == tool.tool_schema.to_openai()
+    with pytest.raises(ConfigError, match=message):
+        FunctionTool(search, config=config)
+
+
+async def test_a_function_that_hangs_starves_no_other():
+    never = threading.Event()
+
+    def hangs() -> str:
+        never.wait(30)
+        return ""
+
+    def works() -> str:
+        return "fine"
+
+    hanging, working = FunctionTool(hangs), FunctionTool(works)
+    stuck = [asyncio.ensure_future(hanging.execute("i", {})) for _ in range(40)]
+    try:
+        assert (await asyncio.wait_for(working.execute("i", {}), 20))[0].text == "fine"
+    finally:
+        never.set()
+        await asyncio.gather(*stuck)
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers(-(2**53), 2**53) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=60)
+@given(st.dictionaries(st.sampled_from(["trip", "options", "node", "which", "level", "seen", "odd"]), json_values))
+def test_whatever_a_model_writes_is_an_answer_or_an_error_for_the_model(arguments):
+    with contextlib.suppress(ToolError):
+        response, _, _ = asyncio.run(EVERYTHING.execute("i", arguments))
+        assert isinstance(response, ToolResponse)
+
+
+EVERYTHING = FunctionTool(everything)

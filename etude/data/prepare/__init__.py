@@ -1,1 +1,1 @@
-"""Builds parquet files: a generated arithmetic task, and GSM8K from its public JSON lines."""
+"""Builds parquet files: a generated arithmetic task, and public data sets as rows whose tools come along."""

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.data.files import Row, located_rows, write_parquet
+from etude.data.prepare.splits import find_split_files
 from etude.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
@@ -25,6 +26,7 @@ SYSTEM = (
 INSTRUCTION = "Think step by step and put the final answer after `####`."
 
 _FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the data set keep their files
+_ENDINGS = (".jsonl", ".parquet", "-00000-of-00001.parquet")
 _FINAL = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
 
 
@@ -76,27 +78,7 @@ def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
     Raises:
         DataError: nothing is found, a split comes twice, or a file's name tells no split.
     """
-    found: dict[str, Path] = {}
-    sources = [Path(name).expanduser() for name in inputs]
-    for path in (file for source in sources for file in (_files_in(source) if source.is_dir() else [source])):
-        split = next((split for split in SPLITS if path.name.startswith(split)), None)
-        if split is None:
-            raise DataError(f"{path}: the name must start with {' or '.join(SPLITS)}, which tells its split")
-        if split in found:
-            raise DataError(f"{path}: the {split} split is already read from {found[split]}")
-        found[split] = path
-    if not found:
-        raise DataError(f"no {SPLITS[0]}.jsonl or {SPLITS[1]}.jsonl in {', '.join(map(str, sources)) or 'no input'}")
-    return found
-
-
-def _files_in(folder: Path) -> list[Path]:
-    files = []
-    for split in SPLITS:
-        names = (f"{split}.jsonl", f"{split}.parquet", f"{split}-00000-of-00001.parquet")
-        candidates = [folder / inner / name for inner in _FOLDERS for name in names]
-        files += [path for path in candidates if path.is_file()][:1]
-    return files
+    return find_split_files(inputs, SPLITS, folders=_FOLDERS, endings=_ENDINGS)
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:

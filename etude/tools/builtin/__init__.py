@@ -16,10 +16,15 @@ def builtin_config(name: str) -> Path:
     Raises:
         ConfigError: there is no such tool; lists those there are.
     """
-    known = sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
+    known = builtin_names()
     if name not in known:
         raise ConfigError(f"no built-in tool '{name}'{did_you_mean(name, known)} (known: {', '.join(known)})")
     return _CONFIGS / f"{name}.yaml"
 
 
-__all__ = ["builtin_config"]
+def builtin_names() -> list[str]:
+    """The names that `builtin_config` knows."""
+    return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
+
+
+__all__ = ["builtin_config", "builtin_names"]

@@ -12,15 +12,17 @@ import operator
 from collections.abc import Callable
 from typing import Any
 
-from etude.errors import ConfigError, ToolError
+from pydantic import Field
+
+from etude.errors import ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.builtin.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 Number = int | float
 
 MAX_BITS = 2048  # about 600 digits: more than any question of arithmetic asks for
-MAX_EXPRESSION_CHARS = 200
 _SCHEMA = {
     "type": "function",
     "function": {
@@ -41,6 +43,12 @@ _SCHEMA = {
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
 
+class CalculatorOptions(ToolOptions):
+    """`config` of `calculator`."""
+
+    max_expression_chars: int = Field(default=200, ge=1, le=2000)
+
+
 class Calculator(BaseTool):
     """`config.max_expression_chars` (default 200, at most 2,000) bounds the expression."""
 
@@ -50,13 +58,10 @@ class Calculator(BaseTool):
         """Reads the limit.
 
         Raises:
-            ConfigError: it is not an integer from 1 to 2,000.
+            ConfigError: it is not an integer from 1 to 2,000, or there is an unknown key.
         """
         super().__init__(config, tool_schema)
-        limit = config.get("max_expression_chars", MAX_EXPRESSION_CHARS)
-        if not isinstance(limit, int) or not 1 <= limit <= 2000:
-            raise ConfigError(f"tool 'calculator': config.max_expression_chars must be from 1 to 2000, not {limit!r}")
-        self._max_chars = limit
+        self._max_chars = read_options(CalculatorOptions, config, self.name).max_expression_chars
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
         """The configured schema, else the tool's own."""

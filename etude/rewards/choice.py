@@ -1,0 +1,43 @@
+"""Scoring of multiple-choice questions: the letter of the chosen option.
+
+Invariant: the answer is looked for in the last `<answer>…</answer>` where there is one, else in the whole text, and a
+letter that merely begins a word ("A man walks in") is never taken for a choice, except where nothing follows it.
+"""
+
+from __future__ import annotations
+
+import re
+
+MAX_CHARS = 20_000  # at the end of a solution, where the answer stands
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}")
+_STATED = re.compile(r"\b(?i:answer|option|choice)\b\s*(?i:is\b)?\s*:?\s*[*(\[]{0,3}([A-Z])(?![A-Za-z'])")
+_LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
+_LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
+
+
+def extract_choice(text: str) -> str | None:
+    """The chosen letter as a capital, or None when the text names none."""
+    text = text[-MAX_CHARS:]
+    marked = _ANSWER.findall(text)
+    if marked:
+        text = marked[-1]
+    for pattern in (_BOXED, _STATED):
+        found = pattern.findall(text)
+        if found:
+            return found[-1].upper()
+    leading = _LEADING.match(text)
+    return leading.group(1).upper() if leading else None
+
+
+def compute_score(solution_str: str, ground_truth: str) -> float:
+    """1.0 for the reference choice, else 0.0; a reference that is no letter is compared as text, case and space aside."""
+    reference = str(ground_truth).strip()
+    if _LETTER.fullmatch(reference):
+        return float(extract_choice(solution_str) == reference.upper())
+    marked = _ANSWER.findall(solution_str[-MAX_CHARS:])
+    return float(_folded(marked[-1] if marked else solution_str) == _folded(reference))
+
+
+def _folded(text: str) -> str:
+    return " ".join(text.casefold().split()).rstrip(".")

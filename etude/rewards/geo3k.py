@@ -1,0 +1,34 @@
+r"""Scoring of geometry problems (Geometry3K): the answer as mathematics, and the form of the solution.
+
+A solution has the form when it begins with `<think>`, closes that thought, and gives a `\boxed{…}` after it.
+"""
+
+from __future__ import annotations
+
+from etude.rewards.math import answers_equal, last_boxed
+
+_FORM = ("</think>", "\\boxed{", "}")
+
+
+def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
+    r"""(1 - `format_score`) for the right answer plus `format_score` for the form.
+
+    The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
+
+    Raises:
+        InfrastructureError: the child process for symbolic algebra cannot be started.
+    """
+    answer = last_boxed(solution_str) if use_boxed else solution_str
+    right = answer is not None and answers_equal(answer, str(ground_truth))
+    return (1.0 - format_score) * right + format_score * has_form(solution_str)
+
+
+def has_form(solution: str) -> bool:
+    """Whether `solution` thinks first and then boxes an answer."""
+    position = len("<think>") if solution.startswith("<think>") else -1
+    for piece in _FORM:
+        if position < 0:
+            return False
+        found = solution.find(piece, position)
+        position = found + len(piece) if found >= 0 else -1
+    return position >= 0

@@ -1,0 +1,59 @@
+"""Scoring of questions with short answers: exact match and F1 after SQuAD's normalisation.
+
+Invariant: only the last `<answer>…</answer>` of a solution is an answer, and none inside a thought is; the order, the
+spelling and the number of reference answers do not change a score. Normalisation is that of SQuAD's evaluation: lower
+case, no punctuation, no articles, single spaces.
+"""
+
+from __future__ import annotations
+
+import re
+import string
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+MAX_CHARS = 20_000  # at the end of a solution, where the answer stands
+_ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_PUNCTUATION = str.maketrans("", "", string.punctuation)
+
+
+def normalised(text: str) -> str:
+    """`text` in the form in which answers are compared."""
+    return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
+
+
+def extract_answer(solution: str) -> str | None:
+    """The last `<answer>…</answer>` after the last thought, or None."""
+    found = _ANSWER.findall(solution[-MAX_CHARS:].rpartition("</think>")[2])
+    return found[-1].strip() if found else None
+
+
+def exact_match(prediction: str, answers: str | Iterable[str]) -> bool:
+    """Whether `prediction` is one of `answers`."""
+    return normalised(prediction) in {normalised(answer) for answer in _each(answers)}
+
+
+def f1(prediction: str, answers: str | Iterable[str]) -> float:
+    """The best harmonic mean of precision and recall of words, over `answers`; 0.0 without answers."""
+    said = normalised(prediction).split()
+    return max((_word_f1(said, normalised(answer).split()) for answer in _each(answers)), default=0.0)
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> float:
+    """1.0 when the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0."""
+    answer = extract_answer(solution_str)
+    target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
+    return float(answer is not None and exact_match(answer, target))
+
+
+def _each(answers: str | Iterable[str]) -> list[str]:
+    return [answers] if isinstance(answers, str) else [str(answer) for answer in answers]
+
+
+def _word_f1(said: list[str], wanted: list[str]) -> float:
+    if not said or not wanted:
+        return float(said == wanted)
+    shared = sum((Counter(said) & Counter(wanted)).values())
+    return 2 * shared / (len(said) + len(wanted))

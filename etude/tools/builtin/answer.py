@@ -1,0 +1,112 @@
+"""`AnswerTool`: a tool that judges the model's answer against a reference, turn after turn.
+
+Invariant: an instance knows its reference from `create` on; a trajectory without one is an error, not a wrong answer. Of
+several calls in one turn each is judged after those written before it, so that rewards do not depend on a clock. How
+answers are compared is a subclass's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+from uuid import uuid4
+
+from etude.errors import DataError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.trace import rollout_trace_op
+
+NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not better the last answer
+MAX_ANSWER_CHARS = 2000
+
+
+@dataclass
+class AnswerState:
+    """One trajectory: its reference, its last answer and what that answer was worth."""
+
+    ground_truth: str
+    response: str = ""
+    reward: float = 0.0
+    turn: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class AnswerTool(BaseTool):
+    """`create_kwargs`: `ground_truth`, the reference answer (required). A subclass gives `name`, `schema` and `judge`."""
+
+    schema: ClassVar[dict[str, Any]]
+    """The function's own schema, used where the configuration has none."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self._instance_dict: dict[str, AnswerState] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(self.schema)
+
+    def as_response(self, answer: str) -> str:
+        """The form in which an answer is kept and shown."""
+        return answer
+
+    async def judge(self, response: str, ground_truth: str) -> float:
+        """What `response` is worth, from 0.0 to 1.0."""
+        raise NotImplementedError
+
+    async def create(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **create_kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Keeps the reference answer.
+
+        Raises:
+            DataError: the row has none for this tool.
+        """
+        if ground_truth is None:
+            raise DataError(f"tools_kwargs.{self.name}.create_kwargs.ground_truth is missing")
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = AnswerState(str(ground_truth))
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Judges `parameters["answer"]`; step reward 0.0 if it betters the last answer, else -0.05.
+
+        Raises:
+            ToolError: the answer is longer than any answer is.
+        """
+        state = self._instance_dict[instance_id]
+        answer = str(parameters.get("answer", ""))
+        if len(answer) > MAX_ANSWER_CHARS:
+            raise ToolError(f"Error: the answer is longer than {MAX_ANSWER_CHARS} characters; give the result alone")
+        async with state.turn:
+            state.response = self.as_response(answer)
+            reward = await self.judge(state.response, state.ground_truth)
+            step_reward = 0.0 if reward > state.reward else NO_PROGRESS_REWARD
+            state.reward = reward
+            return ToolResponse(text=f"Current parsed answer={state.response!r} reward={reward}"), step_reward, {}
+
+    async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
+        """What the last answer given is worth; 0.0 without one."""
+        return self._instance_dict[instance_id].reward
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forgets the trajectory."""
+        self._instance_dict.pop(instance_id, None)
+
+
+def answer_schema(name: str, description: str, answer: str) -> dict[str, Any]:
+    """The schema of a function with the one text argument `answer`, described by `answer`."""
+    return {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": description,
+            "parameters": {
+                "type": "object",
+                "properties": {"answer": {"type": "string", "description": answer}},
+                "required": ["answer"],
+            },
+        },
+    }

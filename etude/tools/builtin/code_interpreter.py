@@ -1,0 +1,243 @@
+"""`SandboxFusionTool`: the tool `code_interpreter`, which runs the model's code in a sandbox.
+
+Invariant: whatever the code does is told to the model in words (`code_report`); whatever the sandbox fails to do is an
+infrastructure failure, and no answer at all. At most `num_workers` programs of a process run at once, and `rate_limit`
+of the whole cluster. Stateless calls share nothing; a stateful trajectory has one interpreter of its own from its first
+call to its release.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+from uuid import uuid4
+
+from pydantic import Field, field_validator, model_validator
+
+from etude.errors import DataError, ToolError, one_line
+from etude.limits import ConcurrencyLimit, Limit, Limiter, open_limiter
+from etude.sandbox import (
+    CellResult,
+    Isolation,
+    Language,
+    Limits,
+    RunRequest,
+    SandboxClient,
+    SandboxError,
+    SandboxRequestError,
+    UnknownSessionError,
+)
+from etude.sandbox.echo import echoing
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.code_report import cell_report, run_report
+from etude.tools.builtin.images import load_image
+from etude.tools.builtin.options import ToolOptions, read_options
+from etude.trace import rollout_trace_op
+
+MAX_IMAGE_PIXELS = 4_000_000
+LOST_SESSION = "(the interpreter was idle for long and was closed: its variables are lost, this is a new one)"
+_FENCE = re.compile(r"\s*```[ \t]*[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "code_interpreter",
+        "description": "A tool for executing code.",
+        "parameters": {
+            "type": "object",
+            "properties": {"code": {"type": "string", "description": "The code to execute."}},
+            "required": ["code"],
+        },
+    },
+}
+
+
+class SandboxFusionOptions(ToolOptions):
+    """`config` of `code_interpreter`."""
+
+    num_workers: int = Field(default=10, ge=1)
+    rate_limit: int = Field(default=10, ge=1)
+    default_timeout: float = Field(default=30.0, gt=0, le=3600)
+    default_language: str = "python"
+    enable_global_rate_limit: bool = True
+    rate_limiter_name: str = Field(default="code_interpreter", min_length=1)
+    sandbox_fusion_url: str | None = None
+    sandbox_token: str | None = None
+    memory_limit_mb: int = Field(default=1024, ge=16)
+    stateful: bool = False
+    isolation: Isolation = Isolation.AUTO
+    max_code_chars: int = Field(default=200_000, ge=1)
+
+    @field_validator("default_language")
+    @classmethod
+    def _is_known(cls, value: str) -> str:
+        return Language(value).value
+
+    @model_validator(mode="after")
+    def _fits(self) -> SandboxFusionOptions:
+        if self.stateful and self.default_language != Language.PYTHON.value:
+            raise ValueError("stateful: only Python keeps its variables between calls")
+        return self
+
+
+@dataclass
+class _Trajectory:
+    """What belongs to one instance: its interpreter, in a stateful tool."""
+
+    session: str | None = None
+    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
+
+
+class SandboxFusionTool(BaseTool):
+    """The argument is `code`; a schema of your own may also have `language`, and `timeout` up to `default_timeout`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the options; the sandbox is reached, or started, by the first call.
+
+        Raises:
+            ConfigError: an option makes no sense.
+        """
+        super().__init__(config, tool_schema)
+        self._options = read_options(SandboxFusionOptions, config, self.name)
+        self._client: SandboxClient | None = None
+        self._here = ConcurrencyLimit(self._options.num_workers)
+        self._everywhere: Limiter | None = None
+        self._trajectories: dict[str, _Trajectory] = {}
+        if self._options.sandbox_fusion_url is not None:
+            self._sandbox()  # a wrong address is an error now
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins a trajectory."""
+        instance_id = instance_id or str(uuid4())
+        self._trajectories[instance_id] = _Trajectory()
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """What the code printed and how it ended; step reward 0.
+
+        Raises:
+            ToolError: there is no code, or it cannot be run as asked.
+            SandboxError: the sandbox failed.
+            EtudeError: the sandbox or the limiter cannot be used as configured.
+        """
+        code = self._code(parameters)
+        language = self._language(parameters)
+        limits = self._limits(parameters)
+        if self._options.stateful and language is Language.PYTHON:
+            return await self._run_cell(instance_id, code, limits)
+        request = RunRequest(code=code, language=language, limits=limits)
+        if language is Language.PYTHON:
+            request = echoing(request)
+        async with self._permits():
+            try:
+                result = await self._sandbox().run(request)
+            except SandboxRequestError as error:
+                if "language" not in parameters:  # what is wrong is the configuration, not the model's choice
+                    raise
+                raise ToolError(f"Error: {one_line(error)}") from error
+        metrics = {"status": result.status.value, "return_code": result.return_code, "seconds": result.wall_seconds}
+        return ToolResponse(text=run_report(result, limits)), 0.0, metrics
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Ends a trajectory, and its interpreter."""
+        trajectory = self._trajectories.pop(instance_id, None)
+        if trajectory is not None and trajectory.session is not None:
+            await self._sandbox().close_session(trajectory.session)
+
+    async def _run_cell(
+        self, instance_id: str, code: str, limits: Limits
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        trajectory = self._trajectories.setdefault(instance_id, _Trajectory())
+        async with trajectory.lock, self._permits():
+            result, note = await self._cell_of(trajectory, code, limits)
+            if not result.session_alive:
+                trajectory.session = None
+        text = cell_report(result, limits, limits.wall_seconds, note)
+        metrics = {"status": result.status.value, "seconds": result.wall_seconds}
+        return ToolResponse(text=text, image=_images(result) or None), 0.0, metrics
+
+    async def _cell_of(self, trajectory: _Trajectory, code: str, limits: Limits) -> tuple[CellResult, str]:
+        """The cell's result, and what to say first if it ran in another interpreter than the one before."""
+        sandbox, note = self._sandbox(), ""
+        for _ in range(2):
+            if trajectory.session is None:
+                trajectory.session = await sandbox.session(limits)
+            try:
+                return await sandbox.run_cell(trajectory.session, code, limits.wall_seconds), note
+            except UnknownSessionError:  # it did not run
+                trajectory.session, note = None, LOST_SESSION
+        raise SandboxError("a new session was closed before its first cell ran")
+
+    @contextlib.asynccontextmanager
+    async def _permits(self) -> AsyncIterator[None]:
+        """The right to run one program, in this process and in the cluster."""
+        options = self._options
+        if self._everywhere is None and options.enable_global_rate_limit:
+            limit = Limit(max_concurrent=options.rate_limit)
+            self._everywhere = await asyncio.to_thread(open_limiter, options.rate_limiter_name, limit)
+        async with self._here.permit():
+            if self._everywhere is None:
+                yield
+            else:
+                async with self._everywhere.permit():
+                    yield
+
+    def _sandbox(self) -> SandboxClient:
+        if self._client is None:
+            options = self._options
+            self._client = SandboxClient(
+                options.sandbox_fusion_url,
+                token=options.sandbox_token,
+                attempts=1,  # trying again is the session's, by `max_retries`
+                workers=options.num_workers,
+                isolation=options.isolation,
+            )
+        return self._client
+
+    def _code(self, parameters: dict[str, Any]) -> str:
+        code = parameters.get("code")
+        if isinstance(code, int | float) and not isinstance(code, bool):
+            code = str(code)
+        if not isinstance(code, str) or not code.strip():
+            raise ToolError("Error: the argument 'code' must be the code to run, as a text")
+        if len(code) > self._options.max_code_chars:
+            raise ToolError(f"Error: the code is longer than {self._options.max_code_chars} characters")
+        fenced = _FENCE.fullmatch(code)
+        return fenced.group(1) if fenced and "```" not in fenced.group(1) else code
+
+    def _language(self, parameters: dict[str, Any]) -> Language:
+        named = parameters.get("language", self._options.default_language)
+        try:
+            return Language(named)
+        except ValueError:
+            known = ", ".join(language.value for language in Language)
+            raise ToolError(f"Error: unknown language {str(named)[:40]!r}; use one of {known}") from None
+
+    def _limits(self, parameters: dict[str, Any]) -> Limits:
+        longest = self._options.default_timeout
+        asked = parameters.get("timeout", longest)
+        if isinstance(asked, bool) or not isinstance(asked, int | float) or not asked > 0:
+            raise ToolError("Error: 'timeout' must be a number of seconds above 0")
+        seconds = min(float(asked), longest)
+        cpu = max(60.0, 4 * seconds) if not self._options.stateful else 600.0
+        return Limits(wall_seconds=seconds, cpu_seconds=cpu, memory_mb=self._options.memory_limit_mb)
+
+
+def _images(result: CellResult) -> list[Any]:
+    """What the cell showed, decoded within limits; what is no image after all is left out."""
+    images = []
+    for content in result.images:
+        with contextlib.suppress(DataError):
+            images.append(load_image(content, MAX_IMAGE_PIXELS))
+    return images

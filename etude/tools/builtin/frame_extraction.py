@@ -1,0 +1,161 @@
+"""`FrameExtractionTool`: shows the model frames of a row's video.
+
+Invariant: frames stand at the middles of equal parts of the asked span, so that a call with the same arguments gives the
+same frames; a call gives at most `max_frames`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+from uuid import uuid4
+
+from pydantic import Field
+
+from etude.bounded import BlockingCalls
+from etude.errors import DataError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.frames import FRAMES, FrameReference, trajectory_of
+from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
+from etude.trace import rollout_trace_op
+
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "execute_frame_extraction",
+        "description": "Shows frames of the video, evenly spread over it or over a part of it.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "start": {"type": "number", "description": "Seconds at which the part begins; default: the beginning"},
+                "end": {"type": "number", "description": "Seconds at which the part ends; default: the end"},
+                "num_frames": {"type": "integer", "description": "How many frames to show"},
+            },
+            "required": [],
+        },
+    },
+}
+
+
+class VideoOptions(ToolOptions):
+    """Limits that the tools of the video set share in their `config`."""
+
+    max_seconds: float = Field(default=7200.0, gt=0)
+    max_pixels: int = Field(default=40_000_000, ge=1)
+    decode_seconds: float = Field(default=60.0, gt=0)
+    num_workers: int = Field(default=4, ge=1)
+
+    def to_limits(self) -> VideoLimits:
+        """What a video may be."""
+        return VideoLimits(self.max_seconds, self.max_pixels, self.decode_seconds)
+
+
+class FrameExtractionOptions(VideoOptions):
+    """`config` of `execute_frame_extraction`."""
+
+    max_frames: int = Field(default=16, ge=1, le=256)
+    max_resolution: int = Field(default=2048, ge=1)
+
+
+@dataclass(frozen=True)
+class _Clip:
+    path: str
+    seconds: float
+    num_frames: int
+    resolution: int
+
+
+class FrameExtractionTool(BaseTool):
+    """`create_kwargs`: `video_path` (required), `num_frames` (4) and `resolution` (224: pixels of the longer side)."""
+
+    name = "execute_frame_extraction"
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the options.
+
+        Raises:
+            ConfigError: one of them makes no sense.
+            MissingExtraError: PyAV is not installed.
+        """
+        super().__init__(config, tool_schema)
+        self._options = read_options(FrameExtractionOptions, config, self.name)
+        self._threads = BlockingCalls("etude-frames", self._options.num_workers)
+        self._instance_dict: dict[str, _Clip] = {}
+        require_av()
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+
+    async def create(
+        self,
+        instance_id: str | None = None,
+        video_path: str | None = None,
+        num_frames: int = 4,
+        resolution: int = 224,
+        **create_kwargs: Any,
+    ) -> tuple[str, ToolResponse]:
+        """Looks at the row's video.
+
+        Raises:
+            DataError: the row has none for this tool, or it cannot be read.
+        """
+        where = f"tools_kwargs.{self.name}.create_kwargs"
+        if video_path is None:
+            raise DataError(f"{where}.video_path is missing")
+        if not 1 <= num_frames <= self._options.max_frames or not 1 <= resolution <= self._options.max_resolution:
+            raise DataError(
+                f"{where}: num_frames may be from 1 to {self._options.max_frames} and resolution from 1 to "
+                f"{self._options.max_resolution}, not {num_frames} and {resolution}"
+            )
+        seconds = await self._threads.run(video_seconds, video_path, self._options.to_limits())
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = _Clip(str(video_path), seconds, num_frames, resolution)
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Frames of the video as images, with their numbers and times as text; step reward 0.0.
+
+        Raises:
+            ToolError: the span or the number of frames is impossible.
+        """
+        clip = self._instance_dict[instance_id]
+        times = self._times(clip, parameters)
+        images = await self._threads.run(read_frames, clip.path, times, clip.resolution, self._options.to_limits())
+        references = [FrameReference(clip.path, seconds) for seconds in times]
+        first = FRAMES.add(trajectory_of(instance_id, self.name), references)
+        lines = [f"Frame {first + n} at {seconds:.2f} s" for n, seconds in enumerate(times)]
+        text = f"The video is {clip.seconds:.2f} s long.\n" + "\n".join(lines)
+        return ToolResponse(text=text, image=list(images)), 0.0, {"num_frames": len(images)}
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forgets the video and its frames."""
+        self._instance_dict.pop(instance_id, None)
+        FRAMES.forget(trajectory_of(instance_id, self.name))
+
+    def _times(self, clip: _Clip, parameters: dict[str, Any]) -> list[float]:
+        start = _seconds(parameters.get("start"), 0.0, "start")
+        end = min(_seconds(parameters.get("end"), clip.seconds, "end"), clip.seconds)
+        if not 0 <= start < end:
+            raise ToolError(
+                f"Error: start and end must be within the {clip.seconds:.2f} s of the video, start before end"
+            )
+        count = parameters.get("num_frames")
+        count = clip.num_frames if count is None else count
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= self._options.max_frames:
+            raise ToolError(f"Error: num_frames must be a whole number from 1 to {self._options.max_frames}")
+        return [start + (end - start) * (n + 0.5) / count for n in range(count)]
+
+
+def _seconds(value: object, default: float, name: str) -> float:
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise ToolError(f"Error: {name} must be a number of seconds")
+    return float(value)

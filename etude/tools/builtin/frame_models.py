@@ -1,0 +1,219 @@
+"""Tools around a model of the user's that looks at one frame: object detection and captions.
+
+Invariant: without a model the run does not start. The model is loaded once a process, at its first use, and called in a
+thread (or awaited, if it is asynchronous), `num_workers` calls at once; what it returns is checked before the policy
+sees it. Which frames there are is `frames`' business.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import threading
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, ClassVar
+from uuid import uuid4
+
+from pydantic import Field
+
+from etude.bounded import BlockingCalls
+from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
+from etude.registry import import_object
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.frame_extraction import VideoOptions
+from etude.tools.builtin.frames import FRAMES, trajectory_of
+from etude.tools.builtin.options import read_options
+from etude.tools.builtin.video import read_frames, require_av
+from etude.trace import rollout_trace_op
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+MAX_TEXT_CHARS = 1000
+MAX_LABELS = 50
+MAX_DETECTIONS = 100
+_FRAME = {"type": "integer", "description": "Number of an extracted frame; default: the last one"}
+
+
+class FrameModelOptions(VideoOptions):
+    """`config` of both tools: `model` names the callable, the rest are limits."""
+
+    model: str = ""
+    num_workers: int = Field(default=1, ge=1)
+
+
+class FrameModelTool(BaseTool):
+    """Shows one frame to the model and reports what it says.
+
+    `config.model` is `path/to/file.py:name` or `package.module.name`: a function, or a class that is made without
+    arguments and is then called. `create_kwargs`: `resolution` (448: pixels of the longer side of the frame that the
+    model gets); all others are handed to the model by keyword with every call.
+    """
+
+    schema: ClassVar[dict[str, Any]]
+    call: ClassVar[str]
+    """How the model is called, for the error that asks for one."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Finds the model; it is not loaded yet.
+
+        Raises:
+            ConfigError: `config.model` is missing or names nothing that can be called.
+            MissingExtraError: PyAV is not installed.
+        """
+        super().__init__(config, tool_schema)
+        self._options = read_options(FrameModelOptions, config, self.name)
+        if not self._options.model:
+            raise ConfigError(
+                f"tool '{self.name}': config.model names no model; set it to 'path/to/file.py:name' or "
+                f"'package.module.name' of a callable used as {self.call}"
+            )
+        self._named: Any = import_object(self._options.model)
+        if not callable(self._named):
+            raise ConfigError(f"tool '{self.name}': config.model '{self._options.model}' cannot be called")
+        require_av()
+        self._model: Any = None
+        self._loading = threading.Lock()
+        self._threads = BlockingCalls(f"etude-{self.name}", self._options.num_workers)
+        self._instance_dict: dict[str, dict[str, Any]] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(self.schema)
+
+    async def create(
+        self, instance_id: str | None = None, resolution: int = 448, **create_kwargs: Any
+    ) -> tuple[str, ToolResponse]:
+        """Keeps the row's arguments for the model."""
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = {"resolution": int(resolution), "arguments": create_kwargs}
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """What the model says about the frame `parameters["frame"]`; step reward 0.0.
+
+        Raises:
+            ToolError: there is no such frame, or an argument makes no sense.
+            InfrastructureError: the model failed, or returned something that it should not.
+        """
+        state = self._instance_dict[instance_id]
+        number, frame = FRAMES.get(trajectory_of(instance_id, self.name), parameters.get("frame"))
+        asked = self.asked(parameters)
+        limits = self._options.to_limits()
+        [image] = await self._threads.run(read_frames, frame.path, [frame.seconds], state["resolution"], limits)
+        try:
+            said = await self._threads.run(self._call_model, image, {**state["arguments"], **asked})
+            text = self.report(await said if inspect.isawaitable(said) else said, image)
+        except Exception as error:
+            line = f"{type(error).__name__}: {one_line(error)}"
+            raise InfrastructureError(f"the model '{self._options.model}' failed: {line}") from error
+        return ToolResponse(text=f"Frame {number} at {frame.seconds:.2f} s: {text}"), 0.0, {}
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forgets the row's arguments."""
+        self._instance_dict.pop(instance_id, None)
+
+    def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """The model's keyword arguments in a call of the policy's; raises ToolError for what makes no sense."""
+        raise NotImplementedError
+
+    def report(self, said: Any, image: Image) -> str:
+        """What the model returned, as text; raises TypeError or ValueError for what it should not return."""
+        raise NotImplementedError
+
+    def _call_model(self, image: Image, arguments: dict[str, Any]) -> Any:
+        with self._loading:
+            if self._model is None:
+                self._model = self._named() if inspect.isclass(self._named) else self._named
+        return self._model(image, **arguments)
+
+
+class ObjectDetectionTool(FrameModelTool):
+    """`model(image, labels=None | [text, …], **create_kwargs)` returns `[{"label", "score", "box": [x1, y1, x2, y2]}]`.
+
+    The box is in pixels of `image`; the policy reads it as fractions of the frame's width and height, which hold in any
+    resolution.
+    """
+
+    name = "execute_object_detection"
+    call = 'model(image, labels=None) -> [{"label": text, "score": number, "box": [x1, y1, x2, y2]}, …]'
+    schema: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Finds objects in a frame of the video. Boxes are fractions of its width and height.",
+            "parameters": {
+                "type": "object",
+                "properties": {
+                    "frame": _FRAME,
+                    "labels": {"type": "array", "items": {"type": "string"}, "description": "What to look for"},
+                },
+                "required": [],
+            },
+        },
+    }
+
+    def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """`labels`: texts, or None for anything that the model knows."""
+        labels = parameters.get("labels")
+        if labels is None:
+            return {"labels": None}
+        texts = isinstance(labels, list) and all(isinstance(label, str) for label in labels)
+        if not texts or not 1 <= len(labels) <= MAX_LABELS:
+            raise ToolError(f"Error: labels must be a list of 1 to {MAX_LABELS} texts")
+        return {"labels": [label[:MAX_TEXT_CHARS] for label in labels]}
+
+    def report(self, said: Any, image: Image) -> str:
+        """One line for each object, the most certain first."""
+        if not isinstance(said, list | tuple):
+            raise TypeError(f"a list of detections is wanted, not {type(said).__name__}")
+        found = sorted((_detection(each, image.size) for each in said), key=lambda each: -each[1])
+        lines = [f"{label} {score:.2f} [{', '.join(f'{x:.3f}' for x in box)}]" for label, score, box in found]
+        return "\n".join([f"{len(found)} found", *lines[:MAX_DETECTIONS]]) if found else "nothing found"
+
+
+class FrameCaptionTool(FrameModelTool):
+    """`model(image, prompt=None | text, **create_kwargs)` returns a text; rows may set `model_name`."""
+
+    name = "execute_frame_caption"
+    call = "model(image, prompt=None, model_name=…) -> text"
+    schema: ClassVar[dict[str, Any]] = {
+        "type": "function",
+        "function": {
+            "name": name,
+            "description": "Describes a frame of the video in words.",
+            "parameters": {
+                "type": "object",
+                "properties": {"frame": _FRAME, "prompt": {"type": "string", "description": "What to attend to"}},
+                "required": [],
+            },
+        },
+    }
+
+    def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
+        """`prompt`: a text or None."""
+        prompt = parameters.get("prompt")
+        if prompt is not None and not isinstance(prompt, str):
+            raise ToolError("Error: prompt must be a text")
+        return {"prompt": None if prompt is None else prompt[:MAX_TEXT_CHARS]}
+
+    def report(self, said: Any, image: Image) -> str:
+        """The caption itself."""
+        if not isinstance(said, str):
+            raise TypeError(f"a text is wanted, not {type(said).__name__}")
+        return said.strip()[:MAX_TEXT_CHARS]
+
+
+def _detection(found: Any, size: tuple[int, int]) -> tuple[str, float, list[float]]:
+    """(label, score, box as fractions) of one object as a model gave it."""
+    if not isinstance(found, Mapping) or not {"label", "score", "box"} <= found.keys():
+        raise TypeError('a detection is {"label": text, "score": number, "box": [x1, y1, x2, y2]}')
+    score, box = float(found["score"]), [float(value) for value in found["box"]]
+    if len(box) != 4 or not all(map(math.isfinite, [score, *box])):
+        raise ValueError("a detection has a finite score and a box of four finite numbers")
+    label = " ".join(str(found["label"]).split())[:MAX_TEXT_CHARS]
+    return label, score, [min(max(value / size[n % 2], 0.0), 1.0) for n, value in enumerate(box)]

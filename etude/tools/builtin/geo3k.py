@@ -1,0 +1,29 @@
+"""`Geo3kTool`: tells the model whether its answer to a geometry problem is right, and scores the last answer given.
+
+Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbolic algebra may take its whole time limit.
+"""
+
+from __future__ import annotations
+
+from etude.bounded import BlockingCalls
+from etude.rewards import geo3k
+from etude.rewards.math import last_boxed
+from etude.tools.builtin.answer import AnswerTool, answer_schema
+
+_algebra = BlockingCalls("etude-geo3k", limit=8)
+
+
+class Geo3kTool(AnswerTool):
+    r"""`create_kwargs`: `ground_truth`, the reference answer (required); the model's may stand in a `\boxed{…}`."""
+
+    name = "calc_geo3k_reward"
+    schema = answer_schema(
+        name,
+        "Checks an answer to the geometry problem: reward 1.0 if it is correct, 0.0 if it is not.",
+        "Your answer to the problem, a number or an expression in LaTeX",
+    )
+
+    async def judge(self, response: str, ground_truth: str) -> float:
+        """1.0 for an answer that equals the reference, else 0.0."""
+        answer = last_boxed(response) or response
+        return await _algebra.run(geo3k.compute_score, answer, ground_truth, use_boxed=False, format_score=0.0)

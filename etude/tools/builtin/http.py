@@ -1,0 +1,167 @@
+"""`JsonService`: bounded JSON requests to one HTTP service.
+
+Invariant: an answer is read up to `max_body_bytes`, counted before and after decompression; redirects are not followed;
+an error names the host alone, so that neither a key in a header nor one in the address reaches a log or a model.
+Connections are kept in one pool for each event loop and live exactly as long as some trajectory holds them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import urlsplit
+from weakref import WeakKeyDictionary
+
+import aiohttp
+
+from etude.errors import InfrastructureError, ToolError, one_line
+
+_REFUSED_BY_CONTENT = (400, 413, 414, 422)  # of the client errors, those that the model's words can cause
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+_HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "etude"}
+
+
+@dataclass
+class _Pool:
+    session: aiohttp.ClientSession | None = None
+    holders: set[str] = field(default_factory=set)
+
+
+class JsonService:
+    """The service at `url`; at most `connections` requests run at once in one event loop."""
+
+    def __init__(
+        self,
+        url: str,
+        *,
+        connections: int = 100,
+        max_body_bytes: int = 4_000_000,
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.url = url
+        self.host = urlsplit(url).netloc.rpartition("@")[2]
+        self._through_proxy = urlsplit(url).hostname not in _LOOPBACK
+        self._connections = connections
+        self._max_body_bytes = max_body_bytes
+        self._headers = {**_HEADERS, **(headers or {})}
+        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
+
+    def hold(self, instance_id: str) -> None:
+        """Keeps the running loop's connections open until `drop(instance_id)`."""
+        self._pools.setdefault(asyncio.get_running_loop(), _Pool()).holders.add(instance_id)
+
+    async def drop(self, instance_id: str) -> None:
+        """Ends a hold; with the last one of a loop its connections are closed."""
+        pool = self._pools.get(asyncio.get_running_loop())
+        if pool is None:
+            return
+        pool.holders.discard(instance_id)
+        if not pool.holders and pool.session is not None:
+            session, pool.session = pool.session, None
+            await session.close()
+
+    async def request(
+        self,
+        method: str,
+        *,
+        seconds: float,
+        params: Mapping[str, str] | None = None,
+        body: object | None = None,
+    ) -> Any:
+        """The decoded JSON of one answer; to be called by a holder.
+
+        Raises:
+            ToolError: the service refuses what the model asked (HTTP 400, 413, 414, 422).
+            InfrastructureError: no answer within `seconds`, no connection, any other status than 2xx, an answer that is
+                too long or no JSON.
+        """
+        status, answer = await self.fetch(method, seconds=seconds, params=params, body=body)
+        self._check(status)
+        try:
+            return json.loads(answer)
+        except (ValueError, RecursionError):
+            raise InfrastructureError(f"{self.host} answered with something that is no JSON") from None
+
+    async def fetch(
+        self,
+        method: str,
+        *,
+        seconds: float,
+        params: Mapping[str, str] | None = None,
+        body: object | None = None,
+        url: str | None = None,
+    ) -> tuple[int, bytes]:
+        """(status, body) of one answer, whatever its status; `url` is another address of the same host.
+
+        Raises:
+            InfrastructureError: no answer within `seconds`, no connection, or an answer that is too long.
+        """
+        url = url or self.url
+        try:
+            async with self._session().request(
+                method,
+                url,
+                params=params,
+                json=body,
+                allow_redirects=False,
+                timeout=aiohttp.ClientTimeout(total=seconds),
+            ) as response:
+                return response.status, await self._read(response)
+        except asyncio.TimeoutError:
+            raise InfrastructureError(f"{self.host} gave no answer within {seconds:g} s") from None
+        except (aiohttp.ClientError, OSError, ValueError) as error:
+            # The chain is cut: an aiohttp error holds the whole address, with a key that stands in it.
+            line = one_line(error).replace(url, self.host)
+            raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
+
+    def _session(self) -> aiohttp.ClientSession:
+        pool = self._pools.get(asyncio.get_running_loop())
+        if pool is None or not pool.holders:
+            raise RuntimeError("a request needs a hold: create the tool's instance first")
+        if pool.session is None or pool.session.closed:
+            pool.session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=self._connections),
+                headers=self._headers,
+                cookie_jar=aiohttp.DummyCookieJar(),
+                auto_decompress=False,
+                trust_env=self._through_proxy,
+            )
+        return pool.session
+
+    def _check(self, status: int) -> None:
+        if status in _REFUSED_BY_CONTENT:
+            raise ToolError(f"Error: the service refuses this request (HTTP {status}); change it")
+        if not 200 <= status < 300:
+            hint = (
+                "; check the address and the key in the tool's config" if 300 <= status < 500 and status != 429 else ""
+            )
+            raise InfrastructureError(f"{self.host} answered with HTTP {status}{hint}")
+
+    async def _read(self, response: aiohttp.ClientResponse) -> bytes:
+        pieces, size = [], 0
+        async for piece in response.content.iter_any():
+            size += len(piece)
+            if size > self._max_body_bytes:
+                raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
+            pieces.append(piece)
+        body = b"".join(pieces)
+        if response.headers.get("Content-Encoding", "identity") in ("gzip", "deflate"):  # although it was not asked for
+            body = self._inflated(body)
+        return body
+
+    def _inflated(self, body: bytes) -> bytes:
+        try:
+            inflated = zlib.decompressobj(wbits=47).decompress(
+                body, self._max_body_bytes + 1
+            )  # gzip or zlib, by its head
+        except zlib.error:
+            raise InfrastructureError(
+                f"{self.host} answered with something that is not compressed as it says"
+            ) from None
+        if len(inflated) > self._max_body_bytes:
+            raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
+        return inflated

@@ -1,0 +1,83 @@
+"""`load_image`: the images that rows name, decoded within limits.
+
+Invariant: nothing is decoded before its kind, its size in bytes and its size in pixels are known to be allowed; an image
+from here is RGB and independent of its file. A file that lies about its size cannot exceed what its header says.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import unquote, urlsplit
+
+from etude.errors import DataError, one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
+MAX_BYTES = 64_000_000
+
+
+def load_image(source: Any, max_pixels: int) -> Image:
+    """The image in `source`: a PIL image, bytes, a path, a `file://` or `data:` address, or `{"bytes"|"path": …}`.
+
+    Raises:
+        DataError: it is none of these, cannot be read, or has more than `max_pixels` pixels.
+    """
+    from PIL import Image as pillow
+
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path") or source.get("image")
+    if isinstance(source, pillow.Image):
+        return _checked(source, max_pixels).convert("RGB")
+    try:
+        with pillow.open(io.BytesIO(_bytes_of(source)), formats=FORMATS) as image:
+            return _checked(image, max_pixels).convert("RGB")
+    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+        raise DataError(f"image {_named(source)}: cannot be read: {one_line(error)}") from error
+
+
+def _checked(image: Image, max_pixels: int) -> Image:
+    width, height = image.size
+    if width * height > max_pixels:
+        raise DataError(f"an image of {width} x {height} pixels is larger than the {max_pixels} that are allowed")
+    return image
+
+
+def _bytes_of(source: Any) -> bytes:
+    if isinstance(source, bytes | bytearray):
+        return _limited(bytes(source), "image")
+    if not isinstance(source, str | Path) or not str(source):
+        raise DataError(f"an image must be a path, bytes or a PIL image, not {type(source).__name__}")
+    text = str(source)
+    if text.startswith("data:"):
+        try:
+            return _limited(base64.b64decode(text.partition(",")[2], validate=True), "image")
+        except binascii.Error as error:
+            raise DataError(f"image {_named(source)}: not valid base64") from error
+    if text.startswith(("http://", "https://")):
+        raise DataError(f"image {_named(source)}: images are not downloaded; name a file")
+    path = Path(unquote(urlsplit(text).path) if text.startswith("file://") else text).expanduser()
+    if not path.is_file():
+        raise DataError(f"image not found: {path}")
+    if path.stat().st_size > MAX_BYTES:
+        raise DataError(f"image {path}: larger than {MAX_BYTES} bytes")
+    return path.read_bytes()
+
+
+def _limited(data: bytes, what: str) -> bytes:
+    if len(data) > MAX_BYTES:
+        raise DataError(f"an {what} of {len(data)} bytes is larger than the {MAX_BYTES} that are allowed")
+    return data
+
+
+def _named(source: Any) -> str:
+    if isinstance(source, bytes | bytearray):
+        return f"of {len(source)} bytes"
+    text = str(source)
+    return text if len(text) <= 100 else f"{text[:100]}…"

@@ -1,0 +1,155 @@
+"""`SearchTool`: asks a `/retrieve` service, as Search-R1 defines it, for passages.
+
+Invariant: the queries of one call travel in one request and are answered in their order. What the model reads is the
+JSON `{"result": text}`, or with `result_format: text` the text alone: passages as `Doc 1 (Title: …)` and their text,
+the answers of several queries apart by a line `---`. Trying again after a failure is the session's business.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any, Literal
+from uuid import uuid4
+
+from pydantic import Field, field_validator
+
+from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.http import JsonService
+from etude.tools.builtin.options import DEFAULT_TIMEOUT, ToolOptions, read_options
+from etude.tools.builtin.web_search import checked_query, checked_url
+from etude.trace import rollout_trace_op
+
+NOTHING_FOUND = "No search results found."
+_SEPARATOR = "\n---\n"
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "search",
+        "description": "Searches a collection of documents and returns the best passages for each query.",
+        "parameters": {
+            "type": "object",
+            "properties": {
+                "query_list": {
+                    "type": "array",
+                    "items": {"type": "string"},
+                    "description": "One or more complete queries, each answered by itself",
+                }
+            },
+            "required": ["query_list"],
+        },
+    },
+}
+
+
+class SearchOptions(ToolOptions):
+    """`config` of `search`; the smaller of `num_workers` and `rate_limit` is the number of requests at once."""
+
+    retrieval_service_url: str
+    topk: int = Field(default=3, ge=1, le=100)
+    num_workers: int = Field(default=120, ge=1)
+    rate_limit: int = Field(default=120, ge=1)
+    max_queries: int = Field(default=8, ge=1)
+    max_query_chars: int = Field(default=1000, ge=1)
+    max_body_bytes: int = Field(default=8_000_000, ge=1)
+    result_format: Literal["json", "text"] = "json"
+
+    @field_validator("retrieval_service_url")
+    @classmethod
+    def _is_http(cls, value: str) -> str:
+        return checked_url(value)
+
+
+class SearchTool(BaseTool):
+    """The arguments are `query_list`, or, under a schema of your own, `query`. `execute_kwargs`: `timeout`, `topk`."""
+
+    name = "search"
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the options.
+
+        Raises:
+            ConfigError: the service's address is missing, or an option makes no sense.
+        """
+        super().__init__(config, tool_schema)
+        if not config.get("retrieval_service_url"):
+            raise ConfigError(
+                "tool 'search': config.retrieval_service_url is missing; set the address of a search service, such as "
+                "http://127.0.0.1:8000/retrieve"
+            )
+        self._options = read_options(SearchOptions, config, self.name)
+        self._service = JsonService(
+            self._options.retrieval_service_url,
+            connections=min(self._options.num_workers, self._options.rate_limit),
+            max_body_bytes=self._options.max_body_bytes,
+        )
+        self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins a trajectory; a search keeps nothing between calls but its connection."""
+        instance_id = instance_id or str(uuid4())
+        self._service.hold(instance_id)
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        timeout: float | None = None,
+        topk: int | None = None,
+        **execute_kwargs: Any,
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """The best passages for every query, as one text; step reward 0.0.
+
+        Raises:
+            ToolError: there is no query, or there are too many or too long ones.
+            InfrastructureError: the service did not answer as it should.
+        """
+        queries = self._queries(parameters)
+        body = {"queries": queries, "topk": topk or self._options.topk, "return_scores": True}
+        answer = await self._service.request("POST", body=body, seconds=timeout or self._timeout)
+        found = self._found(answer, len(queries))
+        text = _SEPARATOR.join(passages_text(passages) or NOTHING_FOUND for passages in found)
+        if self._options.result_format == "json":
+            text = json.dumps({"result": text}, ensure_ascii=False)
+        metrics = {"query_count": len(queries), "status": "success", "total_results": sum(map(len, found))}
+        return ToolResponse(text=text), 0.0, metrics
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Lets go of the connection."""
+        await self._service.drop(instance_id)
+
+    def _queries(self, parameters: dict[str, Any]) -> list[str]:
+        given = parameters.get("query_list", parameters.get("query"))
+        queries = [given] if isinstance(given, str) else given
+        if not isinstance(queries, list) or not queries:
+            raise ToolError("Error: 'query_list' must be a list with at least one query")
+        if len(queries) > self._options.max_queries:
+            raise ToolError(f"Error: a call may have {self._options.max_queries} queries, not {len(queries)}")
+        return [checked_query(query, self._options.max_query_chars) for query in queries]
+
+    def _found(self, answer: Any, count: int) -> list[list[Any]]:
+        found = answer.get("result") if isinstance(answer, dict) else None
+        if not isinstance(found, list) or len(found) != count or not all(isinstance(each, list) for each in found):
+            raise InfrastructureError(f"{self._service.host} gave no list of passages for each of {count} queries")
+        return found
+
+
+def passages_text(passages: list[Any]) -> str:
+    """The passages of one query as text; the first line of a passage's contents is its title."""
+    return "\n\n".join(_passage_text(passage, number) for number, passage in enumerate(passages, 1)).strip()
+
+
+def _passage_text(passage: Any, number: int) -> str:
+    document = passage.get("document", passage) if isinstance(passage, dict) else None
+    contents = document.get("contents") if isinstance(document, dict) else None
+    if not isinstance(contents, str):
+        raise InfrastructureError("the search service gave a passage without 'contents'")
+    title, _, text = contents.partition("\n")
+    return f"Doc {number} (Title: {title})\n{text}"

@@ -1,0 +1,147 @@
+"""Frames of a video at given times, decoded within limits (PyAV).
+
+Invariant: a video is read through an open file alone, never an address, and only as one of the container formats below,
+so that a file cannot make the decoder open others. Its duration and its frame size are checked before a frame is decoded,
+and decoding stops at a deadline. The frame at `t` is the last one that begins at or before `t`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import DataError, MissingExtraError, one_line
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+_CONTAINERS = frozenset({"mov", "mp4", "m4a", "3gp", "mj2", "matroska", "webm", "avi", "flv", "mpegts", "mpeg", "ogg"})
+
+
+@dataclass(frozen=True)
+class VideoLimits:
+    """`max_seconds` of duration, `max_pixels` of a frame, `decode_seconds` of work for one call."""
+
+    max_seconds: float = 7200.0
+    max_pixels: int = 40_000_000
+    decode_seconds: float = 60.0
+
+
+def require_av() -> Any:
+    """The module `av`.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import av
+    except ImportError:
+        raise MissingExtraError("reading videos", "video") from None
+    return av
+
+
+def video_seconds(path: str | Path, limits: VideoLimits) -> float:
+    """The duration of a video.
+
+    Raises:
+        DataError: the file is missing, no video, or beyond the limits; names it.
+    """
+    with _Video(path, limits) as video:
+        return video.seconds
+
+
+def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: VideoLimits) -> list[Image]:
+    """The frame at each of `times` (seconds, ascending), its longer side at most `longest` pixels.
+
+    Raises:
+        DataError: the video cannot be read or decoded within the limits; names the file.
+    """
+    with _Video(path, limits) as video:
+        return [video.frame_at(seconds, longest) for seconds in times]
+
+
+class _Video:
+    """One open video; every error of the decoder is a `DataError` that names the file."""
+
+    def __init__(self, path: str | Path, limits: VideoLimits) -> None:
+        self._path = Path(path).expanduser()
+        self._limits = limits
+
+    def __enter__(self) -> _Video:
+        av = require_av()
+        self._errors = (av.FFmpegError, OSError, ValueError)
+        if not self._path.is_file():
+            raise DataError(f"video not found: {self._path}")
+        self._file = self._path.open("rb")
+        try:
+            self._container = av.open(self._file, mode="r", options={"protocol_whitelist": "none"})
+            try:
+                self._check()
+            except BaseException:
+                self._container.close()
+                raise
+        except self._errors as error:
+            self._file.close()
+            raise self._unreadable(error) from error
+        except BaseException:
+            self._file.close()
+            raise
+        self._deadline = time.monotonic() + self._limits.decode_seconds
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._container.close()
+        self._file.close()
+
+    def frame_at(self, seconds: float, longest: int) -> Image:
+        """The frame shown at `seconds`."""
+        try:
+            return self._scaled(self._decode(seconds), longest)
+        except self._errors as error:
+            raise self._unreadable(error) from error
+
+    def _check(self) -> None:
+        formats = set(self._container.format.name.split(","))
+        if not formats & _CONTAINERS or not self._container.streams.video:
+            raise DataError(f"video {self._path}: no video stream in a known container ({', '.join(sorted(formats))})")
+        self._stream = self._container.streams.video[0]
+        width, height = self._stream.codec_context.width, self._stream.codec_context.height
+        if not 0 < width * height <= self._limits.max_pixels:
+            raise DataError(
+                f"video {self._path}: frames of {width} x {height}; {self._limits.max_pixels} pixels are allowed"
+            )
+        if self._stream.duration is not None and self._stream.time_base is not None:
+            self.seconds = float(self._stream.duration * self._stream.time_base)
+        else:
+            self.seconds = (self._container.duration or 0) / 1_000_000  # a container counts microseconds
+        if not 0 < self.seconds <= self._limits.max_seconds:
+            allowed = f"{self._limits.max_seconds:g} s are allowed"
+            raise DataError(f"video {self._path}: a duration of {self.seconds:g} s; {allowed}")
+
+    def _decode(self, seconds: float) -> Any:
+        start = self._stream.start_time or 0
+        self._container.seek(start + int(seconds / self._stream.time_base), stream=self._stream, backward=True)
+        origin = float(start * self._stream.time_base)
+        shown = None
+        for frame in self._container.decode(self._stream):
+            if time.monotonic() > self._deadline:
+                raise DataError(f"video {self._path}: not decoded within {self._limits.decode_seconds:g} s")
+            if frame.width * frame.height > self._limits.max_pixels:
+                raise DataError(f"video {self._path}: a frame of {frame.width} x {frame.height} is too large")
+            if shown is not None and frame.time is not None and frame.time - origin > seconds + 1e-6:
+                break
+            shown = frame
+        if shown is None:
+            raise DataError(f"video {self._path}: there is no frame at {seconds:.2f} s")
+        return shown
+
+    def _scaled(self, frame: Any, longest: int) -> Image:
+        scale = min(1.0, longest / max(frame.width, frame.height))
+        width, height = (max(1, round(side * scale)) for side in (frame.width, frame.height))
+        return frame.reformat(width=width, height=height, format="rgb24").to_image()
+
+    def _unreadable(self, error: Exception) -> DataError:
+        return DataError(f"video {self._path}: cannot be read: {one_line(error)}")

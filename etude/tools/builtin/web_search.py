@@ -1,0 +1,189 @@
+"""`WebSearchTool`: searches the web through an HTTP API.
+
+Invariant: a search that was answered costs `cost`, whatever it found; one that was not answered costs nothing, since then
+the world was broken. What the model reads is bounded: `max_results` results, each cut to `max_snippet_chars`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+from urllib.parse import urlsplit
+from uuid import uuid4
+
+from pydantic import Field, field_validator
+
+from etude.errors import InfrastructureError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.engines import ENGINES, Engine
+from etude.tools.builtin.http import JsonService
+from etude.tools.builtin.options import DEFAULT_TIMEOUT, ToolOptions, read_options
+from etude.trace import rollout_trace_op
+
+_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": "web_search",
+        "description": "Searches the web and returns the titles and summaries of the first results.",
+        "parameters": {
+            "type": "object",
+            "properties": {"query": {"type": "string", "description": "What to search for"}},
+            "required": ["query"],
+        },
+    },
+}
+
+
+class WebSearchOptions(ToolOptions):
+    """`config` of `web_search`; a field of `Engine` that is set replaces the named engine's."""
+
+    engine: str = "google"
+    api_key: str | None = None
+    cost: float = Field(default=0.01, ge=0)
+    max_results: int = Field(default=5, ge=1, le=50)
+    max_query_chars: int = Field(default=500, ge=1)
+    max_snippet_chars: int = Field(default=500, ge=1)
+    max_body_bytes: int = Field(default=4_000_000, ge=1)
+    connections: int = Field(default=100, ge=1)
+    url: str | None = None
+    method: Literal["GET", "POST"] | None = None
+    query_key: str | None = None
+    count_key: str | None = None
+    results: str | None = None
+    title_key: str | None = None
+    snippet_key: str | None = None
+    auth_header: str | None = None
+    auth_prefix: str | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, value: str | None) -> str | None:
+        return value if value is None else checked_url(value)
+
+    def to_engine(self) -> Engine:
+        """The engine that is asked, its address complete."""
+        given = {key: value for key in Engine.__dataclass_fields__ if (value := getattr(self, key)) is not None}
+        engine = replace(ENGINES.get(self.engine, Engine()), **given)
+        return replace(engine, url=checked_url(engine.url.replace("{engine}", self.engine)))
+
+
+@dataclass
+class SearchState:
+    """One trajectory's searches."""
+
+    search_history: list[dict[str, Any]] = field(default_factory=list)
+    total_calls: int = 0
+
+
+class WebSearchTool(BaseTool):
+    """`execute_kwargs`: `timeout` (seconds a request) and `max_results`; their defaults are the configuration's."""
+
+    name = "web_search"
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the options.
+
+        Raises:
+            ConfigError: one of them makes no sense.
+        """
+        super().__init__(config, tool_schema)
+        self._options = read_options(WebSearchOptions, config, self.name)
+        self._engine = self._options.to_engine()
+        key = self._options.api_key
+        self._service = JsonService(
+            self._engine.url,
+            connections=self._options.connections,
+            max_body_bytes=self._options.max_body_bytes,
+            headers={self._engine.auth_header: f"{self._engine.auth_prefix}{key}"} if key else {},
+        )
+        self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
+        self._instance_dict: dict[str, SearchState] = {}
+
+    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
+        """The configured schema, else the tool's own."""
+        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins a trajectory without searches."""
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = SearchState()
+        self._service.hold(instance_id)
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self,
+        instance_id: str,
+        parameters: dict[str, Any],
+        timeout: float | None = None,
+        max_results: int | None = None,
+        **execute_kwargs: Any,
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """The first results for `parameters["query"]`, one a line; step reward minus `cost`.
+
+        Raises:
+            ToolError: the query is empty or too long, or the service refuses it.
+            InfrastructureError: the service did not answer as it should.
+        """
+        query = checked_query(parameters.get("query"), self._options.max_query_chars)
+        wanted = min(max_results or self._options.max_results, self._options.max_results)
+        arguments = {self._engine.query_key: query, self._engine.count_key: wanted}
+        if self._engine.method == "GET":
+            params = {key: str(value) for key, value in arguments.items()}
+            answer = await self._service.request("GET", params=params, seconds=timeout or self._timeout)
+        else:
+            answer = await self._service.request("POST", body=arguments, seconds=timeout or self._timeout)
+        results = self._results(answer)[:wanted]
+        state = self._instance_dict[instance_id]
+        state.search_history.append({"query": query, "results": results})
+        state.total_calls += 1
+        metrics = {"num_results": len(results), "total_calls": state.total_calls}
+        return ToolResponse(text=self._shown(results)), -self._options.cost, metrics
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forgets the trajectory."""
+        self._instance_dict.pop(instance_id, None)
+        await self._service.drop(instance_id)
+
+    def _results(self, answer: Any) -> list[dict[str, Any]]:
+        for key in filter(None, self._engine.results.split(".")):
+            if isinstance(answer, dict) and key not in answer:
+                return []  # several services leave out what they did not find
+            answer = answer[key] if isinstance(answer, dict) else None
+        if not isinstance(answer, list):
+            place = f"at '{self._engine.results}'" if self._engine.results else "in its answer"
+            raise InfrastructureError(f"{self._service.host} gave no list of results {place}; check config.results")
+        return [result for result in answer if isinstance(result, dict)]
+
+    def _shown(self, results: list[dict[str, Any]]) -> str:
+        if not results:
+            return "Search results:\nnone"
+        keys, limit = (self._engine.title_key, self._engine.snippet_key), self._options.max_snippet_chars
+        pairs = [[" ".join(str(result.get(key) or "").split())[:limit] for key in keys] for result in results]
+        return "Search results:\n" + "\n".join(f"{n}. {title}: {text}" for n, (title, text) in enumerate(pairs, 1))
+
+
+def checked_url(url: str) -> str:
+    """`url`, if it is one of HTTP.
+
+    Raises:
+        ValueError: it is not.
+    """
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"must be an address such as https://host/path, not {url!r}")
+    return url
+
+
+def checked_query(query: object, max_chars: int) -> str:
+    """`query` without surrounding space.
+
+    Raises:
+        ToolError: it is no text, empty, or longer than `max_chars`.
+    """
+    if not isinstance(query, str) or not query.strip():
+        raise ToolError("Error: the query must be a text that is not empty")
+    if len(query) > max_chars:
+        raise ToolError(f"Error: a query may have {max_chars} characters")
+    return query.strip()

@@ -1,0 +1,222 @@
+"""`ToolCalls`: what all trajectories of a process share of one tool, and the way of a call through it.
+
+    faults ── recording? ── cache ── limits ── execute          retried as a whole, where infrastructure broke it
+       │      (replay)                            │
+       ▼          ▼                               ▼
+    garbage ◀── recorder ◀───────────────── told to the model, or broken
+
+Invariant: one `ToolCalls` a tool object, so that "at most n at once" means n; only failures of infrastructure are retried
+and only `execute` is, with delays that depend on the call's place, not on the clock; a call comes to an `Answer`, to
+broken infrastructure, or to the end of the run. Lifecycle and time limits are the session's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
+from etude.limits import Limit, LocalLimiter
+from etude.rewards.number import as_reward
+from etude.schemas import FunctionCall, ToolResponse
+from etude.tools.argument_check import ArgumentChecker
+from etude.tools.arguments import ArgumentError, decode_arguments
+from etude.tools.base import BaseTool
+from etude.tools.cache import AnswerCache
+from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
+from etude.tools.outcome import Answer, Source, read_execution
+from etude.tools.policy import POLICY_KEYS, CallPolicy, OnException
+from etude.tools.recording import Recorder
+from etude.tools.replay import Replay
+from etude.tools.truncation import TokenLimit
+from etude.tools.wire import digest
+
+_MAX_RETRY_DELAY = 30.0
+
+logger = logging.getLogger(__name__)
+
+_shared: dict[int, ToolCalls] = {}  # by the tool's id, for as long as the tool lives
+
+
+def overrides(tool: BaseTool, method: str) -> bool:
+    """Whether the tool has this method of its own, rather than the one of `BaseTool` that does nothing."""
+    return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
+
+
+class Question(NamedTuple):
+    """A call as it is about to be made: where it stands, what is asked, and the answer where a recording has it."""
+
+    place: CallPlace
+    arguments: dict[str, Any]
+    kwargs: Mapping[str, Any]
+    create_kwargs: Mapping[str, Any]
+    recorded: Answer | None = None
+
+
+class Attempts:
+    """What befell a call on its way: attempts that infrastructure broke, and those of them that took too long."""
+
+    __slots__ = ("broken", "timeouts")
+
+    def __init__(self) -> None:
+        self.broken = 0
+        self.timeouts = 0
+
+
+class ToolCalls:
+    """Made by `ToolCalls.of(tool)`."""
+
+    @staticmethod
+    def of(tool: BaseTool) -> ToolCalls:
+        """The one of this tool object.
+
+        Raises:
+            ConfigError: the tool's `config` or schema makes no sense; names tool and key.
+        """
+        found = _shared.get(id(tool))
+        if found is None:
+            found = _shared[id(tool)] = ToolCalls(tool)
+            weakref.finalize(tool, _shared.pop, id(tool), None)
+        return found
+
+    def __init__(self, tool: BaseTool) -> None:
+        self.name = tool.name
+        self.policy = policy = CallPolicy.from_config(tool.config, tool.name)
+        parameters = tool.get_openai_tool_schema().to_openai()["function"].get("parameters") or {}
+        self._checker = ArgumentChecker(parameters, tool.name)
+        self._plain = not (policy.cache or policy.record or policy.faults)
+        self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
+        self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
+        self._limiter: LocalLimiter | None = None
+        if policy.max_concurrent_calls or policy.calls_per_second:
+            self._limiter = LocalLimiter(Limit(policy.max_concurrent_calls, policy.calls_per_second))
+        self._cache = None if policy.cache is None else AnswerCache(policy.cache)
+        if policy.cache is not None and overrides(tool, "calc_reward"):
+            raise ConfigError(
+                f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
+                "which would not see the calls that the cache answers"
+            )
+        own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
+        code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
+        self._identity = digest(tool.name, tool.__module__, code, own)
+        self._traceback_logged = False
+
+    def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
+        """The call's arguments, checked.
+
+        Raises:
+            ArgumentError: they are too long, no JSON object, or violate the schema.
+        """
+        policy, text = self.policy, call.arguments
+        if len(text) > policy.max_arguments_chars:
+            raise ArgumentError(f"the arguments are longer than {policy.max_arguments_chars} characters")
+        limit = policy.max_arguments_tokens
+        if limit is not None and tokens is not None and tokens.exceeded(text, limit):
+            raise ArgumentError(f"the arguments are longer than {limit} tokens")
+        return self._checker.check(decode_arguments(text))
+
+    async def answer(self, question: Question, execute: Callable[[], Awaitable[object]], attempts: Attempts) -> Answer:
+        """The answer to a call; `execute` runs the tool once, within its time limit.
+
+        Raises:
+            Exception: infrastructure broke the last attempt.
+            EtudeError: `config.on_exception` is `stop` and the tool raised.
+        """
+        while True:
+            try:
+                if self._plain and question.recorded is None:
+                    return await self._live(execute)
+                return await self._attempt(question, execute, attempts.broken)
+            except Exception as error:
+                if not is_infrastructure(error):
+                    raise
+                attempts.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
+                if attempts.broken >= self.policy.max_retries:
+                    raise
+                attempts.broken += 1
+            await asyncio.sleep(self._delay(question.place, attempts.broken))
+
+    def reaches_tool(self, place: CallPlace) -> bool:
+        """Whether `config.faults` let the call through to the tool, or to the recording that stands in for it."""
+        if self.policy.faults is None:
+            return True
+        retried = {Fault.TIMEOUT}
+        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+            retried.add(Fault.ERROR)
+        drawn = (draw(self.policy.faults, place, attempt) for attempt in range(self.policy.max_retries + 1))
+        final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
+        return final in (None, Fault.GARBAGE)
+
+    def _delay(self, place: CallPlace, retry: int) -> float:
+        """Doubling, and shortened by up to a half, so that calls that failed together do not return together."""
+        longest = min(self.policy.retry_delay * 2 ** min(retry - 1, 30), _MAX_RETRY_DELAY)
+        return longest * (1 - 0.5 * place.chance("delay", retry))
+
+    async def _attempt(self, question: Question, execute: Callable[[], Awaitable[object]], attempt: int) -> Answer:
+        faults, place = self.policy.faults, question.place
+        fault = None if faults is None else draw(faults, place, attempt)
+        if fault is Fault.TIMEOUT:
+            raise TimeoutError("no answer in time (injected: config.faults)")
+        if fault is Fault.ERROR:
+            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
+        answer = question.recorded or await self._recorded(question, execute)
+        if faults is not None and fault is Fault.GARBAGE:
+            return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
+        return answer
+
+    async def _recorded(self, question: Question, execute: Callable[[], Awaitable[object]]) -> Answer:
+        """The tool's own answer, or the cache's; written down where `config.record` says so."""
+        started = time.perf_counter()
+        try:
+            if self._cache is None:
+                answer = await self._live(execute)
+            else:
+                key = digest(self._identity, question.arguments, dict(question.kwargs), dict(question.create_kwargs))
+                answer = await self._cache.answer(key, lambda: self._live(execute))
+        except Exception as error:
+            if self.recorder is not None and is_infrastructure(error):
+                self._write(question, None, started, f"{type(error).__name__}: {one_line(error)}")
+            raise
+        if self.recorder is not None:
+            self._write(question, answer, started)
+        return answer
+
+    def _write(self, question: Question, answer: Answer | None, started: float, cause: str = "") -> None:
+        assert self.recorder is not None
+        seconds = time.perf_counter() - started
+        self.recorder.execute(question.place, question.kwargs, question.arguments, answer, seconds, cause)
+
+    async def _live(self, execute: Callable[[], Awaitable[object]]) -> Answer:
+        permit = None if self._limiter is None else await self._limiter.acquire()
+        try:
+            response, reward, metrics = read_execution(await execute())
+        except Exception as raised:
+            return self._told(raised)
+        finally:
+            if permit is not None:
+                permit.release()
+        return Answer(response, as_reward(reward, "it"), metrics)
+
+    def _told(self, raised: Exception) -> Answer:
+        """What the model is told of an exception; raises what ends the trajectory or the run."""
+        if isinstance(raised, ToolError):
+            text = str(raised) or f"Error executing tool '{self.name}'."
+            return Answer(ToolResponse(text=text), error="tool")
+        if is_infrastructure(raised):
+            raise raised
+        line = f"{type(raised).__name__}: {one_line(raised)}"
+        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+            raise InfrastructureError(line) from raised
+        if self.policy.on_exception is OnException.STOP:
+            raise EtudeError(f"tool '{self.name}' raised {line} (its config.on_exception is 'stop')") from raised
+        if not self._traceback_logged and not isinstance(raised, InjectedError):
+            self._traceback_logged = True
+            logger.warning(
+                "tool '%s' raised; the model is told, and later ones are only counted", self.name, exc_info=raised
+            )
+        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

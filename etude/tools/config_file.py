@@ -1,0 +1,111 @@
+"""`read_config_file`: what a tool configuration file says, whichever of its forms it has.
+
+    *.yaml, *.yml   `tools: [entry, …]` and `mcpServers: {name: server, …}`, either or both
+    *.json          the same; a file written for Claude Desktop or verl's `mcp_servers_config_path`
+    *.pydata        RL-Factory: a Python literal, a list of names, entries and `{'mcpServers': …}`
+    *.py            functions decorated with `@function_tool`
+
+Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. Whatever is wrong with
+a file as a whole is one line that names it.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Hashable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from etude.errors import ConfigError, one_line
+from etude.registry import did_you_mean
+
+MAX_FILE_BYTES = 10_000_000
+_SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".pydata": "a Python literal"}
+_TOP_KEYS = ("tools", "mcpServers")
+
+
+@dataclass(frozen=True)
+class ConfigFile:
+    """`entries`: (place in the file, entry) in order; `servers`: the mapping of a top-level `mcpServers`."""
+
+    path: Path
+    entries: list[tuple[str, Any]] = field(default_factory=list)
+    servers: Mapping[str, Any] | None = None
+
+
+def read_config_file(path: Path) -> ConfigFile:
+    """The entries of a tool configuration file, in their order.
+
+    Raises:
+        ConfigError: it is missing, unreadable, too large, or holds something else.
+    """
+    content = read_data_file(path)
+    if isinstance(content, list):
+        entries: object = content
+        servers: object = None
+        place = ""
+    elif isinstance(content, Mapping):
+        unknown = [key for key in content if key not in _TOP_KEYS]
+        entries, servers, place = content.get("tools"), content.get("mcpServers"), "tools"
+        if unknown and (entries is not None or servers is not None):
+            raise ConfigError(f"{path}: unknown key '{unknown[0]}'{did_you_mean(str(unknown[0]), _TOP_KEYS)}")
+    else:
+        entries, servers, place = None, None, ""
+    if servers is not None and not isinstance(servers, Mapping):
+        raise ConfigError(f"{path}: mcpServers must be a mapping of names to servers")
+    if entries is None and servers is not None:
+        entries = []
+    if not isinstance(entries, list) or (not entries and servers is None):
+        raise ConfigError(f"{path}: expected a list of tools under the key 'tools', or servers under 'mcpServers'")
+    return ConfigFile(path, [(f"{place}[{number}]", entry) for number, entry in enumerate(entries)], servers)
+
+
+def beside(folder: Path, path: str) -> Path:
+    """The file `path` in `folder`, or where there is none, as seen from the working directory."""
+    near = folder / Path(path).expanduser()
+    return near if near.is_file() else Path(path).expanduser()
+
+
+def read_data_file(path: Path) -> Any:
+    """The content of a YAML, JSON or `.pydata` file.
+
+    Raises:
+        ConfigError: it is missing, unreadable or too large; names it and the form that was expected.
+    """
+    if not path.is_file():
+        raise ConfigError(f"tool configuration not found: {path}")
+    form = _SUFFIXES.get(path.suffix.lower(), "YAML")
+    try:
+        if path.stat().st_size > MAX_FILE_BYTES:
+            raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes, which no tool configuration is")
+        text = path.read_text(encoding="utf-8-sig")
+        if form == "JSON":
+            return json.loads(text, object_pairs_hook=_without_duplicates)
+        return ast.literal_eval(text.strip()) if form == "a Python literal" else yaml.load(text, _UniqueKeys)
+    except (yaml.YAMLError, SyntaxError, ValueError, RecursionError, MemoryError, OSError) as error:
+        raise ConfigError(f"{path}: not readable as {form}: {one_line(error)}") from error
+
+
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a mapping that says one key twice, where YAML would let the last one win."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
+        keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]
+        twice = next((key for number, key in enumerate(keys) if key in keys[:number]), None)
+        if twice is not None:
+            line = node.start_mark.line + 1
+            raise yaml.YAMLError(f"the key '{twice}' is given twice in the mapping that begins in line {line}")
+        return super().construct_mapping(node, deep)
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for number, name in enumerate(names) if name in names[:number])
+        raise ValueError(f"the key '{twice}' is given twice")
+    return made

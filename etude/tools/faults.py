@@ -1,0 +1,57 @@
+"""Faults made on request, so that a model learns to live with them and a test can count on them.
+
+Invariant: whether and how a call goes wrong depends on the seed, the tool, the trajectory and the call's place in it
+alone, never on the clock or on what else runs; an attempt that follows a fault draws anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from enum import Enum
+from typing import NamedTuple
+
+from etude.tools.policy import FaultPolicy
+
+
+class CallPlace(NamedTuple):
+    """Where a call stands: `number` counts the calls of this tool in the trajectory from 0."""
+
+    tool: str
+    trajectory: str
+    turn: int
+    number: int
+
+    def chance(self, *salt: object) -> float:
+        """A number in [0, 1) that is the same whenever place and `salt` are."""
+        text = "\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number)))
+        return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "big") / 2**56
+
+
+class Fault(Enum):
+    """What goes wrong."""
+
+    TIMEOUT = "timeout"  # no answer in time: broken infrastructure
+    ERROR = "error"  # the tool raises: see `config.on_exception`
+    GARBAGE = "garbage"  # the tool runs, and its text is replaced by nonsense
+
+
+class InjectedError(Exception):
+    """The exception of a tool that was told to raise one."""
+
+
+def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
+    """The fault of this attempt, if any."""
+    chance = place.chance("fault", policy.seed, attempt)
+    for fault, share in ((Fault.TIMEOUT, policy.timeout), (Fault.ERROR, policy.error), (Fault.GARBAGE, policy.garbage)):
+        if chance < share:
+            return fault
+        chance -= share
+    return None
+
+
+def garbage(policy: FaultPolicy, place: CallPlace) -> str:
+    """Up to 400 characters of nonsense, control characters, brackets and tags among them."""
+    source = random.Random(f"{policy.seed} {place}")
+    pieces = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
+    return "".join(source.choices(pieces, k=source.randint(0, 400)))[:400]

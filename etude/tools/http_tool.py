@@ -1,0 +1,173 @@
+"""`HttpTool`: an HTTP service as a tool, without code.
+
+    - config: {type: http, url: "https://host/items/{id}", headers: {Authorization: "Bearer ${KEY}"}}
+      tool_schema: …
+
+Invariant: the model's arguments fill the `{name}` places of the address, each as one quoted path segment or query value,
+and the rest goes where `send` says; nothing the model writes can change host, method or headers. An answer is bounded in
+bytes and redirects are not followed. A client error is told to the model, unless it is about the key or the rate, which
+are the world's: those, server errors and broken connections are infrastructure.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any, Literal
+from urllib.parse import quote, urlsplit
+from uuid import uuid4
+
+from pydantic import Field, field_validator
+
+from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.http import JsonService
+from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.policy import CallPolicy
+from etude.trace import rollout_trace_op
+
+_PLACE = re.compile(r"\{(\w+)\}")
+_NOT_THE_MODELS_FAULT = (401, 402, 403, 407, 408, 421, 425, 426, 429)
+_TOLD_CHARS = 1000  # of an error's body
+
+
+class HttpOptions(ToolOptions):
+    """`config` of a tool of type `http`.
+
+    Attributes:
+        url: with `{name}` where an argument belongs.
+        method: by default GET where the arguments go into the query, else POST.
+        headers: sent with every request.
+        send: where arguments go that the address has no place for: the JSON body or the query.
+        result: path of the answer inside a JSON response, as `items.0.text`; without it, the whole body as text.
+        max_body_bytes: of a response; a longer one is an infrastructure failure.
+        connections: at once, in one process.
+    """
+
+    url: str
+    method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] | None = None
+    headers: dict[str, str] = Field(default_factory=dict)
+    send: Literal["json", "query"] | None = None
+    result: str | None = None
+    max_body_bytes: int = Field(default=1_000_000, ge=1, le=100_000_000)
+    connections: int = Field(default=100, ge=1, le=10_000)
+
+    @field_validator("url")
+    @classmethod
+    def _is_http(cls, url: str) -> str:
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ValueError("must begin with http:// or https://")
+        if "{" in parts.netloc:
+            raise ValueError("the host may not depend on the model's arguments")
+        return url
+
+    @field_validator("headers")
+    @classmethod
+    def _are_one_line(cls, headers: dict[str, str]) -> dict[str, str]:
+        for name, value in headers.items():
+            if any(character in "\r\n\0" for character in name + value):
+                raise ValueError(f"the header '{name}' holds a character that HTTP forbids")
+        return headers
+
+
+class HttpTool(BaseTool):
+    """One operation of an HTTP service; needs a `tool_schema`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        """Reads the options.
+
+        Raises:
+            ConfigError: a key is wrong, there is no schema, or it does not have the arguments that the address needs.
+        """
+        if tool_schema is None:
+            raise ConfigError("a tool of type 'http' needs a tool_schema: name, description and parameters")
+        super().__init__(config, tool_schema)
+        self._options = options = read_options(HttpOptions, config, self.name)
+        self._send = options.send or ("query" if options.method in ("GET", "DELETE") else "json")
+        self._method = options.method or ("GET" if options.send == "query" else "POST")
+        self._timeout = CallPolicy.from_config(config, self.name).timeout
+        self._service = JsonService(
+            options.url,
+            connections=options.connections,
+            max_body_bytes=options.max_body_bytes,
+            headers={"Accept": "application/json, text/*;q=0.9, */*;q=0.1", **options.headers},
+        )
+        known = self.tool_schema.function.parameters.properties
+        for name in _PLACE.findall(options.url):
+            if name not in known:
+                raise ConfigError(f"tool '{self.name}': config.url needs '{name}', which the schema does not have")
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Keeps the connections open for this trajectory."""
+        instance_id = instance_id or str(uuid4())
+        self._service.hold(instance_id)
+        return instance_id, ToolResponse()
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Sends one request; a row's `execute_kwargs` are added to the arguments and win over the model's.
+
+        Raises:
+            ToolError: an argument that the address needs is missing, or the service refuses what it was asked.
+            InfrastructureError: the service does not answer, or not in a way that can be read.
+        """
+        arguments = {**parameters, **execute_kwargs}
+        url, rest = _addressed(self._options.url, arguments)
+        status, body = await self._service.fetch(
+            self._method,
+            seconds=self._timeout,
+            url=url,
+            params={name: _plain(value) for name, value in rest.items()} if self._send == "query" and rest else None,
+            body=rest if self._send == "json" else None,
+        )
+        text = body.decode("utf-8", "replace")
+        if not 200 <= status < 300:
+            self._refuse(status, text)
+        return ToolResponse(text=self._read(text)), 0.0, {"status": status}
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Ends the trajectory's hold on the connections."""
+        await self._service.drop(instance_id)
+
+    def _refuse(self, status: int, text: str) -> None:
+        if 400 <= status < 500 and status not in _NOT_THE_MODELS_FAULT:
+            said = " ".join(text.split())[:_TOLD_CHARS]
+            raise ToolError(f"Error: HTTP {status}{': ' if said else ''}{said}")
+        raise InfrastructureError(f"{self._service.host} answered with HTTP {status}")
+
+    def _read(self, text: str) -> str:
+        if self._options.result is None:
+            return text
+        try:
+            value = json.loads(text)
+            for step in self._options.result.split("."):
+                value = value[int(step)] if isinstance(value, list) else value[step]
+        except (ValueError, KeyError, IndexError, TypeError, RecursionError):
+            raise InfrastructureError(
+                f"{self._service.host} answered without '{self._options.result}', which config.result names"
+            ) from None
+        return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _addressed(template: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+    """(the address with its places filled, the arguments it has no place for)."""
+    rest = dict(arguments)
+    filled_in = {}
+    for name in dict.fromkeys(_PLACE.findall(template)):
+        if rest.get(name) is None:
+            raise ToolError(f"missing argument '{name}'")
+        segment = quote(_plain(rest.pop(name)), safe="")
+        if segment.strip(".") == "":  # "..", which a server would take for the folder above
+            raise ToolError(f"the argument '{name}' cannot be empty or consist of dots")
+        filled_in[name] = segment
+    return _PLACE.sub(lambda match: filled_in[match[1]], template), rest
+
+
+def _plain(value: object) -> str:
+    """A value as text: strings as they are, anything else as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)

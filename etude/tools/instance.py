@@ -1,0 +1,198 @@
+"""`ToolInstance`: one tool in one trajectory, from its `create` to its `release`.
+
+Invariant: `create` is begun once, at once; `execute` and `calc_reward` run only after it succeeded, each within the tool's
+time limit; `close` calls `release` exactly if `create` succeeded. Of a replayed tool no method is called at all.
+
+When what happens, and that a running call ends before `close`, is the session's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from etude.bounded import called, ended, result_of, within
+from etude.errors import InfrastructureError, one_line
+from etude.rewards.number import as_reward
+from etude.schemas import ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.calls import Question, ToolCalls, overrides
+from etude.tools.faults import CallPlace
+from etude.tools.outcome import TextLimits, read_creation
+from etude.tools.replay import ReplayedInstance
+
+Kwargs = Mapping[str, Any]
+
+SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
+_NOTHING: Kwargs = {}
+
+logger = logging.getLogger(__name__)
+
+
+class ToolInstance:
+    """Made inside the session's event loop, which begins the tool's `create`.
+
+    Attributes:
+        executing: the tool's code that runs now.
+        closing: set by the session when no call may begin any more.
+    """
+
+    __slots__ = (
+        "_asked", "_given_id", "_kwargs", "_limits", "_noted", "_opening", "_replayed", "_trajectory",
+        "calls", "closing", "executing", "tool",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        tool: BaseTool,
+        calls: ToolCalls,
+        kwargs: Mapping[str, Kwargs | None],
+        limits: TextLimits,
+        trajectory: str,
+    ) -> None:
+        """Raises MissingCall where the tool is replayed and the recording does not know this row."""
+        self.tool, self.calls = tool, calls
+        self.executing: set[asyncio.Task[Any]] = set()
+        self.closing = False
+        self._kwargs, self._limits, self._trajectory = kwargs, limits, trajectory
+        self._given_id = f"{trajectory}:{tool.name}"
+        self._asked = 0
+        self._noted = False
+        self._replayed: ReplayedInstance | None = None
+        self._opening = self._open()
+
+    def _open(self) -> asyncio.Future[object]:
+        kwargs = self._arguments("create_kwargs")
+        greeting = ToolResponse()
+        if self.calls.replay is not None:
+            self._replayed = self.calls.replay.begin(self._trajectory, kwargs)
+            greeting = self._replayed.greeting
+        elif overrides(self.tool, "create"):
+            return asyncio.ensure_future(called(self.tool.create, self._given_id, **kwargs))
+        opening: asyncio.Future[object] = asyncio.get_running_loop().create_future()
+        opening.set_result((self._given_id, greeting))
+        return opening
+
+    @property
+    def opened(self) -> bool:
+        """Whether `create` has ended, well or not."""
+        return self._opening.done()
+
+    @property
+    def created(self) -> bool:
+        """Whether `create` has ended well."""
+        return self._opening.done() and not self._opening.cancelled() and self._opening.exception() is None
+
+    async def ready(self) -> ToolResponse:
+        """What `create` says, when it is done; any number of calls may wait at once, and none of them cancels it.
+
+        Raises:
+            InfrastructureError: it failed, or takes too long.
+        """
+        limit = self.calls.policy.timeout
+        try:
+            if not await ended(self._opening, limit):
+                raise TimeoutError(f"no answer within {limit:g} s")
+            if self._opening.cancelled():
+                raise InfrastructureError("the call was cancelled from inside")
+            response = read_creation(self._opening.result(), self._given_id)[1]
+        except Exception as error:
+            raise InfrastructureError(self.sentence("create", error)) from error
+        if self.calls.recorder is not None and not self._noted:
+            self._noted = True
+            self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
+        return self._limits.bounded(response)
+
+    def ask(self, arguments: dict[str, Any], turn: int) -> Question:
+        """The next call, as the model wrote them.
+
+        Raises:
+            MissingCall: the tool is replayed, and the recording has no answer.
+        """
+        place = CallPlace(self.tool.name, self._trajectory, turn, self._asked)
+        self._asked += 1
+        kwargs = self._arguments("execute_kwargs")
+        recorded = None
+        if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
+            recorded = self._replayed.execute(arguments, kwargs)
+        return Question(place, arguments, kwargs, self._arguments("create_kwargs"), recorded)
+
+    async def execute(self, question: Question) -> object:
+        """One execution of the tool's code.
+
+        Raises:
+            TimeoutError: no answer in time.
+            Exception: what the tool raised.
+            asyncio.CancelledError: the session closes.
+        """
+        if self.closing:  # the call was still waiting for its turn
+            raise asyncio.CancelledError
+        work = called(self.tool.execute, self._id, question.arguments, **question.kwargs)
+        task = asyncio.ensure_future(work)
+        self.executing.add(task)
+        try:
+            return await result_of(task, self.calls.policy.timeout)
+        except InfrastructureError:
+            if task.cancelled() and self.closing:
+                raise asyncio.CancelledError from None
+            raise
+        finally:
+            self.executing.discard(task)
+
+    def shown(self, response: ToolResponse) -> ToolResponse:
+        """`response` within the limits of its text."""
+        return self._limits.bounded(response)
+
+    async def calc_reward(self) -> float:
+        """The final reward; 0.0 of a tool that has no `calc_reward` of its own.
+
+        Raises:
+            InfrastructureError: it failed, or is no finite number.
+            MissingCall: the tool is replayed, and the recording does not say it.
+        """
+        kwargs = self._arguments("calc_reward_kwargs")
+        if self._replayed is not None:
+            return self._replayed.calc_reward(kwargs)
+        value = 0.0
+        try:
+            if overrides(self.tool, "calc_reward"):
+                returned = await within(self.calls.policy.timeout, self.tool.calc_reward, self._id, **kwargs)
+                value = as_reward(returned, "it")
+        except Exception as error:
+            raise InfrastructureError(self.sentence("calc_reward", error)) from error
+        if self.calls.recorder is not None:
+            self.calls.recorder.calc_reward(self._trajectory, kwargs, value)
+        return value
+
+    async def close(self) -> bool:
+        """Ends a `create` that still runs, and releases what was created; False if the release failed."""
+        if not self._opening.done():
+            self._opening.cancel()
+            await ended(self._opening, None)
+        if self._replayed is not None or not self.created or not overrides(self.tool, "release"):
+            return True
+        try:
+            kwargs = self._arguments("release_kwargs")
+            await within(self.calls.policy.timeout, self.tool.release, self._id, **kwargs)
+        except Exception as error:
+            logger.warning("%s", self.sentence("release", error))
+            return False
+        return True
+
+    def sentence(self, method: str, error: Exception) -> str:
+        """`tool 'search': execute failed: ConnectionError: refused`."""
+        kind = "" if type(error) is InfrastructureError else f"{type(error).__name__}: "
+        return f"tool '{self.tool.name}': {method} failed: {kind}{one_line(error)}"
+
+    @property
+    def _id(self) -> str:
+        """The id that `create` returned, or ours where it returned something unreadable."""
+        try:
+            return read_creation(self._opening.result(), self._given_id)[0]
+        except TypeError:
+            return self._given_id
+
+    def _arguments(self, section: str) -> Kwargs:
+        return self._kwargs.get(section) or _NOTHING

@@ -1,0 +1,15 @@
+"""Tools of MCP servers: over stdio, streamable HTTP and SSE, with the official SDK (`pip install 'etude[mcp]'`).
+
+    options     how to reach a server            thread      the event loop that owns all connections
+    line        one live session                 connection  reconnecting, and the pool of a process
+    tool        `MCPBaseTool`                    discovery   a server's tools, with their schemas
+
+The SDK is imported by the first connection and by nothing before.
+"""
+
+from etude.tools.mcp.connection import close_connections
+from etude.tools.mcp.discovery import McpSelection, discover_tools
+from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.tool import MCPBaseTool
+
+__all__ = ["MCPBaseTool", "McpSelection", "McpServer", "McpTransport", "close_connections", "discover_tools"]

@@ -1,0 +1,237 @@
+"""`McpConnection`: a server that may be called at any time, and the connections of a process.
+
+Invariant: a call is sent at most once. If the connection is down, it is opened first, with back-off, by one task for all
+callers that wait; if it breaks during a call, the call fails as infrastructure at once, and the next one reconnects.
+Nothing here waits without a limit. Everything runs in the loop of `LoopThread`.
+
+Left to others: repeating a call that failed (`config.max_retries`, else the trajectory as a whole).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from typing import TYPE_CHECKING, Any
+
+from etude.bounded import settle
+from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
+from etude.tools.mcp.line import Line, LineLostError, root_cause
+from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.thread import LoopThread, loop_thread
+
+if TYPE_CHECKING:
+    from mcp import Client
+    from mcp_types import CallToolResult, Tool
+
+_FIRST_PAUSE = 0.25  # seconds between attempts to connect; doubled each time, plus up to half of it
+_LONGEST_PAUSE = 8.0
+_MAX_PAGES, _MAX_TOOLS = 100, 10_000
+_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError)  # a command that cannot be started will not start
+_jitter = random.Random()  # its own, so that reconnecting disturbs no one's seed
+
+
+class McpConnection:
+    """One connection to `server`, reopened whenever it is needed and gone."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self.busy = 0
+        self.tools: list[Tool] = []
+        self._line: Line | None = None
+        self._opening: asyncio.Task[Line] | None = None
+        self._proving: asyncio.Task[None] | None = None
+        self._closing: dict[Line, asyncio.Task[None]] = {}
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
+        """The result of one call of the tool `name`, an error result included.
+
+        Raises:
+            ToolError: the server refused the arguments, or knows no such tool.
+            InfrastructureError: it cannot be reached, does not answer in time, or broke down meanwhile.
+        """
+        self.busy += 1
+        try:
+            return await self._call(name, arguments, timeout)
+        finally:
+            self.busy -= 1
+
+    async def _call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
+        from mcp_types import INVALID_PARAMS
+
+        for again in (True, False):
+            line = await self.line()
+            try:
+                return await line.request(lambda client: client.call_tool(name, arguments, timeout))
+            except asyncio.CancelledError:
+                self._prove(line)
+                raise
+            except LineLostError as error:
+                self._drop(line)
+                raise InfrastructureError(f"{self.server}: {error}{line.hint()}") from error
+            except Exception as error:
+                if getattr(error, "code", None) == INVALID_PARAMS:
+                    raise ToolError(one_line(error)) from error
+                self._judge(line, error)
+                if again and _never_ran(error):
+                    continue
+                why = line.hint() if line.lost.done() or line.status >= 400 else ""
+                raise InfrastructureError(f"{self.server}: '{name}': {one_line(root_cause(error))}{why}") from error
+        raise AssertionError("unreachable")
+
+    def _judge(self, line: Line, error: Exception) -> None:
+        """What a failed call says of its connection: nothing, that it may be dead, or that it is."""
+        from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, REQUEST_TIMEOUT
+
+        code = getattr(error, "code", None)
+        if code == REQUEST_TIMEOUT:
+            self._prove(line)
+        elif code == CONNECTION_CLOSED:
+            self._drop(line)
+        elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport is not McpTransport.STDIO:
+            self._drop(line)  # how HTTP says that a session, or the server behind an address, is gone
+
+    async def line(self) -> Line:
+        """The open line, opened now if there is none.
+
+        Raises:
+            InfrastructureError: `connect_attempts` attempts failed; says why the last one did.
+        """
+        if self._line is not None and not self._line.lost.done():
+            return self._line
+        if self._line is not None:
+            self._drop(self._line)
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+            self._opening.add_done_callback(self._opened)
+        return await asyncio.shield(self._opening)
+
+    def _opened(self, opening: asyncio.Task[Line]) -> None:
+        self._opening = None
+        if not opening.cancelled() and opening.exception() is None:
+            self._line = opening.result()
+
+    async def _open(self) -> Line:
+        pause = _FIRST_PAUSE
+        for left in reversed(range(self.server.connect_attempts)):
+            line = Line(self.server)
+            try:
+                await line.opened()
+                self.tools = await asyncio.wait_for(line.request(_list_tools), self.server.connect_timeout)
+                return line
+            except EtudeError:
+                raise
+            except Exception as error:
+                await line.close()
+                cause = root_cause(error)
+                if not left or isinstance(cause, _HOPELESS):
+                    raise InfrastructureError(f"{self.server}: {_described(cause)}{line.hint()}") from error
+            except BaseException:
+                await line.close()
+                raise
+            await asyncio.sleep(pause * (1 + _jitter.random() / 2))
+            pause = min(2 * pause, _LONGEST_PAUSE)
+        raise AssertionError("unreachable")
+
+    def _prove(self, line: Line) -> None:
+        """Has a connection that owes an answer show that it lives, as patiently as when it was opened: a server may be
+        busy with another call. One that does not is dropped."""
+        if self._proving is None and not line.lost.done():
+            self._proving = asyncio.ensure_future(self._proof(line))
+            self._proving.add_done_callback(self._proven)
+
+    async def _proof(self, line: Line) -> None:
+        try:
+            await asyncio.wait_for(line.request(_list_tools), self.server.connect_timeout)
+        except Exception:
+            self._drop(line)
+
+    def _proven(self, task: asyncio.Task[None]) -> None:
+        self._proving = None
+
+    def _drop(self, line: Line) -> None:
+        if self._line is line:
+            self._line = None
+        if line not in self._closing:
+            self._closing[line] = asyncio.ensure_future(line.close())
+            self._closing[line].add_done_callback(lambda _: self._closing.pop(line, None))
+
+    async def close(self) -> None:
+        """Closes what is open; a later call would open it again."""
+        await settle([task for task in (self._opening, self._proving) if task is not None])
+        if self._line is not None:
+            self._drop(self._line)
+        if self._closing:
+            await asyncio.wait(set(self._closing.values()))
+
+
+class McpPool:
+    """`num_instances` connections to one server; each call takes the least busy one."""
+
+    def __init__(self, server: McpServer) -> None:
+        self.server = server
+        self.connections = [McpConnection(server) for _ in range(server.num_instances)]
+
+    async def list_tools(self) -> list[Tool]:
+        """The tools of the server, from the first connection; the others are opened by the calls that need them.
+
+        Raises:
+            InfrastructureError: it cannot be reached.
+        """
+        await self.connections[0].line()
+        return self.connections[0].tools
+
+    async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
+        """As `McpConnection.call`."""
+        return await min(self.connections, key=lambda each: each.busy).call(name, arguments, timeout)
+
+    async def close(self) -> None:
+        """Closes all connections."""
+        await asyncio.gather(*(connection.close() for connection in self.connections))
+
+
+_pools: dict[tuple[LoopThread, McpServer], McpPool] = {}
+
+
+def pool_of(server: McpServer) -> McpPool:
+    """The process's connections to `server`: equal servers, wherever they are configured, share them."""
+    key = (loop_thread(), server)
+    pool = _pools.get(key)
+    if pool is None:
+        made = McpPool(server)
+        pool = _pools.setdefault(key, made)  # atomic: of two threads, one makes the pool
+        if pool is made:
+            key[0].at_exit(pool.close)
+    return pool
+
+
+def close_connections() -> None:
+    """Closes every MCP connection of this process; the next call opens its own again."""
+    thread = loop_thread()
+    for (owner, _), pool in list(_pools.items()):
+        if owner is thread:
+            thread.run(pool.close(), 30.0)
+
+
+async def _list_tools(client: Client) -> list[Tool]:
+    tools: list[Tool] = []
+    cursor: str | None = None
+    for _ in range(_MAX_PAGES):
+        page = await client.list_tools(cursor=cursor, cache_mode="bypass")
+        tools.extend(page.tools)
+        cursor = page.next_cursor
+        if cursor is None:
+            return tools
+        if len(tools) > _MAX_TOOLS:
+            break
+    raise ValueError(f"it lists more than {_MAX_TOOLS} tools, or its pages have no end")
+
+
+def _never_ran(error: Exception) -> bool:
+    """Whether the server refused before it looked: it has been restarted and does not know our session."""
+    from mcp_types import INVALID_REQUEST
+
+    return getattr(error, "code", None) == INVALID_REQUEST and "session" in str(error).lower()
+
+
+def _described(cause: BaseException) -> str:
+    return f"cannot connect: {type(cause).__name__}: {one_line(cause)}"

@@ -1,0 +1,124 @@
+"""`MCPBaseTool`: one tool of an MCP server as a `BaseTool`.
+
+Invariant: the model sees the server's own description and whole input schema, and the arguments go to the server as the
+model wrote them; the server's text and images come back in order. An error result is told to the model; a server that
+cannot be reached or breaks is infrastructure. The tool keeps no state: what a server remembers, it remembers of its
+connection, which all trajectories of a process share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from pydantic import Field
+
+from etude.bounded import BlockingCalls
+from etude.errors import ConfigError, DataError, ToolError, one_line
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.builtin.images import load_image
+from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.mcp.connection import pool_of
+from etude.tools.mcp.options import McpServer
+from etude.tools.mcp.thread import loop_thread
+from etude.tools.policy import CallPolicy
+from etude.trace import rollout_trace_op
+
+if TYPE_CHECKING:
+    from mcp_types import ContentBlock
+
+MAX_IMAGE_PIXELS = 64_000_000  # of one image in an answer; a larger one is named instead of shown
+MAX_IMAGES = 32  # of one answer; more are named
+
+_decoders = BlockingCalls("etude-mcp-images", limit=4)
+
+
+class McpToolOptions(ToolOptions):
+    """`rate_limit`: the documents' word for `calls_per_second`."""
+
+    rate_limit: float | None = Field(default=None, gt=0)
+
+
+class MCPBaseTool(BaseTool):
+    """A tool of an MCP server; named by a configuration's `class_name`, it stands for all tools that are selected.
+
+    A subclass may override `_parse_tool_result` to read answers in its own way, and have further keys in `config`.
+    """
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(dict(config), tool_schema)
+        own = config if type(self) is MCPBaseTool else {"rate_limit": config.get("rate_limit")}
+        if (rate := read_options(McpToolOptions, own, self.name).rate_limit) is not None:
+            self.config.setdefault("calls_per_second", rate)
+        self._timeout = CallPolicy.from_config(self.config, self.name).timeout
+        self._server: McpServer | None = None
+        self._remote_name = self.name
+
+    def attach(self, server: McpServer, remote_name: str) -> None:
+        """Has calls go to the tool that `server` knows as `remote_name`, over the connections of the calling process."""
+        self._server = server
+        self._remote_name = remote_name
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Calls the server's tool; a row's `execute_kwargs` are added to the arguments and win over the model's.
+
+        Raises:
+            ToolError: the server said that the call was wrong.
+            InfrastructureError: the server could not be reached, or broke.
+        """
+        if self._server is None:
+            raise ConfigError(f"tool '{self.name}' belongs to no server: load it with load_tools")
+        arguments = {**parameters, **execute_kwargs}
+        work = pool_of(self._server).call(self._remote_name, arguments, self._timeout)
+        result = await loop_thread().call(work)
+        content = result.content
+        if not content and result.structured_content is not None:
+            answer: Any = ToolResponse(text=json.dumps(result.structured_content, ensure_ascii=False))
+            metrics: dict[str, Any] = {}
+        elif any(block.type == "image" for block in content):
+            answer, metrics = await _decoders.run(self._parse_tool_result, content)
+        else:
+            answer, metrics = self._parse_tool_result(content)
+        response = ToolResponse(text=answer) if isinstance(answer, str) else answer
+        if result.is_error:
+            raise ToolError(response.text or f"Error executing tool '{self.name}'.")
+        return response, 0.0, metrics
+
+    def _parse_tool_result(self, content: Sequence[ContentBlock]) -> tuple[str | ToolResponse, dict[str, Any]]:
+        """(answer, metrics) of what the server sent: texts joined by newlines, images as PIL images."""
+        return read_content(content), {}
+
+
+def read_content(content: Sequence[ContentBlock]) -> ToolResponse:
+    """Texts joined by newlines, images decoded within limits; anything else is named in the text."""
+    texts: list[str] = []
+    images: list[Any] = []
+    for block in content:
+        if block.type == "text":
+            texts.append(block.text)
+        elif block.type == "image":
+            texts += _take_image(block.data, block.mime_type, images)
+        elif block.type == "resource":
+            inner = block.resource
+            texts.append(inner.text if hasattr(inner, "text") else f"[resource {inner.uri}, {inner.mime_type}]")
+        elif block.type == "resource_link":
+            texts.append(f"[resource {block.uri}: {block.name}]")
+        else:
+            texts.append(f"[{block.type} content, which cannot be shown]")
+    return ToolResponse(text="\n".join(texts) if texts else None, image=images or None)
+
+
+def _take_image(data: str, mime_type: str, images: list[Any]) -> list[str]:
+    """Adds the image to `images`; where that cannot be, says so in a text."""
+    if len(images) >= MAX_IMAGES:
+        return [f"[{mime_type}, not shown: more than {MAX_IMAGES} images]"]
+    try:
+        images.append(load_image(f"data:{mime_type};base64,{data}", MAX_IMAGE_PIXELS))
+    except DataError as error:
+        return [f"[{mime_type}, not shown: {one_line(error, 200)}]"]
+    return []

@@ -1,0 +1,230 @@
+"""Tools in the shape of Qwen-Agent: a class with `name`, `description`, `parameters` and `call(params, **kwargs)`.
+
+Invariant: such a class works unchanged, registered with `@register_tool("name")` or named by a configuration's
+`class_name`; one object of it serves all trajectories, as in Qwen-Agent, so it should keep nothing of a call. `call` gets
+the arguments as JSON text, as Qwen-Agent's own loop hands them over, unless its `params` is hinted as `dict`. Plain
+methods run in threads.
+
+The package `qwen-agent` is not needed; where it is installed, its registered tools are found by name.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import json
+import typing
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from etude.bounded import BlockingCalls
+from etude.errors import ConfigError, ToolError, one_line
+from etude.registry import Registry
+from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.function_tool import read_schema
+from etude.trace import rollout_trace_op
+
+Class = TypeVar("Class", bound=type)
+
+_PARAMETER_KEYS = ("name", "required")
+
+
+class ToolClassRegistry(Registry[type]):
+    """Qwen-Agent's registry: also read with `TOOL_REGISTRY[name]`, and may be overwritten on request."""
+
+    def __getitem__(self, name: str) -> type:
+        return self.get(name)
+
+    def overwrite(self, name: str, tool_class: type) -> None:
+        """Enters `tool_class`, whatever had the name before."""
+        self._items[name] = tool_class
+
+
+TOOL_REGISTRY = ToolClassRegistry("registered tool")
+
+
+def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[Class], Class]:
+    """Decorator that enters a Qwen-Agent-shaped class under `name`, which becomes its name.
+
+    Raises:
+        ConfigError: the name is taken, or the class says it has another one.
+    """
+
+    def enter(tool_class: Class) -> Class:
+        said = getattr(tool_class, "name", "") or name
+        if said != name:
+            raise ConfigError(f"register_tool('{name}'): {tool_class.__qualname__} names itself '{said}'")
+        if allow_overwrite:
+            TOOL_REGISTRY.overwrite(name, tool_class)
+        else:
+            TOOL_REGISTRY.register(name)(tool_class)
+        tool_class.name = name  # type: ignore[attr-defined]
+        return tool_class
+
+    return enter
+
+
+class QwenBaseTool:
+    """What a Qwen-Agent tool may derive from where `qwen_agent.tools.base.BaseTool` is not installed."""
+
+    name: str = ""
+    description: str = ""
+    parameters: Sequence[Mapping[str, Any]] | Mapping[str, Any] = ()
+
+    def __init__(self, cfg: Mapping[str, Any] | None = None) -> None:
+        self.cfg = dict(cfg or {})
+
+    def call(self, params: str | dict[str, Any], **kwargs: Any) -> Any:
+        """Answers one call: text, a dict or list (sent as JSON), or a list of content items."""
+        raise NotImplementedError(f"{type(self).__name__} does not define call")
+
+    def _verify_json_format_args(self, params: str | dict[str, Any], strict_json: bool = False) -> dict[str, Any]:
+        """The arguments as a dict, whichever form they came in; `ValueError` where one is missing or it is no JSON."""
+        arguments = json.loads(params) if isinstance(params, str) else params
+        for name in parameters_schema(self.parameters)["required"]:
+            if name not in arguments:
+                raise ValueError(f"Parameters {name} is required!")
+        return arguments
+
+
+def is_qwen_shaped(found: object) -> bool:
+    """Whether `found` is a class with Qwen-Agent's method `call` that is no `BaseTool`."""
+    return isinstance(found, type) and not issubclass(found, BaseTool) and callable(getattr(found, "call", None))
+
+
+def registered_tool_class(name: str) -> type | None:
+    """The class that is registered as `name`, here or in an installed Qwen-Agent; None where there is none.
+
+    Raises:
+        ConfigError: Qwen-Agent is installed but cannot be imported, and `name` is not registered here.
+    """
+    if name in TOOL_REGISTRY:
+        return TOOL_REGISTRY.get(name)
+    try:
+        found = importlib.import_module("qwen_agent.tools").TOOL_REGISTRY.get(name)
+    except ModuleNotFoundError as error:
+        if error.name == "qwen_agent":
+            return None
+        raise ConfigError(f"qwen-agent is installed but cannot be imported: {one_line(error)}") from error
+    except Exception as error:  # an installed package may fail in any way while it is imported
+        kind = type(error).__name__
+        raise ConfigError(f"qwen-agent is installed but cannot be imported: {kind}: {one_line(error)}") from error
+    return found if isinstance(found, type) else None
+
+
+class QwenTool(BaseTool):
+    """A Qwen-Agent-shaped object as a tool."""
+
+    def __init__(
+        self,
+        tool_class: type,
+        config: dict[str, Any],
+        tool_schema: OpenAIFunctionToolSchema | None = None,
+        *,
+        name: str | None = None,
+    ) -> None:
+        """Makes the object, with `config` where its constructor takes one; `name` is that of its registration.
+
+        Raises:
+            ConfigError: it has no name, or its `parameters` have neither of Qwen-Agent's two forms.
+        """
+        self._tool = tool_class(config) if _takes_config(tool_class) else tool_class()
+        self._gets_dict = _wants_dict(self._tool.call)
+        self._threads = BlockingCalls("etude-qwen-tool", limit=32)
+        super().__init__(config, tool_schema or _schema(self._tool, tool_class.__qualname__, name))
+
+    @rollout_trace_op
+    async def execute(
+        self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """`call(params, **execute_kwargs)`; what it returns is the answer."""
+        params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
+        if inspect.iscoroutinefunction(self._tool.call):
+            result = await self._tool.call(params, **execute_kwargs)
+        else:
+            result = await self._threads.run(self._tool.call, params, **execute_kwargs)
+            result = await result if inspect.isawaitable(result) else result
+        return _response(result), 0.0, {}
+
+
+def parameters_schema(parameters: object, where: str = "parameters") -> dict[str, Any]:
+    """Either of Qwen-Agent's two forms as a JSON Schema: a list of named parameters, or a schema, which is kept whole.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    if isinstance(parameters, Mapping):
+        return {"type": "object", "properties": {}, "required": [], **parameters}
+    if not isinstance(parameters, Sequence) or isinstance(parameters, str):
+        raise ConfigError(f"{where} must be a list of parameters or a JSON Schema, not {type(parameters).__name__}")
+    properties: dict[str, Any] = {}
+    required = []
+    for number, each in enumerate(parameters):
+        if not isinstance(each, Mapping) or not isinstance(each.get("name"), str):
+            raise ConfigError(f"{where}[{number}] must be a mapping with a 'name'")
+        if each["name"] in properties:
+            raise ConfigError(f"{where}[{number}]: there already is a parameter '{each['name']}'")
+        properties[each["name"]] = {key: value for key, value in each.items() if key not in _PARAMETER_KEYS}
+        if isinstance(
+            each.get("required"), list
+        ):  # a JSON Schema keyword of an object parameter, not Qwen-Agent's flag
+            properties[each["name"]]["required"] = each["required"]
+        elif each.get("required"):
+            required.append(each["name"])
+    return {"type": "object", "properties": properties, "required": required}
+
+
+def _schema(tool: Any, class_name: str, registered: str | None) -> OpenAIFunctionToolSchema:
+    name = registered or getattr(tool, "name", "")
+    if not isinstance(name, str) or not name:
+        raise ConfigError(f"{class_name} has no name: set it in the class, or decorate it with @register_tool")
+    description = getattr(tool, "description", "") or ""
+    parameters = parameters_schema(getattr(tool, "parameters", ()), f"{class_name}.parameters")
+    function = {"name": name, "description": description, "parameters": parameters}
+    return read_schema({"type": "function", "function": function}, class_name)
+
+
+def _takes_config(tool_class: type) -> bool:
+    """Whether the constructor has a first parameter for Qwen-Agent's `cfg`."""
+    try:
+        parameters = list(inspect.signature(tool_class).parameters.values())
+    except (TypeError, ValueError):
+        return False
+    return any(p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD, p.VAR_POSITIONAL) for p in parameters)
+
+
+def _wants_dict(call: Callable[..., Any]) -> bool:
+    """Whether the first parameter of `call` is hinted as a dict, and not as text too."""
+    try:
+        hints = typing.get_type_hints(call)
+        first = next(iter(inspect.signature(call).parameters))
+    except (NameError, TypeError, ValueError, StopIteration):
+        return False
+    hint = hints.get(first)
+    return isinstance(origin := typing.get_origin(hint) or hint, type) and issubclass(origin, Mapping)
+
+
+def _response(result: object) -> ToolResponse:
+    if isinstance(result, ToolResponse):
+        return result
+    if isinstance(result, list) and result and all(_is_content(item) for item in result):
+        texts = [text for item in result if (text := _part(item, "text"))]
+        images = [image for item in result if (image := _part(item, "image"))]
+        return ToolResponse(text="\n".join(texts) or None, image=images or None)
+    if isinstance(result, dict | list):
+        return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
+    if result is None:
+        raise ToolError("the tool returned nothing")
+    return ToolResponse(text=str(result))
+
+
+def _is_content(item: object) -> bool:
+    """Whether `item` has the shape of Qwen-Agent's `ContentItem`: an object, or a dict, of text, image or file."""
+    if isinstance(item, dict):
+        return bool(item) and set(item) <= {"text", "image", "file", "audio", "video"}
+    return hasattr(item, "text") and hasattr(item, "image")
+
+
+def _part(item: object, name: str) -> Any:
+    return item.get(name) if isinstance(item, dict) else getattr(item, name, None)

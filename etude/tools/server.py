@@ -1,0 +1,257 @@
+"""`ToolServer`: configured tools served to any MCP client (`etude tools serve`).
+
+Invariant: each MCP session has one `ToolSession`: a tool that keeps state keeps it for that client alone, is created once
+and released when the session ends, however it ends. Over stdio the process is the session. Over streamable HTTP it is the
+session that the handshake opened; the server therefore offers clients the protocol versions that have one, and a client
+that insists on the stateless version 2026-07-28 has a session a request. An error, broken infrastructure included, is an
+answer with `is_error`; nothing a client sends ends the server.
+
+A tool's final reward is not asked for: an MCP client has no use for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import io
+import json
+import logging
+import socket
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import TYPE_CHECKING, Any
+from uuid import uuid4
+
+from etude.errors import EtudeError, InfrastructureError, MissingExtraError, one_line
+from etude.schemas import FunctionCall, ToolResponse
+from etude.tools.base import BaseTool
+from etude.tools.outcome import joined
+from etude.tools.session import ToolSession
+from etude.tools.stdio import claimed_stdio
+
+if TYPE_CHECKING:
+    from mcp.server.lowlevel import Server
+    from mcp_types import CallToolResult, ContentBlock
+
+SESSION_IDLE_SECONDS = 1800.0
+MAX_SESSIONS = 1000
+MAX_REQUEST_BYTES = 4 * 1024 * 1024
+_STATE = "etude"  # our key in a connection's scratch state
+
+logger = logging.getLogger(__name__)
+
+_closing: set[asyncio.Task[None]] = set()  # kept from the garbage collector
+
+
+class ClientSession:
+    """One client's tools: entered with its first call, closed with its connection."""
+
+    def __init__(self, tools: Mapping[str, BaseTool], tools_kwargs: Mapping[str, Any]) -> None:
+        self._tools = tools
+        self._tools_kwargs = tools_kwargs
+        self._opening: asyncio.Task[ToolSession] | None = None
+        self._running: set[asyncio.Task[tuple[ToolResponse, bool]]] = set()
+        self._greeting = ToolResponse()
+        self._turn = 0
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, bool]:
+        """(what the tool answered, whether it is an error); what `create` had to say precedes the first answer."""
+        work = asyncio.ensure_future(self._call(name, arguments))
+        self._running.add(work)
+        work.add_done_callback(self._running.discard)
+        try:
+            await asyncio.wait(
+                {work}
+            )  # in a task of its own: the SDK cancels again and again, a session cleans up once
+        except asyncio.CancelledError:
+            work.cancel()
+            raise
+        return work.result()
+
+    async def _call(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, bool]:
+        try:
+            session = await self._session()
+            self._turn += 1
+            call = FunctionCall(name=name, arguments=json.dumps(arguments))
+            [outcome] = await session.execute([call], self._turn - 1)
+        except (InfrastructureError, EtudeError) as error:
+            logger.warning("%s", one_line(error))
+            return ToolResponse(text=f"The tool is not available: {one_line(error)}"), True
+        greeting, self._greeting = self._greeting, ToolResponse()
+        response = outcome.response if greeting.is_empty() else joined(greeting, outcome.response)
+        return response, outcome.error is not None
+
+    async def _session(self) -> ToolSession:
+        """The tool session, entered once for all calls that wait; one that cannot be entered is tried again."""
+        if self._opening is None:
+            self._opening = asyncio.ensure_future(self._open())
+        opening = self._opening
+        try:
+            return await asyncio.shield(opening)
+        except Exception:
+            if self._opening is opening:
+                self._opening = None
+            raise
+
+    async def _open(self) -> ToolSession:
+        session = ToolSession(self._tools, self._tools_kwargs, request_id=f"mcp-{uuid4()}")
+        await session.__aenter__()
+        for response in session.initial_responses:
+            self._greeting = joined(self._greeting, response)
+        return session
+
+    async def close(self) -> None:
+        """Releases the tools; they are released to the end even if the caller stops waiting."""
+        if self._opening is None:
+            return
+        closing = asyncio.ensure_future(self._close(self._opening))
+        _closing.add(closing)
+        closing.add_done_callback(_closing.discard)
+        await asyncio.wait({closing})
+
+    async def _close(self, opening: asyncio.Task[ToolSession]) -> None:
+        await asyncio.wait({opening})
+        if not opening.cancelled() and opening.exception() is None:
+            await opening.result().__aexit__(None, None, None)
+
+
+class ToolServer:
+    """An MCP server over `tools`; `tools_kwargs` are those of a row, the same for every client.
+
+    Raises:
+        MissingExtraError: the MCP SDK is not installed.
+    """
+
+    def __init__(
+        self, tools: Sequence[BaseTool], tools_kwargs: Mapping[str, Any] | None = None, *, name: str = "etude"
+    ) -> None:
+        try:
+            from mcp.server.lowlevel import Server
+        except ImportError as error:
+            raise MissingExtraError("serving tools over MCP", "mcp") from error
+        self._tools = {tool.name: tool for tool in tools}
+        self._tools_kwargs = dict(tools_kwargs or {})
+        ToolSession(
+            self._tools, self._tools_kwargs, request_id="check"
+        )  # names that are wrong show before clients come
+        self._only: ClientSession | None = None
+        self.server: Server[Any] = Server(
+            name,
+            on_list_tools=self._list_tools,
+            on_call_tool=self._call_tool,
+            lifespan=self._lifespan,
+            get_tool_input_schema=self._input_schema,
+        )
+
+    async def serve_stdio(self) -> None:
+        """Serves one client over this process's stdin and stdout, until it closes them or the caller is cancelled.
+
+        Meanwhile a tool that reads stdin finds it empty, and what it prints goes to stderr.
+        """
+        from mcp.server.stdio import stdio_server
+
+        self._only = ClientSession(self._tools, self._tools_kwargs)
+        async with claimed_stdio() as (lines, out), stdio_server(lines, out) as (read, write):  # type: ignore[arg-type]
+            await self.server.run(read, write, self.server.create_initialization_options())
+
+    async def serve_http(self, listener: socket.socket, *, path: str = "/mcp") -> None:
+        """Serves clients that connect to `listener`, a bound socket, at `path`, until SIGINT or SIGTERM."""
+        import uvicorn
+        from mcp_types import RequestParams
+
+        self.server.add_request_handler("server/discover", RequestParams, self._discover)
+        app = self.server.streamable_http_app(
+            streamable_http_path=path,
+            host=listener.getsockname()[0],
+            max_request_body_size=MAX_REQUEST_BYTES,
+            session_idle_timeout=SESSION_IDLE_SECONDS,
+            max_sessions=MAX_SESSIONS,
+        )
+        config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=5, lifespan="on")
+        await uvicorn.Server(config).serve(sockets=[listener])
+
+    @asynccontextmanager
+    async def _lifespan(self, server: Server[Any]) -> AsyncIterator[dict[str, Any]]:
+        try:
+            yield {}
+        finally:
+            if self._only is not None:
+                await self._only.close()
+
+    def _input_schema(self, name: str) -> Mapping[str, Any] | None:
+        return _parameters(self._tools[name]) if name in self._tools else None
+
+    async def _list_tools(self, context: Any, params: Any) -> Any:
+        from mcp_types import ListToolsResult, Tool
+
+        listed = [
+            Tool(
+                name=tool.name,
+                description=tool.get_openai_tool_schema().function.description or None,
+                input_schema=_parameters(tool),
+            )
+            for tool in self._tools.values()
+        ]
+        return ListToolsResult(tools=listed)
+
+    async def _call_tool(self, context: Any, params: Any) -> CallToolResult:
+        from mcp_types import CallToolResult
+
+        session = self._only or self._session_of(context)
+        response, is_error = await session.call(params.name, params.arguments or {})
+        return CallToolResult(content=content_of(response), is_error=is_error)
+
+    def _session_of(self, context: Any) -> ClientSession:
+        """The session of the request's connection, which closes it; the SDK has no public way to a connection."""
+        connection = context.session._connection
+        session = connection.state.get(_STATE)
+        if session is None:
+            session = connection.state[_STATE] = ClientSession(self._tools, self._tools_kwargs)
+            connection.exit_stack.push_async_callback(session.close)
+        return session
+
+    async def _discover(self, context: Any, params: Any) -> Any:
+        """Offers the versions whose handshake opens a session; clients then fall back to that handshake."""
+        from mcp_types import DiscoverResult
+        from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
+
+        return DiscoverResult(
+            supported_versions=list(HANDSHAKE_PROTOCOL_VERSIONS),
+            capabilities=self.server.get_capabilities(protocol_version=context.protocol_version),
+        )
+
+
+def content_of(response: ToolResponse) -> list[ContentBlock]:
+    """A tool's answer as MCP content: its text, then its images as PNG; what has no such form is named."""
+    from mcp_types import ImageContent, TextContent
+
+    blocks: list[ContentBlock] = []
+    if response.text:
+        blocks.append(TextContent(type="text", text=response.text))
+    for image in response.image or []:
+        data = _png(image)
+        if data is None:
+            blocks.append(
+                TextContent(type="text", text=f"[image of type {type(image).__name__}, which cannot be sent]")
+            )
+        else:
+            blocks.append(ImageContent(type="image", data=data, mime_type="image/png"))
+    blocks.extend(TextContent(type="text", text="[video, which cannot be sent]") for _ in response.video or [])
+    return blocks
+
+
+def _png(image: Any) -> str | None:
+    """A PIL image as base64 of a PNG; None for anything else."""
+    from PIL.Image import Image
+
+    if not isinstance(image, Image):
+        return None
+    file = io.BytesIO()
+    shown = image if image.mode in ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16") else image.convert("RGB")
+    shown.save(file, "PNG")
+    return base64.b64encode(file.getvalue()).decode("ascii")
+
+
+def _parameters(tool: BaseTool) -> dict[str, Any]:
+    schema = tool.get_openai_tool_schema().to_openai()["function"].get("parameters") or {}
+    return {"type": "object", **schema}

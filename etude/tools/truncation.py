@@ -1,0 +1,90 @@
+"""Cutting a tool's answer to a number of characters or tokens.
+
+Invariant: what comes out takes at most the limit, mark included, tokens counted as the chat template will encode it; it
+is made of whole characters of the answer, and an answer that fits is returned untouched. Work is bounded by the limit,
+however long the answer is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+SIDES = ("left", "middle", "right")
+
+_MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
+_CHARACTERS_PER_TOKEN = 64  # more than any text has on average: what lies beyond is never looked at
+_TOKENS_PER_CHARACTER = 4  # a character is at most four bytes, and a token at least one
+
+
+@dataclass(frozen=True)
+class TokenLimit:
+    """How many tokens of an answer the model is shown, where a tool's `config` says nothing else.
+
+    Attributes:
+        max_tokens: at least 1.
+        side: the part that is cut away: "left", "middle" or "right". A mark stands in its place, if it fits.
+        tokenizer: finds the places to cut at.
+        count: tokens of a text where it will stand.
+    """
+
+    max_tokens: int
+    side: str
+    tokenizer: Any
+    count: Callable[[str], int]
+
+    def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
+        """`text` in at most `max_tokens` tokens or its own, whichever is less."""
+        limit = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        return shorten(text, limit=limit, side=side or self.side, tokenizer=self.tokenizer, count=self.count)
+
+    def exceeded(self, text: str, max_tokens: int) -> bool:
+        """Whether `text`, by itself, is longer than `max_tokens` tokens."""
+        if _TOKENS_PER_CHARACTER * len(text) <= max_tokens:
+            return False
+        return len(text) > _CHARACTERS_PER_TOKEN * max_tokens or len(_offsets(self.tokenizer, text)) > max_tokens
+
+
+def shorten_chars(text: str, limit: int, side: str) -> str:
+    """`text` in at most `limit` characters; see `TokenLimit` for `side`."""
+    if len(text) <= limit:
+        return text
+    mark = _MARKS[side] if len(_MARKS[side]) < limit else ""
+    kept = limit - len(mark)
+    first = _first_part(kept, side)
+    return text[:first] + mark + text[len(text) - (kept - first) :]
+
+
+def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable[[str], int]) -> str:
+    """`text` in at most `limit` tokens; see `TokenLimit` for the others."""
+    if _TOKENS_PER_CHARACTER * len(text) <= limit:
+        return text
+    reach = _CHARACTERS_PER_TOKEN * limit
+    if len(text) <= reach and count(text) <= limit:
+        return text
+    mark = _MARKS[side] if count(_MARKS[side]) < limit else ""
+    head, tail = text[:reach], text[-reach:]
+    ends = [end for _, end in _offsets(tokenizer, head)]
+    starts = [start for start, _ in _offsets(tokenizer, tail)]
+    kept = limit
+    while kept > 0:
+        first = _first_part(kept, side)
+        last = kept - first
+        cut = (head[: ends[:first][-1]] if first else "") + mark + (tail[starts[-last:][0] :] if last else "")
+        size = count(cut)
+        if size <= limit:
+            return cut
+        kept = min(kept - 1, kept * limit // size)
+    return mark
+
+
+def _first_part(kept: int, side: str) -> int:
+    """How many of `kept` units stand before the mark."""
+    return {"left": 0, "right": kept, "middle": kept // 2}[side]
+
+
+def _offsets(tokenizer: Any, text: str) -> list[tuple[int, int]]:
+    """(start, end) in characters of each token of `text`."""
+    encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+    return [(int(start), int(end)) for start, end in encoded["offset_mapping"]]

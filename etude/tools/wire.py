@@ -1,0 +1,120 @@
+"""Answers and arguments as JSON, for files that outlive the process: the cache's and recordings.
+
+Invariant: what `answer_from_json` gives equals what `answer_to_json` was given, images included; a value that JSON and
+PNG cannot hold is a `TypeError`, never written as something else. `canonical` gives equal texts for equal values.
+"""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+import io
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from etude.schemas import ToolResponse
+from etude.tools.outcome import Answer, Source
+
+_MEDIA = ("image", "video")
+
+
+def canonical(value: Any) -> str:
+    """JSON text of `value`: keys sorted, no spaces, arrays of numpy as lists, other objects by their `repr`."""
+    try:
+        return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_jsonable)
+    except (TypeError, ValueError, RecursionError):  # keys of several types; a circle
+        return json.dumps(repr(value))
+
+
+def _jsonable(value: Any) -> Any:
+    if hasattr(value, "tolist"):
+        return value.tolist()
+    if isinstance(value, set | frozenset):
+        return sorted(value, key=repr)
+    if isinstance(value, Mapping):
+        return dict(value)
+    return repr(value)
+
+
+def digest(*parts: Any) -> str:
+    """A short text that is the same for equal `parts`, in any process."""
+    return hashlib.blake2b(canonical(parts).encode(), digest_size=16).hexdigest()
+
+
+def answer_to_json(answer: Answer) -> dict[str, Any]:
+    """A mapping that `json.dumps` takes.
+
+    Raises:
+        TypeError: a medium or metric that cannot be written.
+    """
+    record = {
+        "response": response_to_json(answer.response),
+        "reward": answer.reward,
+        "metrics": dict(answer.metrics),
+        "error": answer.error,
+    }
+    return {key: value for key, value in record.items() if value not in (None, {})}
+
+
+def answer_from_json(record: Mapping[str, Any], source: Source) -> Answer:
+    """The answer in `record`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it holds none.
+    """
+    error = record.get("error")
+    return Answer(
+        response_from_json(record.get("response", {})),
+        float(record.get("reward", 0.0)),
+        dict(record.get("metrics", {})),
+        None if error is None else str(error),
+        source,
+    )
+
+
+def response_to_json(response: ToolResponse) -> dict[str, Any]:
+    """`response` without what is absent.
+
+    Raises:
+        TypeError: a medium that cannot be written.
+    """
+    record: dict[str, Any] = {} if response.text is None else {"text": response.text}
+    for kind in _MEDIA:
+        media = getattr(response, kind)
+        if media is not None:
+            record[kind] = [_medium_to_json(medium) for medium in media]
+    return record
+
+
+def response_from_json(record: Mapping[str, Any]) -> ToolResponse:
+    """The response in `record`.
+
+    Raises:
+        KeyError, TypeError, ValueError: it holds none.
+    """
+    media = {kind: [_medium_from_json(m) for m in record[kind]] for kind in _MEDIA if kind in record}
+    return ToolResponse(text=record.get("text"), **media)
+
+
+def _medium_to_json(medium: Any) -> dict[str, Any]:
+    if isinstance(medium, bytes):
+        return {"bytes": base64.b64encode(medium).decode()}
+    if hasattr(medium, "save") and hasattr(medium, "mode"):  # an image of Pillow, without importing it
+        stream = io.BytesIO()
+        medium.save(stream, "PNG")
+        return {"png": base64.b64encode(stream.getvalue()).decode()}
+    json.dumps(medium)
+    return {"value": medium}
+
+
+def _medium_from_json(record: Mapping[str, Any]) -> Any:
+    if "bytes" in record:
+        return base64.b64decode(record["bytes"])
+    if "png" in record:
+        from PIL import Image
+
+        image = Image.open(io.BytesIO(base64.b64decode(record["png"])))
+        image.load()
+        return image
+    return record["value"]

@@ -1,0 +1,65 @@
+"""`Background`: a backend that may wait for a network, kept off the event loop.
+
+Invariant: `begin` and `end` reach the backend in order, from one thread, and never wait for it; when it falls
+`_MOST_WAITING` calls behind, spans are dropped whole (never an end without its beginning) and counted.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+
+from etude.errors import one_line
+from etude.trace.span import Backend, TraceSpan
+
+_MOST_WAITING = 10_000
+_CLOSING_SECONDS = 15.0
+
+logger = logging.getLogger(__name__)
+
+
+class Background:
+    """`backend` behind a queue and a daemon thread."""
+
+    def __init__(self, backend: Backend, limit: int = _MOST_WAITING) -> None:
+        self._backend, self._limit = backend, limit
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._begun: set[str] = set()  # spans whose beginning was handed on
+        self._failed = False
+        self.dropped = 0
+        self._thread = threading.Thread(target=self._work, name="etude-trace", daemon=True)
+        self._thread.start()
+
+    def begin(self, span: TraceSpan) -> None:
+        """Hands the span on, unless too many wait or its parent was dropped."""
+        orphan = span.parent is not None and span.parent.span_id not in self._begun
+        if orphan or self._calls.qsize() >= self._limit:
+            self.dropped += 1
+            return
+        self._begun.add(span.span_id)
+        self._calls.put(lambda: self._backend.begin(span))
+
+    def end(self, span: TraceSpan) -> None:
+        """Hands the end on, of a span whose beginning was."""
+        if span.span_id in self._begun:
+            self._begun.discard(span.span_id)
+            self._calls.put(lambda: self._backend.end(span))
+
+    def close(self) -> None:
+        """Waits, for a bounded time, until the backend has everything."""
+        self._calls.put(self._backend.close)
+        self._calls.put(None)
+        self._thread.join(_CLOSING_SECONDS)
+        if self.dropped:
+            logger.warning("tracing fell behind: %d spans were dropped", self.dropped)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                if not self._failed:
+                    call()
+            except Exception as error:  # whatever a stranger's library raises must not end the thread
+                self._failed = True
+                logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))

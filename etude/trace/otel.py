@@ -1,0 +1,82 @@
+"""Spans to OpenTelemetry.
+
+The exporter is configured as everywhere, by `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables of the OpenTelemetry
+SDK; a process that has set a tracer provider of its own (in a plug-in, say) keeps it. A trajectory is a trace of its own.
+
+Invariant: exporting happens in the SDK's thread, from a bounded queue; the event loop never waits for it.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from etude.errors import MissingExtraError
+from etude.trace.span import TraceSpan
+
+try:
+    from opentelemetry import trace as otel
+    from opentelemetry.context import Context
+    from opentelemetry.sdk.resources import Resource
+    from opentelemetry.sdk.trace import TracerProvider
+    from opentelemetry.trace import SpanKind, Status, StatusCode
+except ImportError as error:
+    raise MissingExtraError("rollout.trace.backend=otel", "otel") from error
+
+_KINDS = {"generation": SpanKind.CLIENT, "tool": SpanKind.CLIENT}
+_FLUSH_MILLISECONDS = 10_000
+
+
+class OpenTelemetryBackend:
+    """Hands spans to `provider`; without one, to the process's, or to a new one that exports over OTLP/HTTP."""
+
+    def __init__(self, service: str, provider: TracerProvider | None = None) -> None:
+        present = otel.get_tracer_provider()
+        self._provider = provider or (present if isinstance(present, TracerProvider) else _exporting(service))
+        self._tracer = self._provider.get_tracer("etude")
+
+    def begin(self, span: TraceSpan) -> None:
+        """Starts it, under its parent's."""
+        parent = None if span.parent is None else span.parent.handle
+        context = Context() if parent is None else otel.set_span_in_context(parent, Context())
+        span.handle = self._tracer.start_span(
+            span.name, context, _KINDS.get(span.kind, SpanKind.INTERNAL), start_time=_nanoseconds(span.start)
+        )
+
+    def end(self, span: TraceSpan) -> None:
+        """Ends it, with its attributes."""
+        handle = span.handle
+        if handle is None:
+            return
+        handle.set_attribute("etude.kind", span.kind)
+        handle.set_attribute("etude.trace", span.trace_id)
+        for name, value in span.attributes.items():
+            if value is not None:
+                handle.set_attribute(f"etude.{name}", _attribute(value))
+        if span.error is not None:
+            handle.set_status(Status(StatusCode.ERROR, span.error))
+        handle.end(end_time=_nanoseconds(span.start + span.seconds))
+
+    def close(self) -> None:
+        """Sends what is still kept back."""
+        self._provider.force_flush(_FLUSH_MILLISECONDS)
+
+
+def _exporting(service: str) -> TracerProvider:
+    try:
+        from opentelemetry.exporter.otlp.proto.http.trace_exporter import OTLPSpanExporter
+        from opentelemetry.sdk.trace.export import BatchSpanProcessor
+    except ImportError as error:
+        raise MissingExtraError("rollout.trace.backend=otel", "otel") from error
+    provider = TracerProvider(resource=Resource.create({"service.name": service}))
+    provider.add_span_processor(BatchSpanProcessor(OTLPSpanExporter()))
+    return provider
+
+
+def _nanoseconds(seconds: float) -> int:
+    return int(seconds * 1e9)
+
+
+def _attribute(value: Any) -> Any:
+    """OpenTelemetry takes numbers and text; the rest travels as JSON."""
+    return value if isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)

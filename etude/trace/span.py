@@ -1,0 +1,167 @@
+"""`TraceSpan`: one recorded stretch of a trajectory, and the context that spans nest in.
+
+Invariant: a span's parent is the span that was open where it began, tasks started there included, so that spans of
+concurrent trajectories never mix; outside a traced trajectory `span` costs one look-up and records nothing.
+
+Where spans go is a backend's business (`backends`), which trajectories are traced the tracer's.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Protocol
+
+from etude.trace.brief import brief
+
+_MAX_ATTRIBUTES = 64
+
+_numbers = itertools.count(1)
+
+
+@dataclass
+class TraceSpan:
+    """A call of a tool, a generation, or whatever `rollout_trace_op` decorates.
+
+    Attributes:
+        name, kind: what it is; `kind` is "trajectory", "generation", "tool" or "op".
+        trace_id: the same for all spans of a trajectory.
+        start: in seconds since 1970; `seconds` is its length, 0 until it ends.
+        error: name of the exception's class, None without one.
+        attributes: JSON values of bounded size.
+        handle: whatever the backend keeps with it.
+    """
+
+    name: str
+    kind: str
+    trace_id: str
+    parent: TraceSpan | None = None
+    span_id: str = field(default_factory=lambda: f"{os.getpid():x}-{next(_numbers):x}")
+    start: float = field(default_factory=time.time)
+    seconds: float = 0.0
+    error: str | None = None
+    attributes: dict[str, Any] = field(default_factory=dict)
+    handle: Any = None
+
+    def set(self, **attributes: Any) -> None:
+        """Adds attributes; large values are shortened."""
+        for name, value in attributes.items():
+            if len(self.attributes) < _MAX_ATTRIBUTES or name in self.attributes:
+                self.attributes[name] = brief(value)
+
+
+class Backend(Protocol):
+    """Where spans go. A span that begins has its parent's `handle` at hand; one that ends is complete."""
+
+    def begin(self, span: TraceSpan) -> None:
+        """Called when a span opens."""
+        ...
+
+    def end(self, span: TraceSpan) -> None:
+        """Called when it has closed."""
+        ...
+
+    def close(self) -> None:
+        """Writes out what is still kept back."""
+        ...
+
+
+@dataclass(frozen=True)
+class _Place:
+    span: TraceSpan | None
+    trace_id: str
+    backend: Backend
+
+
+_place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("etude_trace_place", default=None)
+
+
+class _Off:
+    """What `span` is where nothing is traced."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, *_: object) -> None:
+        return None
+
+
+_OFF = _Off()
+
+
+class _Opening:
+    """A span for the length of a block."""
+
+    __slots__ = ("_began", "_place", "_span", "_token")
+
+    def __init__(self, place: _Place, kind: str, name: str) -> None:
+        self._place = place
+        self._span = TraceSpan(name, kind, place.trace_id, place.span)
+
+    def __enter__(self) -> TraceSpan:
+        self._place.backend.begin(self._span)
+        self._token = _place.set(_Place(self._span, self._place.trace_id, self._place.backend))
+        self._began = time.perf_counter()
+        return self._span
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._span.seconds = time.perf_counter() - self._began
+        self._span.error = None if kind is None else kind.__name__
+        _place.reset(self._token)
+        self._place.backend.end(self._span)
+
+
+def span(kind: str, name: str) -> _Off | _Opening:
+    """A context manager that records its block, and gives the `TraceSpan`, or None where nothing is traced."""
+    place = _place.get()
+    return _OFF if place is None else _Opening(place, kind, name)
+
+
+def is_traced() -> bool:
+    """Whether a span that began here would be recorded."""
+    return _place.get() is not None
+
+
+@contextmanager
+def traced(backend: Backend, trace_id: str) -> Iterator[None]:
+    """Spans that begin inside the block, in tasks started there too, go to `backend` under `trace_id`."""
+    token = _place.set(_Place(None, trace_id, backend))
+    try:
+        yield
+    finally:
+        _place.reset(token)
+
+
+class SpanList:
+    """The backend that keeps spans in a list, in the order in which they end."""
+
+    def __init__(self) -> None:
+        self.spans: list[TraceSpan] = []
+
+    def begin(self, span: TraceSpan) -> None:
+        """Nothing."""
+
+    def end(self, span: TraceSpan) -> None:
+        """Keeps it."""
+        self.spans.append(span)
+
+    def close(self) -> None:
+        """Nothing."""
+
+
+@contextmanager
+def collect_spans() -> Iterator[list[TraceSpan]]:
+    """The spans of everything awaited inside the block, as a list that grows while they end."""
+    collected = SpanList()
+    with traced(collected, "collected"):
+        yield collected.spans

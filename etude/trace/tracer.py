@@ -1,0 +1,103 @@
+"""`Tracer`: which trajectories are traced, and the span that all others of a trajectory lie in.
+
+Invariant: which ones is a matter of their names and the step, not of chance or the clock; a backend that fails costs its
+spans, with one line in the log, and never a trajectory.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import logging
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+from etude.errors import one_line
+from etude.trace.backends import TRACE_BACKENDS
+from etude.trace.options import TraceOptions
+from etude.trace.span import Backend, TraceSpan, span, traced
+
+logger = logging.getLogger(__name__)
+
+
+class Tracer:
+    """One process's. `token2text` is for whoever makes the generations' spans."""
+
+    def __init__(self, options: TraceOptions, backend: Backend) -> None:
+        self._options = options
+        self._backend = _Guarded(backend)
+        self.token2text = options.token2text
+
+    @classmethod
+    def of(cls, options: TraceOptions, project: str, experiment: str) -> Tracer | None:
+        """The tracer that the options ask for, closed when the process ends; None where nothing is traced.
+
+        Raises:
+            ConfigError: no backend has that name, or it cannot be set up.
+            MissingExtraError: it is not installed.
+        """
+        if options.backend is None:
+            return None
+        tracer = cls(options, TRACE_BACKENDS.get(options.backend)(options, project, experiment))
+        atexit.register(tracer.close)
+        return tracer
+
+    def chosen(self, samples: Sequence[str]) -> set[int]:
+        """Indexes of the trajectories to trace; `samples` names the prompt of each, step included."""
+        order = sorted({sample: _chance(sample) for sample in samples}.items(), key=lambda item: item[1])
+        allowed = {sample for sample, _ in order[: self._options.max_samples_per_step_per_worker]}
+        return {
+            i
+            for i, sample in enumerate(samples)
+            if sample in allowed and _chance(f"{sample}/{i}") < self._options.sample_rate
+        }
+
+    @contextmanager
+    def trajectory(self, trace_id: str, attributes: Mapping[str, Any]) -> Iterator[TraceSpan | None]:
+        """Everything awaited inside the block is traced, as one trajectory."""
+        with traced(self._backend, trace_id), span("trajectory", "trajectory") as whole:
+            if whole is not None:
+                whole.set(**attributes)
+            yield whole
+
+    def close(self) -> None:
+        """Writes out what is kept back; spans that end later may be lost."""
+        self._backend.close()
+
+
+def _chance(text: str) -> float:
+    """A number in [0, 1) that depends on `text` alone."""
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "big") / 2**56
+
+
+class _Guarded:
+    """A backend whose first failure is its last."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._backend: Backend | None = backend
+
+    def begin(self, span: TraceSpan) -> None:
+        if self._backend is not None:
+            try:
+                self._backend.begin(span)
+            except Exception as error:
+                self._give_up(error)
+
+    def end(self, span: TraceSpan) -> None:
+        if self._backend is not None:
+            try:
+                self._backend.end(span)
+            except Exception as error:
+                self._give_up(error)
+
+    def close(self) -> None:
+        if self._backend is not None:
+            try:
+                self._backend.close()
+            except Exception as error:
+                self._give_up(error)
+
+    def _give_up(self, error: Exception) -> None:
+        self._backend = None
+        logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))

@@ -1,0 +1,133 @@
+"""The stage of the session's tests: a loop in virtual time, and a tool that acts as its script says.
+
+Time limits cost nothing in virtual time, and a deadlock is an error.
+"""
+
+import asyncio
+import json
+from collections import Counter
+
+from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
+from etude.tools import BaseTool, ToolSession
+
+
+class VirtualTime(asyncio.SelectorEventLoop):
+    """An event loop whose clock jumps to the next timer instead of waiting for it."""
+
+    def __init__(self):
+        super().__init__()
+        self._now = 0.0
+        select = self._selector.select
+
+        def jump(timeout=None):
+            if timeout is None:
+                raise RuntimeError("deadlock: nothing is scheduled")
+            self._now += timeout
+            return select(0)
+
+        self._selector.select = jump
+
+    def time(self):
+        return self._now
+
+
+def run(coroutine):
+    loop = VirtualTime()
+    try:
+        return loop.run_until_complete(coroutine)
+    finally:
+        leftover = asyncio.all_tasks(loop)
+        for task in leftover:
+            task.cancel()
+        if leftover:
+            loop.run_until_complete(asyncio.wait(leftover))
+        loop.close()
+
+
+def schema(name, parameters=None):
+    function = {"name": name} | ({} if parameters is None else {"parameters": parameters})
+    return OpenAIFunctionToolSchema.model_validate({"type": "function", "function": function})
+
+
+class Scripted(BaseTool):
+    """Does what its script says at each method, and logs what was begun and what succeeded.
+
+    A script's value is a word, an exception to raise, something to return, or a function that gives one of these.
+    """
+
+    def __init__(self, name="t", config=None, parameters=None, **script):
+        super().__init__({"timeout": 1.0} | (config or {}), schema(name, parameters))
+        self.script = script
+        self.log = []
+        self.identities = []
+
+    def count(self, event):
+        return Counter(self.log)[event]
+
+    async def act(self, method, result):
+        self.log.append(method)
+        try:
+            return await self.play(method, result)
+        finally:
+            self.log.append(f"{method} ended")
+
+    async def play(self, method, result):
+        action = self.script.get(method, "ok")
+        action = action() if callable(action) else action
+        if isinstance(action, Exception):
+            raise action
+        if action == "slow":
+            await asyncio.sleep(0.3)
+        elif action == "hang":
+            await asyncio.sleep(1e9)
+        elif action == "cancels_itself":
+            raise asyncio.CancelledError
+        elif action == "exits":
+            raise SystemExit(3)
+        elif action == "stubborn":
+            await self.ignore_cancellation(50.0)
+        elif not isinstance(action, str) or action not in ("ok",):
+            result = action
+        self.log.append(f"{method} done")
+        return result
+
+    async def ignore_cancellation(self, seconds):
+        end = asyncio.get_running_loop().time() + seconds
+        while (left := end - asyncio.get_running_loop().time()) > 0:
+            try:
+                await asyncio.sleep(left)
+            except asyncio.CancelledError:
+                continue
+
+    async def create(self, instance_id=None, **create_kwargs):
+        self.identities.append(instance_id)
+        self.created_with = (instance_id, create_kwargs)
+        return await self.act("create", (instance_id, ToolResponse()))
+
+    async def execute(self, instance_id, parameters, **execute_kwargs):
+        self.executed_with = (instance_id, parameters, execute_kwargs)
+        return await self.act("execute", (ToolResponse(text=f"{self.name}: {json.dumps(parameters)}"), 0.5, {"n": 1}))
+
+    async def calc_reward(self, instance_id, **calc_reward_kwargs):
+        self.calculated_with = (instance_id, calc_reward_kwargs)
+        return await self.act("calc_reward", 1.0)
+
+    async def release(self, instance_id, **release_kwargs):
+        self.released_with = (instance_id, release_kwargs)
+        await self.act("release", None)
+
+
+def call(name="t", arguments="{}"):
+    return FunctionCall(name=name, arguments=arguments)
+
+
+def session(*tools, row=(), request_id="r"):
+    return ToolSession({tool.name: tool for tool in tools}, {name: {} for name in row}, request_id=request_id)
+
+
+def outcome_of(tool, arguments="{}", name=None):
+    async def main():
+        async with session(tool) as opened:
+            return (await opened.execute([call(name or tool.name, arguments)], 0))[0]
+
+    return run(main())

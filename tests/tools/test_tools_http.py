@@ -1,0 +1,171 @@
+"""The HTTP tool against a real server on loopback: addresses, arguments, answers, and who is to blame."""
+
+import asyncio
+import json
+import re
+
+import pytest
+from aiohttp import web
+
+from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.tools import load_tools
+from etude.tools.function_tool import read_schema
+from etude.tools.http_tool import HttpTool
+
+
+def schema(*names):
+    properties = {name: {"type": "string"} for name in names}
+    function = {"name": "service", "parameters": {"type": "object", "properties": properties}}
+    return read_schema({"type": "function", "function": function}, "here")
+
+
+async def answer(request):
+    """Echoes the request, or does what its path says."""
+    path = request.rel_url.raw_path
+    if path.startswith("/status/"):
+        return web.Response(status=int(path.rsplit("/", 1)[1]), text="because\n  of this")
+    if path == "/large":
+        return web.Response(body=b"x" * 5000)
+    if path == "/slow":
+        await asyncio.sleep(30)
+    if path == "/moved":
+        return web.Response(status=302, headers={"Location": "/echo"})
+    if path == "/latin":
+        return web.Response(body="grün".encode("latin-1"))
+    return web.json_response(
+        {
+            "method": request.method,
+            "path": request.rel_url.raw_path,
+            "query": dict(request.rel_url.query),
+            "body": await request.json() if request.can_read_body else None,
+            "key": request.headers.get("X-Key"),
+            "items": [{"text": "first"}, {"text": "second"}],
+        }
+    )
+
+
+def run(calls, **config):
+    """The outcome of each call of one trajectory: a text or the exception."""
+
+    async def main():
+        app = web.Application()
+        app.router.add_route("*", "/{tail:.*}", answer)
+        runner = web.AppRunner(app, shutdown_timeout=0.1)
+        await runner.setup()
+        site = web.TCPSite(runner, "127.0.0.1", 0)
+        await site.start()
+        base = f"http://127.0.0.1:{site._server.sockets[0].getsockname()[1]}"
+        tool = HttpTool(config | {"url": base + config.get("url", "/echo")}, schema("a", "b", "id"))
+        instance, _ = await tool.create("i")
+        outcomes = []
+        for arguments in calls:
+            try:
+                outcomes.append((await tool.execute(instance, arguments))[0].text)
+            except (ToolError, InfrastructureError) as error:
+                outcomes.append(error)
+        await tool.release(instance)
+        await runner.cleanup()
+        return outcomes
+
+    return asyncio.run(main())
+
+
+def test_arguments_travel_as_json_or_in_the_query():
+    [posted] = map(json.loads, run([{"a": "ä", "b": [1]}], headers={"X-Key": "k"}))
+    assert (posted["method"], posted["body"], posted["key"]) == ("POST", {"a": "ä", "b": [1]}, "k")
+    [got] = map(json.loads, run([{"a": "ä&b=2", "b": [1]}], method="GET"))
+    assert (got["method"], got["query"], got["body"]) == ("GET", {"a": "ä&b=2", "b": "[1]"}, None)
+    [sent] = map(json.loads, run([{"a": "1"}], send="query"))
+    assert (sent["method"], sent["query"]) == ("GET", {"a": "1"})
+
+
+def test_an_argument_in_the_address_is_one_segment_whatever_it_holds():
+    hostile = "../../admin?x=1#y"
+    first, second, dots, missing = run([{"id": hostile}, {"id": "ü"}, {"id": ".."}, {"a": "x"}], url="/items/{id}/text")
+    assert json.loads(first)["path"] == "/items/..%2F..%2Fadmin%3Fx=1%23y/text"
+    assert json.loads(first)["query"] == {}
+    assert json.loads(second)["path"] == "/items/%C3%BC/text"
+    assert isinstance(dots, ToolError)
+    assert "missing argument 'id'" in str(missing)
+
+
+def test_an_argument_in_the_query_of_the_address():
+    words = "a&b=c +1 %2B ü#"
+    [got] = map(json.loads, run([{"a": words}], url="/echo?q={a}&fixed=1", method="GET"))
+    assert got["query"] == {"q": words, "fixed": "1"}
+
+
+def test_a_part_of_the_answer():
+    assert run([{}], result="items.1.text") == ["second"]
+    assert run([{}], result="items.1") == ['{"text": "second"}']
+    [absent] = run([{}], result="items.2.text")
+    assert isinstance(absent, InfrastructureError)
+    assert "items.2.text" in str(absent)
+
+
+@pytest.mark.parametrize("status", [400, 404, 409, 422])
+def test_what_the_model_did_wrong_is_told(status):
+    [error] = run([{}], url=f"/status/{status}")
+    assert isinstance(error, ToolError)
+    assert str(error) == f"Error: HTTP {status}: because of this"
+
+
+@pytest.mark.parametrize("status", [401, 403, 429, 500, 503])
+def test_what_the_world_did_wrong_is_infrastructure(status):
+    [error] = run([{}], url=f"/status/{status}")
+    assert isinstance(error, InfrastructureError)
+    assert f"HTTP {status}" in str(error)
+
+
+def test_answers_are_bounded_in_size_and_time_and_never_lead_elsewhere():
+    [large] = run([{}], url="/large", max_body_bytes=1000)
+    assert isinstance(large, InfrastructureError)
+    [slow] = run([{}], url="/slow", timeout=0.2)
+    assert "no answer within 0.2 s" in str(slow)
+    [moved] = run([{}], url="/moved")
+    assert isinstance(moved, InfrastructureError)
+    assert run([{}], url="/latin") == ["gr\N{REPLACEMENT CHARACTER}n"]
+
+
+def test_nobody_listens():
+    async def main():
+        tool = HttpTool({"url": "http://127.0.0.1:9/x?key=s3cret"}, schema())
+        await tool.create("i")
+        try:
+            await tool.execute("i", {})
+        finally:
+            await tool.release("i")
+
+    with pytest.raises(InfrastructureError, match=re.escape("127.0.0.1:9")) as caught:
+        asyncio.run(main())
+    assert "s3cret" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({}, "config.url: Field required"),
+        ({"url": "host/x"}, "must begin with http"),
+        ({"url": "http://{a}/x"}, "the host may not depend"),
+        ({"url": "http://h/{c}"}, "config.url needs 'c', which the schema does not have"),
+        ({"url": "http://h", "methd": "GET"}, "unknown key config.methd; did you mean 'method'"),
+        ({"url": "http://h", "method": "TRACE"}, "config.method"),
+        ({"url": "http://h", "headers": {"A": "b\nc"}}, "the header 'A'"),
+        ({"url": "http://h", "max_body_bytes": 0}, "config.max_body_bytes"),
+    ],
+)
+def test_a_configuration_that_makes_no_sense(config, message):
+    with pytest.raises(ConfigError, match=message):
+        HttpTool(config, schema("a", "b"))
+
+
+def test_in_yaml(tmp_path, monkeypatch):
+    monkeypatch.setenv("SERVICE_KEY", "k")
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n"
+        "  - config: {type: http, url: 'http://127.0.0.1:9/{a}', headers: {X-Key: '${SERVICE_KEY}'}, timeout: 3}\n"
+        "    tool_schema: {function: {name: service, parameters: {properties: {a: {type: string}}}}}\n"
+    )
+    [tool] = load_tools(tmp_path / "tools.yaml")
+    assert isinstance(tool, HttpTool)
+    assert tool.config["headers"] == {"X-Key": "k"}
