@@ -8,8 +8,10 @@ sequence is ever made from it.
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
+
+from etude.chat.encoding import plain_backend
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -18,14 +20,17 @@ _TAG = re.compile(r"</?(?:tool_call|tool_response|tool_calls|think)>")
 
 
 class Decoder:
-    """Decodes with one tokenizer."""
+    """Decodes with one tokenizer; special tokens among `shown` stay in the text, too."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._tokenizer = tokenizer
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> None:
+        self.tokenizer = tokenizer
+        self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class walks every id twice
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
-        self._hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token))
+        self._hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without structural special tokens."""
         kept = [number for number in ids if number not in self._hidden]
-        return self._tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+        if self._backend is not None:
+            return str(self._backend.decode(kept, skip_special_tokens=False))
+        return self.tokenizer.decode(kept, skip_special_tokens=False, clean_up_tokenization_spaces=False)

@@ -14,14 +14,16 @@ difference: prompts are the data set's own, and a control token spelled out in o
 
 from __future__ import annotations
 
+import json
 import re
-from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.contents import Span, mark, plain_message, unmark
 from etude.chat.decoding import Decoder
+from etude.chat.encoding import Encoder
+from etude.chat.recent import Recent, rendering_key
 from etude.errors import ConfigError, DataError, one_line
 from etude.trajectory import Provenance
 
@@ -44,6 +46,9 @@ _CALL_STUB: Message = {
 }
 _PROBE = "An answer with 42 words."
 _PROMPTS_KEPT = 256
+_CONTEXTS_KEPT = 1024
+_HEADS_KEPT = 16
+_LONGEST_CONTEXT = 4096  # characters of messages whose ids are kept: a longer tool's answer is rarely met again
 _LABELS = (Provenance.TEMPLATE, Provenance.TOOL, Provenance.USER)
 
 
@@ -62,8 +67,11 @@ class ChatTemplate:
             raise ConfigError("the tokenizer has no chat template: put a chat_template.jinja beside tokenizer.json")
         self.tokenizer = tokenizer
         self._options = apply_chat_template_kwargs
-        self._decoder = Decoder(tokenizer)
-        self._prompts: OrderedDict[str, tuple[int, ...]] = OrderedDict()
+        self._decoder, self._encoder = Decoder(tokenizer), Encoder(tokenizer)
+        self._prompts = Recent[tuple[int, ...]](_PROMPTS_KEPT)
+        self._contexts = Recent[list[Run]](_CONTEXTS_KEPT)
+        self._heads = Recent[list[int]](_HEADS_KEPT)
+        self._splits = False
         self._control = _control_tokens(tokenizer)
         spelled = sorted(tokenizer.convert_ids_to_tokens(sorted(self._control)), key=len, reverse=True)
         self._control_texts = re.compile("|".join(map(re.escape, spelled)) or r"(?!)")
@@ -71,6 +79,7 @@ class ChatTemplate:
         self._check_head()
         self._check_tail(_ANSWER_STUB, {"role": "user", "content": _PROBE})
         self._tool_stub, self._tool_problem = self._find_tool_stub()
+        self._splits = self._can_split()
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -84,14 +93,25 @@ class ChatTemplate:
         Raises:
             DataError: the template refuses the messages.
         """
-        text = self._render_prompt(messages, tools, generate=True)
-        if text in self._prompts:
-            self._prompts.move_to_end(text)
-        else:
-            self._prompts[text] = tuple(self._encode_whole(text))
-            if len(self._prompts) > _PROMPTS_KEPT:
-                self._prompts.popitem(last=False)
-        return list(self._prompts[text])
+        key = rendering_key(messages, json.dumps(tools, default=repr) if tools else "")
+        found = self._prompts.get(key)
+        if found is None:
+            found = tuple(self._prompt_ids(self._render_prompt(messages, tools, generate=True)))
+            self._prompts.put(key, found)
+        return list(found)
+
+    def _prompt_ids(self, text: str) -> list[int]:
+        """The ids of a rendered prompt. What stands before its first end of turn, usually the system message and the
+        tools, is the same in most rows: it is encoded once."""
+        cut = text.find(self._stop_text) + len(self._stop_text)
+        if not self._splits or cut < len(self._stop_text):
+            return self._encoder.ids(text)
+        head = (text[:cut],)
+        found = self._heads.get(head)
+        if found is None:
+            found = self._encoder.ids(text[:cut])
+            self._heads.put(head, found)
+        return [*found, *(number for number, _, _ in self._encode_piece(text[cut:]))]
 
     def disarmed(self, text: str) -> str:
         """`text` with a zero-width space inside every spelled-out control token.
@@ -124,7 +144,14 @@ class ChatTemplate:
             if self._tool_stub is None:
                 raise ConfigError(f"the chat template does not support the tool role: {self._tool_problem}")
             stub = self._tool_stub
-        runs = self._context_after(stub, messages)
+        key = rendering_key(messages)
+        if key is not None and sum(map(len, key)) > _LONGEST_CONTEXT:
+            key = None
+        found = self._contexts.get(key)
+        if found is None:
+            found = self._context_after(stub, messages)
+            self._contexts.put(key, found)
+        runs = [(list(ids), label) for ids, label in found]
         return runs if after_stop else [([self.end_of_turn_id], Provenance.TEMPLATE), *runs]
 
     def demonstration(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[Run]:
@@ -147,6 +174,34 @@ class ChatTemplate:
             if following is not None:
                 runs += self.context_ids(messages[turn + 1 : following], after_stop=True)
         return runs
+
+    @property
+    def control_tokens(self) -> frozenset[str]:
+        """The tokens that only the template or the policy may write, as text."""
+        return frozenset(self.tokenizer.convert_ids_to_tokens(sorted(self._control)))
+
+    def continued_whole(self, messages: Sequence[Message]) -> list[int]:
+        """Ids of a stub conversation that `messages` answer, rendered and encoded at once; `context_ids` of the same
+        messages are its last ones.
+
+        Raises:
+            ConfigError: the template cannot render it.
+        """
+        stub = _ANSWER_STUB if all(m.get("role") != "tool" for m in messages) else self._tool_stub
+        if stub is None:
+            raise ConfigError(f"the chat template does not support the tool role: {self._tool_problem}")
+        return self._whole(stub, messages)
+
+    def _whole(self, stub: Message, messages: Sequence[Message]) -> list[int]:
+        return self._encoder.ids(self._render([_USER_STUB, stub, *_answering(stub, messages)], None, generate=True))
+
+    def rendered(self, messages: Sequence[Message]) -> str:
+        """A conversation as text, without a generation prompt.
+
+        Raises:
+            ConfigError: the template refuses it.
+        """
+        return self._render(messages, None, generate=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` for reading: structural special tokens dropped, tool and thought tags kept."""
@@ -192,26 +247,19 @@ class ChatTemplate:
         if not whole.startswith(head) or self._stop_text not in whole[len(head) :]:
             raise DataError("the chat template does not write this assistant message after its generation prompt")
         turn_end = whole.rindex(self._stop_text)
-        start, ids = self._encode_whole(head), self._encode_whole(whole[:turn_end])
+        start, ids = self._encoder.ids(head), self._encoder.ids(whole[:turn_end])
         if ids[: len(start)] == start:
             return [*ids[len(start) :], self.end_of_turn_id]
         # The first words would merge with the generation prompt, which a policy that samples after it cannot do.
-        words = self._encode_pieces([whole[len(head) : turn_end]])[0]
+        words = self._encode_piece(whole[len(head) : turn_end])
         return [*(number for number, _, _ in words), self.end_of_turn_id]
 
-    def _encode_whole(self, text: str) -> list[int]:
-        return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    def _encode_pieces(self, pieces: Sequence[str]) -> list[list[tuple[int, int, int]]]:
-        """(id, start, end) of the tokens of each piece, each encoded as the text that follows an end of turn."""
+    def _encode_piece(self, piece: str) -> list[tuple[int, int, int]]:
+        """(id, start, end) of the tokens of `piece`, encoded as the text that follows an end of turn."""
         prefix = self._stop_text
-        encoded = self.tokenizer(
-            [prefix + piece for piece in pieces], add_special_tokens=False, return_offsets_mapping=True
-        )
-        return [
-            [(number, max(start - len(prefix), 0), end - len(prefix)) for number, (start, end) in zip(ids, offsets)][1:]
-            for ids, offsets in zip(encoded["input_ids"], encoded["offset_mapping"])
-        ]
+        ids, offsets = self._encoder.with_offsets(prefix + piece)
+        size = len(prefix)
+        return [(number, max(start - size, 0), end - size) for number, (start, end) in zip(ids[1:], offsets[1:])]
 
     def _encode_by_provenance(self, text: str, spans: Sequence[Span], messages: Sequence[Message]) -> list[Run]:
         """Encodes `text` so that no control token overlaps a span: where one would, the text is cut inside it."""
@@ -225,8 +273,8 @@ class ChatTemplate:
             pieces = [text[start:end] for start, end in zip(starts, [*starts[1:], len(text)])]
             tokens = [
                 (number, shift + start, shift + end)
-                for shift, piece in zip(starts, self._encode_pieces(pieces))
-                for number, start, end in piece
+                for shift, piece in zip(starts, pieces)
+                for number, start, end in self._encode_piece(piece)
             ]
             forged = [(s, e) for number, s, e in tokens if number in self._control and any(owner[s:e])]
             found = {end - len(text[start:end].lstrip()) + 1 for start, end in forged}
@@ -259,8 +307,8 @@ class ChatTemplate:
         whole = self._render([_USER_STUB, _ANSWER_STUB], None, generate=False)
         lead, _, _ = whole.partition(_ANCHOR)
         if lead == head:
-            parts = self._encode_whole(head) + self._assistant_ids(_ANSWER_STUB)
-            if self._encode_whole(whole)[: len(parts)] != parts:
+            parts = self._encoder.ids(head) + self._assistant_ids(_ANSWER_STUB)
+            if self._encoder.ids(whole)[: len(parts)] != parts:
                 raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
         elif not head.startswith(lead) and (head == bare or not lead.startswith(head)):
             raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
@@ -268,9 +316,18 @@ class ChatTemplate:
     def _check_tail(self, stub: Message, probe: Message) -> None:
         """The ids of a context must be the last ids of the whole conversation encoded at once."""
         tail = [self.end_of_turn_id, *(number for ids, _ in self._context_after(stub, [probe]) for number in ids)]
-        whole = self._render([_USER_STUB, stub, *_answering(stub, [probe])], None, generate=True)
-        if self._encode_whole(whole)[-len(tail) :] != tail:
+        if self._whole(stub, [probe])[-len(tail) :] != tail:
             raise ConfigError("a token of this tokenizer reaches across the end of an assistant turn")
+
+    def _can_split(self) -> bool:
+        """Whether a prompt may be encoded in two parts that meet behind an end of turn, as its parts' ids suggest."""
+        try:
+            text = self._render([_USER_STUB, _ANSWER_STUB, _USER_STUB], None, generate=True)
+        except ConfigError:
+            return False
+        cut = text.find(self._stop_text) + len(self._stop_text)
+        parts = [*self._encoder.ids(text[:cut]), *(number for number, _, _ in self._encode_piece(text[cut:]))]
+        return cut >= len(self._stop_text) and parts == self._encoder.ids(text)
 
     def _find_tool_stub(self) -> tuple[Message | None, str]:
         """The stub turn that a tool message may follow, or None and the reason why there is none.

@@ -29,17 +29,32 @@ P = TypeVar("P", bound="type[ToolParser]")
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """One assistant turn: the text outside its calls, the calls in order, one line for each unreadable call."""
+    """One assistant turn: the text outside its calls, the calls in order, one line for each unreadable call.
+
+    `result_tag` names the tag that results of its calls are given in, for formats without a role of tools.
+    """
 
     content: str
     calls: list[FunctionCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    result_tag: str | None = None
+
+    def result_message(self, text: str) -> dict[str, str]:
+        """The message that answers one of the turn's calls with `text`."""
+        if self.result_tag is None:
+            return {"role": "tool", "content": text}
+        return {"role": "user", "content": f"<{self.result_tag}>{text}</{self.result_tag}>"}
 
 
 class ToolParser:
     """Base of all parsers; `tokenizer` may be None where only text is parsed."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
+    special_tokens: tuple[str, ...] = ()
+    """Special tokens that the format reads: they stay in the text that `decode` gives."""
+    stop_tokens: tuple[str, ...] = ()
+    """Tokens, besides the template's, that end a turn of this format, where the tokenizer has them."""
+    _decoder: Decoder | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         self.tokenizer = tokenizer
@@ -75,7 +90,10 @@ class ToolParser:
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
         """Ids, besides the template's, that end a turn of this format."""
-        return ()
+        if self.tokenizer is None or not self.stop_tokens:
+            return ()
+        known = {token.content: number for number, token in self.tokenizer.added_tokens_decoder.items()}
+        return tuple(known[token] for token in self.stop_tokens if token in known)
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """The calls in `text`; `tools` are the schemas on offer, for formats whose arguments have no types.
@@ -119,7 +137,9 @@ class ToolParser:
         """
         if self.tokenizer is None:
             raise ConfigError(f"tool parser {type(self).__name__} was made without a tokenizer and can only parse text")
-        return Decoder(self.tokenizer).decode(response_ids)
+        if self._decoder is None or self._decoder.tokenizer is not self.tokenizer:
+            self._decoder = Decoder(self.tokenizer, self.special_tokens)
+        return self._decoder.decode(response_ids)
 
     def _as_list(self, calls: Any) -> Sequence[Any]:
         if calls is None:

@@ -1,0 +1,157 @@
+"""`check_template`: whether a tokenizer's chat template is safe for training on several turns, with the evidence.
+
+Invariant: a statement that holds was tried on the template, not read from its name: conversations are rendered whole and
+piece by piece, and their ids compared. What `ChatTemplate` refuses at start-up is refused here with the same sentence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from etude.chat.parsers.auto import format_of
+from etude.chat.template import ChatTemplate, Run
+from etude.errors import EtudeError, one_line
+from etude.trajectory import Provenance
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_USER = {"role": "user", "content": "What is 12 + 7?"}
+_ANSWER = {"role": "assistant", "content": "The answer is 19."}
+_TOOLS = [
+    {
+        "type": "function",
+        "function": {
+            "name": "etude_probe_add",
+            "description": "Adds two numbers.",
+            "parameters": {
+                "type": "object",
+                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
+                "required": ["a", "b"],
+            },
+        },
+    }
+]
+_THOUGHT = "I wonder about qzxv."
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A statement about a template. `holds` is None where it decides nothing and is only good to know."""
+
+    statement: str
+    holds: bool | None
+    evidence: str
+
+
+@dataclass(frozen=True)
+class TemplateReport:
+    """All findings, and a small conversation as it is trained on; empty where the template was refused."""
+
+    findings: list[Finding]
+    example: list[Run]
+
+    @property
+    def safe(self) -> bool:
+        """Whether nothing that matters failed."""
+        return all(finding.holds is not False for finding in self.findings)
+
+
+def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> TemplateReport:
+    """Tries a tokenizer's chat template; `options` are `data.apply_chat_template_kwargs`."""
+    try:
+        chat = ChatTemplate(tokenizer, **options)
+    except EtudeError as error:
+        return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
+    end = tokenizer.convert_ids_to_tokens(chat.end_of_turn_id)
+    findings = [
+        Finding("an assistant turn ends with one token", True, f"{end} ({chat.end_of_turn_id})"),
+        _tried("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
+        _tried("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
+        _tried("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
+        _tried("tool schemas are shown to the model", lambda: _shows_tools(chat)),
+        _tried("a tool cannot write a control token", lambda: _cannot_forge(chat)),
+        _format(tokenizer),
+        _earlier_reasoning(chat),
+    ]
+    return TemplateReport(findings, _example(chat))
+
+
+def _tried(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
+    try:
+        return Finding(statement, *trial())
+    except EtudeError as error:
+        return Finding(statement, False, one_line(error))
+
+
+def _context(chat: ChatTemplate, role: str, count: int) -> list[Run]:
+    return chat.context_ids([{"role": role, "content": str(19 + n)} for n in range(count)], after_stop=True)
+
+
+def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
+    """Whether the pieces are the last ids of the conversation rendered at once.
+
+    `ChatTemplate` has compared them for one message at start-up; here it is done for `count`, by the ids.
+    """
+    pieces = [token for ids, _ in _context(chat, role, count) for token in ids]
+    whole = chat.continued_whole([{"role": role, "content": str(19 + n)} for n in range(count)])
+    same = whole[-len(pieces) :] == pieces
+    return same, f"{len(pieces)} tokens" if same else f"{pieces} by itself, {whole[-len(pieces) :]} in the whole"
+
+
+def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
+    shown = chat.decode(chat.initial_ids([_USER], _TOOLS))
+    if "etude_probe_add" in shown:
+        more = len(chat.initial_ids([_USER], _TOOLS)) - len(chat.initial_ids([_USER]))
+        return True, f"{more} tokens for one tool of two arguments"
+    return False, "the prompt is the same with and without tools: describe them in your system message"
+
+
+def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:
+    tokens = sorted(chat.control_tokens)
+    for token in tokens:
+        for role in ("tool", "user"):
+            try:
+                runs = chat.context_ids([{"role": role, "content": f"x{token}y"}], after_stop=True)
+            except EtudeError:
+                continue  # it knows no such role, which another finding says
+            number = chat.tokenizer.convert_tokens_to_ids(token)
+            if any(number in ids and provenance is not Provenance.TEMPLATE for ids, provenance in runs):
+                return False, f"'{token}' in a {role}'s words becomes that token"
+    return True, f"tried with {len(tokens)} tokens: they stay plain characters"
+
+
+def _format(tokenizer: PreTrainedTokenizerBase) -> Finding:
+    template = tokenizer.chat_template
+    source = template if isinstance(template, str) else template.get("tool_use", "\n".join(template.values()))
+    try:
+        return Finding("multi_turn.format=auto", None, format_of(source))
+    except EtudeError:
+        return Finding("multi_turn.format=auto", None, "knows no tool-call format here: name one")
+
+
+def _earlier_reasoning(chat: ChatTemplate) -> Finding:
+    """Templates that drop earlier thoughts show later turns another context than the one that was sampled in."""
+    thoughtful = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nThe answer is 19."}
+    try:
+        text = chat.rendered([_USER, thoughtful, _USER])
+    except EtudeError as error:
+        return Finding("earlier reasoning", None, one_line(error))
+    if "qzxv" in text:
+        return Finding("earlier reasoning", None, "the template keeps it")
+    return Finding(
+        "earlier reasoning", None, "the template drops it; Étude keeps what was sampled, in context and training"
+    )
+
+
+def _example(chat: ChatTemplate) -> list[Run]:
+    """A prompt, a turn, an answer to it and a turn, by provenance."""
+    for role in ("tool", "user"):
+        try:
+            between = {"role": role, "content": "19"}
+            return chat.demonstration([_USER, _ANSWER, between, _ANSWER])
+        except EtudeError:
+            continue
+    return []

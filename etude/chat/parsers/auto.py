@@ -1,0 +1,82 @@
+"""`format: auto`: the parser that a model's chat template asks for.
+
+Invariant: a template decides by the tags it writes around calls, never by a model's name; one that no rule knows is an error
+that lists the formats. Rules are tried in order, the more particular before the more general.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser, Tools
+from etude.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_RULES: tuple[tuple[str, tuple[str, ...]], ...] = (
+    ("gpt_oss", ("<|channel|>", "<|message|>")),
+    ("kimi_k2", ("<|tool_call_argument_begin|>",)),
+    ("deepseek_v3", ("tool▁call▁begin", "```json")),
+    ("deepseek_v31", ("tool▁call▁begin",)),
+    ("minimax_m2", ("<minimax:tool_call>",)),
+    ("seed_oss", ("<seed:tool_call>",)),
+    ("glm4_moe", ("<arg_key>",)),
+    ("qwen3_coder", ("<function=", "<tool_call>")),
+    ("gemma", ("<|tool_call>",)),
+    ("gemma", ("<start_function_call>",)),
+    ("gemma", ("```tool_code",)),
+    ("cohere", ("<|START_ACTION|>",)),
+    ("cohere", ("directly_answer",)),
+    ("internlm2", ("<|action_start|>",)),
+    ("mistral", ("[TOOL_CALLS]",)),
+    ("granite", ("<|start_of_role|>",)),
+    ("granite", ("<function_call>",)),
+    ("phi4", ("functools[",)),
+    ("phi4", ("<|/tool|>",)),
+    ("xlam", ('"tool_call_name"',)),
+    ("hermes", ("<tool_call>",)),
+    ("llama4_pythonic", ("<|python_start|>",)),
+    ("pythonic", ("[func_name1(",)),
+    ("llama3_json", ('"parameters":', "<|start_header_id|>")),
+)
+"""(format, what all must stand in the template)."""
+
+
+def format_of(template: str) -> str:
+    """The name of the format that a chat template writes calls in.
+
+    Raises:
+        ConfigError: no rule knows it.
+    """
+    for name, marks in _RULES:
+        if all(mark in template for mark in marks):
+            return name
+    raise ConfigError(
+        "multi_turn.format=auto: the chat template shows no known tool-call format; set one of "
+        f"{', '.join(name for name in TOOL_PARSERS.names() if name != 'auto')}"
+    )
+
+
+@ToolParser.register("auto")
+class AutoToolParser(ToolParser):
+    """Stands for the parser that the tokenizer's chat template asks for, its `parser`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
+        """Finds the parser.
+
+        Raises:
+            ConfigError: there is no tokenizer, it has no template, or no rule knows the template.
+        """
+        super().__init__(tokenizer)
+        template = None if tokenizer is None else tokenizer.chat_template
+        if not template:
+            raise ConfigError("multi_turn.format=auto needs a tokenizer with a chat template; name the format instead")
+        source = template if isinstance(template, str) else template.get("tool_use", "\n".join(template.values()))
+        self.parser = ToolParser.get_tool_parser(format_of(source), tokenizer)
+        self.special_tokens = self.parser.special_tokens
+        self.stop_tokens = self.parser.stop_tokens
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """See the parser's own."""
+        return self.parser.parse(text, tools)

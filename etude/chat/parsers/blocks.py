@@ -1,0 +1,186 @@
+"""`BlockParser`: the one reader of turns in which calls stand in blocks that a tag opens.
+
+Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written. Reasoning is what
+stands between the tags of a thought, what follows an opening one that is never closed, and, where the text has none
+before it, what precedes the first closing one (the prompt opened that thought). Reading takes linear time, as long as
+`read_block` takes time in proportion to what it consumes or to the way to the next tag.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import ClassVar
+
+from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.json_call import Unreadable, call_of, decode, json_end
+from etude.schemas import FunctionCall
+
+
+@dataclass(frozen=True)
+class Malformed:
+    """A call that cannot be read; `reason` is a part of a sentence for the model."""
+
+    reason: str
+
+
+Found = list[FunctionCall | Malformed]
+
+
+class Thought(str):
+    """A piece of a turn that is reasoning."""
+
+    __slots__ = ()
+
+
+Pieces = list[str | FunctionCall | Malformed]
+"""A turn in the order written: words, thoughts, calls and malformed calls."""
+
+
+def any_of(*tags: str) -> re.Pattern[str]:
+    """Finds one of `tags`, the longest that fits."""
+    return re.compile("|".join(re.escape(tag) for tag in sorted(set(tags), key=len, reverse=True)))
+
+
+@dataclass(frozen=True)
+class Block:
+    """What one opening tag led to: calls and malformed ones in order, and where reading goes on."""
+
+    end: int
+    found: Found = field(default_factory=list)
+
+
+class BlockParser(ToolParser):
+    """A subclass names its tags and reads one block.
+
+    `opening` open a block and `closing` end one, `glue` stands around blocks and means nothing, `thoughts` are pairs of
+    tags around reasoning.
+    """
+
+    opening: ClassVar[tuple[str, ...]] = ()
+    glue: ClassVar[tuple[str, ...]] = ()
+    thoughts: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
+    closing: ClassVar[tuple[str, ...]] = ()
+    _tags: ClassVar[re.Pattern[str]]
+    _ends: ClassVar[re.Pattern[str]]
+
+    def __init_subclass__(cls) -> None:
+        """Compiles the tags."""
+        super().__init_subclass__()
+        cls._tags = any_of(*cls.opening, *cls.glue, *(tag for pair in cls.thoughts for tag in pair))
+        cls._ends = any_of(*cls.opening, *cls.closing)
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """The block whose opening `tag` ends at `start`; None where the tag is plain text after all."""
+        raise NotImplementedError
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """Content (everything outside the blocks, reasoning included, stripped), calls and errors of a turn."""
+        return as_response(self.read(text, tools))
+
+    def read(self, text: str, tools: Tools | None = None) -> Pieces:
+        """The pieces of a turn in the order written."""
+        closing_of, closings = dict(self.thoughts), {closing for _, closing in self.thoughts}
+        pieces: Pieces = []
+        position = 0
+        may_close = True
+        while tag := self._tags.search(text, position):
+            name, start, end = tag.group(), tag.start(), tag.end()
+            block = self.read_block(text, name, end, tools) if name in self.opening else None
+            if name in closing_of:
+                close = text.find(closing_of[name], end)
+                end = len(text) if close < 0 else close + len(closing_of[name])
+                pieces += [text[position:start], Thought(text[start:end])]
+                may_close = False
+            elif name in closings and may_close:
+                pieces, may_close = [Thought(text[:end])], False
+            elif block is not None:
+                pieces += [text[position:start], *block.found]
+                end = block.end
+            else:
+                pieces.append(text[position : start if name in self.glue else end])
+            position = end
+        return [*pieces, text[position:]]
+
+
+class JsonBlockParser(BlockParser):
+    """Blocks of JSON: `opening`, an object or a list of objects, and one of `closing`.
+
+    A JSON text that ends decides where its block ends, so that tags inside its strings are text. A block without its
+    closing tag is unreadable, unless it `may_stay_open`: then it ends with its JSON.
+    """
+
+    may_stay_open: ClassVar[bool] = False
+    names: ClassVar[tuple[str, ...]] = ("name",)
+    arguments: ClassVar[tuple[str, ...]] = ("arguments",)
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        begin = skip_space(text, start)
+        end = json_end(text, begin)
+        if end is not None:
+            after = skip_space(text, end)
+            closing = next((each for each in self.closing if text.startswith(each, after)), None)
+            if closing is not None:
+                return Block(after + len(closing), self.read_calls(text[begin:end]))
+            if self.may_stay_open:
+                return Block(end, self.read_calls(text[begin:end]))
+        body, end = until(text, start, self._ends, self.closing)
+        if body is None and not self.may_stay_open:
+            return Block(end, [Malformed(f"it is not closed; end it with {self.closing[0]}")])
+        return Block(end, self.read_calls(text[start:end] if body is None else body))
+
+    def read_calls(self, body: str) -> Found:
+        """The calls of one block's JSON."""
+        return read_each(body, lambda value: call_of(value, self.names, self.arguments))
+
+
+def read_each(body: str, call: Callable[[object], FunctionCall]) -> Found:
+    """What `call` makes of the object in `body`, or of each member of the list in it."""
+    try:
+        value = decode(body)
+    except Unreadable as reason:
+        return [Malformed(str(reason))]
+    return [attempt(call, each) for each in (value if isinstance(value, list) and value else [value])]
+
+
+def attempt(call: Callable[..., FunctionCall], *arguments: object) -> FunctionCall | Malformed:
+    """`call(*arguments)`, or the reason why it is none."""
+    try:
+        return call(*arguments)
+    except Unreadable as reason:
+        return Malformed(str(reason))
+
+
+def until(text: str, start: int, ends: re.Pattern[str], closing: tuple[str, ...]) -> tuple[str | None, int]:
+    """(text from `start` to the next closing tag, its end), or (None, where the next other tag of `ends` or all ends)."""
+    tag = ends.search(text, start)
+    if tag is None:
+        return None, len(text)
+    if tag.group() not in closing:
+        return None, tag.start()
+    return text[start : tag.start()], tag.end()
+
+
+def skip_space(text: str, start: int) -> int:
+    """The first place at or after `start` that is no white space."""
+    space = _SPACE.match(text, start)
+    return start if space is None else space.end()
+
+
+def as_response(pieces: Pieces) -> ParsedResponse:
+    """The words and thoughts as content, the calls, and one line for each that could not be read."""
+    found = [piece for piece in pieces if not isinstance(piece, str)]
+    return ParsedResponse(
+        "".join(piece for piece in pieces if isinstance(piece, str)).strip(),
+        [each for each in found if isinstance(each, FunctionCall)],
+        [
+            f"tool call {n} was not read: {each.reason}"
+            for n, each in enumerate(found, 1)
+            if isinstance(each, Malformed)
+        ],
+    )
+
+
+_SPACE = re.compile(r"\s*")

@@ -1,0 +1,165 @@
+"""The formats of Gemma. Gemma 4 and FunctionGemma write keys bare and texts between marks:
+
+    <|tool_call>call:get_weather{city:<|"|>Beijing<|"|>,days:3}<tool_call|>
+    <start_function_call>call:get_weather{city:<escape>Beijing<escape>}<end_function_call>
+
+Gemma 3 writes Python in a fenced block, a call a line, perhaps inside `print`:
+
+    ```tool_code
+    get_weather(city="Beijing")
+    ```
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+from typing import Any
+
+from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, attempt, skip_space, until
+from etude.chat.parsers.json_call import Unreadable, function_call
+from etude.chat.parsers.pythonic import MAX_CHARS, read_python_call
+from etude.schemas import FunctionCall
+
+_CODE = "```tool_code"
+_CLOSING = {"<|tool_call>": "<tool_call|>", "<start_function_call>": "<end_function_call>", _CODE: "```"}
+_MARKS = ('<|"|>', "<escape>")
+_HEAD = re.compile(r"\s*call:\s*([^\s{<]+)\s*\{")
+_KEY = re.compile(r"([^:{}\[\],<]+):")
+_BARE = re.compile(r"[^,{}\[\]<]+")
+_BETWEEN = re.compile(r"[\s,]*")
+_NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]{1,300})?([eE][+-]?[0-9]{1,3})?")
+_WORDS = {"true": True, "false": False, "null": None}
+_MAX_DEPTH = 64
+
+
+@ToolParser.register("gemma", "gemma4", "functiongemma", "gemma3")
+class GemmaToolParser(BlockParser):
+    """Parser of `call:NAME{…}`, and of Python in `tool_code` blocks."""
+
+    opening = tuple(_CLOSING)
+    closing = tuple(_CLOSING.values())
+    thoughts = (("<|channel>thought", "<channel|>"), ("<think>", "</think>"))
+    special_tokens = (*opening[:2], *closing[:2], *_MARKS, "<|channel>", "<channel|>")
+    stop_tokens = ("<|tool_response>", "<start_function_response>")
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        closing = _CLOSING[tag]
+        if tag != _CODE:
+            try:
+                call, end = _read_call(text, start)
+                if text.startswith(closing, end):
+                    return Block(end + len(closing), [call])
+            except Unreadable:
+                pass  # read again below, up to the next tag
+        body, end = until(text, start, self._ends, (closing,))
+        if body is None:
+            return Block(end, [Malformed(f"it is not closed; end it with {closing}")])
+        return Block(end, _read_code(body) if tag == _CODE else [attempt(_read_whole, body)])
+
+
+def _read_whole(body: str) -> FunctionCall:
+    call, end = _read_call(body, 0)
+    if end < len(body):
+        raise Unreadable("nothing may follow the arguments' closing brace")
+    return call
+
+
+def _read_call(text: str, start: int) -> tuple[FunctionCall, int]:
+    """The call that begins at `start`, and where the next word after it begins."""
+    head = _HEAD.match(text, start)
+    if head is None:
+        raise Unreadable("it must be call:name{key:value}")
+    arguments, end = _read_object(text, head.end(), 1)
+    return function_call(head[1], arguments), skip_space(text, end)
+
+
+def _read_object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
+    held: dict[str, Any] = {}
+    while not text.startswith("}", position := _BETWEEN.match(text, position).end()):  # type: ignore[union-attr]
+        key, position = _read_key(text, position)
+        held[key], position = _read_value(text, position, depth)
+    return held, position + 1
+
+
+def _read_list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
+    held: list[Any] = []
+    while not text.startswith("]", position := _BETWEEN.match(text, position).end()):  # type: ignore[union-attr]
+        value, position = _read_value(text, position, depth)
+        held.append(value)
+    return held, position + 1
+
+
+def _read_key(text: str, position: int) -> tuple[str, int]:
+    mark = next((mark for mark in _MARKS if text.startswith(mark, position)), None)
+    if mark is not None:
+        key, position = _read_marked(text, position, mark)
+        if text.startswith(":", position):
+            return key, position + 1
+    elif (match := _KEY.match(text, position)) is not None:
+        return match[1].strip(), match.end()
+    raise Unreadable("write the arguments as {key:value,key:value} and close every brace")
+
+
+def _read_value(text: str, position: int, depth: int) -> tuple[Any, int]:
+    """The value at `position`; it must be followed by a comma, a closing brace or a closing bracket."""
+    if depth > _MAX_DEPTH:
+        raise Unreadable("it is nested too deeply")
+    position = skip_space(text, position)
+    mark = next((mark for mark in _MARKS if text.startswith(mark, position)), None)
+    value: Any
+    if mark is not None:
+        value, position = _read_marked(text, position, mark)
+    elif text.startswith("{", position):
+        value, position = _read_object(text, position + 1, depth + 1)
+    elif text.startswith("[", position):
+        value, position = _read_list(text, position + 1, depth + 1)
+    elif (bare := _BARE.match(text, position)) is not None:
+        value, position = _bare(bare.group().strip()), bare.end()
+    else:
+        raise Unreadable(f"a value is missing or not marked; write texts as {_MARKS[0]}text{_MARKS[0]}")
+    position = skip_space(text, position)
+    if not text.startswith((",", "}", "]"), position):
+        raise Unreadable("a value must be followed by a comma or a closing brace")
+    return value, position
+
+
+def _read_marked(text: str, position: int, mark: str) -> tuple[str, int]:
+    start = position + len(mark)
+    end = text.find(mark, start)
+    if end < 0:
+        raise Unreadable(f"a text is not closed; end it with {mark}")
+    return text[start:end], end + len(mark)
+
+
+def _bare(word: str) -> Any:
+    if word in _WORDS:
+        return _WORDS[word]
+    number = _NUMBER.fullmatch(word)
+    if number is None:
+        return word
+    return float(word) if number[1] or number[2] else int(word)
+
+
+def _read_code(body: str) -> Found:
+    if len(body) > MAX_CHARS:
+        return [Malformed(f"it is longer than {MAX_CHARS} characters")]
+    try:
+        lines = ast.parse(body.strip()).body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return [Malformed("it is not valid Python; write name(key=value)")]
+    return [attempt(_read_line, line) for line in lines] or [Malformed("it holds no call")]
+
+
+def _read_line(line: ast.stmt) -> FunctionCall:
+    node: ast.AST | None = line.value if isinstance(line, ast.Expr | ast.Assign) else line
+    if (
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id == "print"
+        and len(node.args) == 1
+    ):
+        node = node.args[0]
+    return read_python_call(node)

@@ -1,0 +1,63 @@
+"""The formats of Mistral's models, with thoughts in `[THINK]`:
+
+    [TOOL_CALLS][{"name": "get_weather", "arguments": {"city": "Beijing"}}, …]
+    [TOOL_CALLS]get_weather{"city": "Beijing"}
+    [TOOL_CALLS]get_weather[CALL_ID]a1b2c3d4e[ARGS]{"city": "Beijing"}
+
+The first is that of the tokenizers up to version 7, the others those since version 11. A tag may lead to several calls.
+"""
+
+from __future__ import annotations
+
+import re
+
+from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.blocks import Block, BlockParser, Found, attempt, read_each, skip_space, until
+from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, json_end
+from etude.schemas import FunctionCall
+
+_NAMED = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?(?=\s*\{)")
+
+
+@ToolParser.register("mistral")
+class MistralToolParser(BlockParser):
+    """Parser of calls after `[TOOL_CALLS]`."""
+
+    opening = ("[TOOL_CALLS]",)
+    thoughts = (("[THINK]", "[/THINK]"), ("<think>", "</think>"))
+    special_tokens = ("[TOOL_CALLS]", "[CALL_ID]", "[ARGS]", "[THINK]", "[/THINK]")
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        begin = skip_space(text, start)
+        if text.startswith(("[", "{"), begin) and not text.startswith(self.opening[0], begin):
+            end = json_end(text, begin)
+            if end is not None:
+                return Block(end, read_each(text[begin:end], _listed))
+        found: Found = []
+        position = start
+        while named := _NAMED.match(text, position):
+            begin = skip_space(text, named.end())
+            end = json_end(text, begin)
+            if end is None:
+                break
+            found.append(attempt(_named, named[1], text[begin:end]))
+            position = end
+        if found and not named:
+            return Block(position, found)
+        _, end = until(text, position, self._ends, ())
+        return Block(end, [*found, attempt(_unreadable, text[position:end])])
+
+
+def _listed(value: object) -> FunctionCall:
+    return call_of(value, arguments=("arguments", "parameters"))
+
+
+def _named(name: str, arguments: str) -> FunctionCall:
+    return function_call(name, decode(arguments))
+
+
+def _unreadable(body: str) -> FunctionCall:
+    if body.lstrip().startswith(("[", "{")):
+        decode(body)
+    raise Unreadable('it must be a name and its JSON arguments, or a JSON list of {"name": ..., "arguments": {...}}')

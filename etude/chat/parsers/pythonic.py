@@ -1,0 +1,112 @@
+"""The pythonic formats of Llama 3.2, Llama 4 and others: `[get_weather(city="Beijing"), search(query="x", topk=3)]`.
+
+Llama 4 may put `<|python_start|>` and `<|python_end|>` around the list. Without a tag the turn must begin with the list.
+Values are Python literals, or JSON's true, false and null; nothing is evaluated. Arguments must be named.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+
+from etude.chat.parsers.bare import BareParser
+from etude.chat.parsers.base import ToolParser, Tools
+from etude.chat.parsers.blocks import Block, Found, Malformed, attempt, skip_space, until
+from etude.chat.parsers.json_call import Unreadable, function_call
+from etude.schemas import FunctionCall
+
+MAX_CHARS = 100_000  # of a list of calls: Python's parser is not made for hostile text
+_TOKEN = re.compile(
+    r"""[\s\w.,:=+-]+|"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'|[()\[\]{}]""",
+    re.DOTALL,
+)
+_STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
+_JSON_NAMES = {"true": True, "false": False, "null": None}
+
+
+@ToolParser.register("pythonic", "llama4_pythonic", "llama4")
+class PythonicToolParser(BareParser):
+    """Parser of a list of Python calls."""
+
+    opening = ("<|python_start|>",)
+    closing = ("<|python_end|>",)
+    special_tokens = (*opening, *closing)
+    bare = re.compile(r"\s*\[\s*[A-Za-z_][\w.-]*\s*\(")
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        begin = skip_space(text, start)
+        end = _list_end(text, begin)
+        if end is not None:
+            after = skip_space(text, end)
+            closed = text.startswith(self.closing[0], after)
+            return Block(after + len(self.closing[0]) if closed else end, read_python_calls(text[begin:end]))
+        body, end = until(text, start, self._ends, self.closing)
+        return Block(end, read_python_calls((text[start:end] if body is None else body).strip()))
+
+
+def read_python_calls(body: str) -> Found:
+    """The calls in a Python list of calls, or one reason why it is none."""
+    try:
+        tree = _parsed(body)
+    except Unreadable as reason:
+        return [Malformed(str(reason))]
+    if not isinstance(tree, ast.List) or not tree.elts:
+        return [Malformed('it must be a list of calls such as [name(key="value")]')]
+    return [attempt(read_python_call, each) for each in tree.elts]
+
+
+def _parsed(body: str) -> ast.expr:
+    if len(body) > MAX_CHARS:
+        raise Unreadable(f"it is longer than {MAX_CHARS} characters")
+    try:
+        return ast.parse(body, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        raise Unreadable('it is not valid Python; write [name(key="value")]') from None
+
+
+def read_python_call(node: ast.AST | None) -> FunctionCall:
+    """The call in a syntax tree.
+
+    Raises:
+        Unreadable: it is none, an argument has no name, or a value is no literal.
+    """
+    if not isinstance(node, ast.Call) or not isinstance(node.func, ast.Name | ast.Attribute):
+        raise Unreadable('it must be a call such as name(key="value")')
+    name = ast.unparse(node.func)
+    if node.args or any(keyword.arg is None for keyword in node.keywords):
+        raise Unreadable(f"the arguments of '{name[:100]}' must be named: {name[:100]}(key=value)")
+    try:
+        return function_call(name, {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords})
+    except RecursionError:
+        raise Unreadable("it is nested too deeply") from None
+
+
+def _literal(node: ast.expr) -> object:
+    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
+        return node.value
+    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
+        return _JSON_NAMES[node.id]
+    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
+        value = node.operand.value
+        if isinstance(value, int | float) and not isinstance(value, bool):
+            return -value
+    if isinstance(node, ast.List | ast.Tuple):
+        return [_literal(each) for each in node.elts]
+    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
+        keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
+        return dict(zip(keys, map(_literal, node.values)))
+    raise Unreadable("a value must be a literal: a text, number, list or dict")
+
+
+def _list_end(text: str, start: int) -> int | None:
+    """Where the list that begins at `text[start]` ends; None if it is none, or does not end."""
+    if not text.startswith("[", start):
+        return None
+    depth, position = 0, start
+    while token := _TOKEN.match(text, position):
+        position = token.end()
+        depth += _STEP.get(token.group(), 0)
+        if depth == 0:
+            return position
+    return None

@@ -1,0 +1,90 @@
+"""RL-Factory's rules: `<tool_call>` blocks of JSON5, and an `<answer>` that ends the conversation.
+
+`read_tools` gives what RL-Factory's tool managers work with: a block that cannot be read is the tool `<empty>`. As a parser
+of the loop the same block is an error, so that the model is told. `rl_factory` lets an answer win over calls in the same
+turn, as RL-Factory does; `rl_factory_calls_first` lets the calls win. Reasoning is never read for either.
+
+JSON5 (comments, single quotes, trailing commas) is tried where JSON fails, up to `MAX_JSON5_CHARS`.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any, ClassVar
+
+from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.blocks import Found, JsonBlockParser, Pieces, Thought, as_response, attempt
+from etude.chat.parsers.json_call import Unreadable, call_of, decode
+from etude.schemas import FunctionCall
+
+EMPTY_TOOL = {"name": "<empty>", "args": "# Extract the tool name failed"}
+MAX_JSON5_CHARS = 5000  # the reader of JSON5 is slow and not made for hostile text
+_ANSWER = re.compile(r"<answer>((?:(?!<answer>).)*?)</answer>", re.DOTALL)
+
+
+@ToolParser.register("rl_factory")
+class RLFactoryToolParser(JsonBlockParser):
+    """Parser in which an answer wins over calls."""
+
+    opening = ("<tool_call>",)
+    closing = ("</tool_call>",)
+    answer_first: ClassVar[bool] = True
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """See `BlockParser.parse`; a turn that answers makes no calls."""
+        pieces = self.read(text, tools)
+        if self.answer_first and _answers(pieces):
+            return ParsedResponse(text.strip())
+        return as_response(pieces)
+
+    def read_calls(self, body: str) -> Found:
+        """The one call of a block."""
+        return [attempt(_read_call, body)]
+
+
+@ToolParser.register("rl_factory_calls_first")
+class CallsFirstToolParser(RLFactoryToolParser):
+    """Parser in which calls win over an answer in the same turn."""
+
+    answer_first = False
+
+
+def final_answer(text: str) -> str | None:
+    """What stands in the last `<answer>…</answer>` outside reasoning, stripped; None without one."""
+    answers = _answers(RLFactoryToolParser().read(text))
+    return answers[-1].strip() if answers else None
+
+
+def read_tools(text: str) -> list[dict[str, str]]:
+    """The tools that a turn asks for, `{"name", "args"}` each, in order; unreadable ones are `EMPTY_TOOL`."""
+    return [
+        {"name": piece.name, "args": piece.arguments} if isinstance(piece, FunctionCall) else dict(EMPTY_TOOL)
+        for piece in RLFactoryToolParser().read(text)
+        if not isinstance(piece, str)
+    ]
+
+
+def _answers(pieces: Pieces) -> list[str]:
+    words = [piece for piece in pieces if isinstance(piece, str) and not isinstance(piece, Thought)]
+    return [answer for piece in words for answer in _ANSWER.findall(piece)]
+
+
+def _read_call(body: str) -> FunctionCall:
+    try:
+        return call_of(decode(body))
+    except Unreadable as reason:
+        value = _json5_or_none(body)
+        if not isinstance(value, dict):
+            raise reason from None
+        return call_of(value)
+
+
+def _json5_or_none(body: str) -> Any:
+    if len(body) > MAX_JSON5_CHARS:
+        return None
+    import json5  # here: no other format needs it
+
+    try:
+        return json5.loads(body)
+    except (ValueError, RecursionError):
+        return None

@@ -1,0 +1,88 @@
+"""Search-R1's format: `<search> query </search>` asks the tool that takes one text, `<answer> … </answer>` ends.
+
+The results are given between `<information>` tags. The first search or answer after the reasoning counts, as there; further
+searches of the turn are calls, too. Rows that write the query bare in `<tool_call>` tags are read likewise, and answered
+as the template answers a tool call; an object in these tags is a call as in the Hermes format.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.blocks import Block, BlockParser, Malformed, Thought, as_response, attempt, until
+from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call
+from etude.schemas import FunctionCall
+
+_CLOSING = {"<search>": "</search>", "<tool_call>": "</tool_call>"}
+_ANSWER = re.compile(r"<answer>(?:(?!<answer>).)*?</answer>", re.DOTALL)
+
+
+@ToolParser.register("search_r1")
+class SearchR1ToolParser(BlockParser):
+    """Parser of bare queries; `tools` say which tool takes them and under which name."""
+
+    opening = tuple(_CLOSING)
+    closing = tuple(_CLOSING.values())
+    thoughts = (("<think>", "</think>"), ("<information>", "</information>"))
+    special_tokens = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
+    stop_tokens = ("</search>", "</answer>")
+
+    def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
+        """See `BlockParser.parse`; a turn whose answer comes first makes no calls."""
+        pieces = self.read(text, tools)
+        words = [piece for piece in pieces if not isinstance(piece, Thought)]
+        before = itertools.takewhile(lambda piece: isinstance(piece, str), words)
+        if any(_ANSWER.search(str(piece)) for piece in before):
+            return ParsedResponse(text.strip())
+        return replace(as_response(pieces), result_tag="information" if "<search>" in text else None)
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        body, end = until(text, start, self._ends, (_CLOSING[tag],))
+        if body is None:
+            return Block(end, [Malformed(f"it is not closed; end it with {_CLOSING[tag]}")])
+        return Block(end, [attempt(_read_query, body, tag, tools)])
+
+
+def _read_query(body: str, tag: str, tools: Tools | None) -> FunctionCall:
+    if not body.strip():
+        raise Unreadable("the query is empty")
+    if tag == "<tool_call>" and body.lstrip().startswith("{"):
+        return call_of(decode(body))
+    name, argument, is_list = text_argument(tools)
+    return function_call(name, {argument: [body.strip()] if is_list else body.strip()})
+
+
+def text_argument(tools: Tools | None) -> tuple[str, str, bool]:
+    """(tool, argument, whether the argument is a list of texts) of the tool that takes one text.
+
+    Of several the one named `search` is meant, else the first; without schemas it is `search(query)`.
+
+    Raises:
+        Unreadable: no tool takes one text.
+    """
+    if tools is None:
+        return "search", "query", False
+    fitting = [found for tool in tools if (found := _one_text(tool)) is not None]
+    if not fitting:
+        raise Unreadable("none of the tools takes a single text; call one with its arguments")
+    return next((found for found in fitting if found[0] == "search"), fitting[0])
+
+
+def _one_text(tool: Any) -> tuple[str, str, bool] | None:
+    function = tool.get("function", tool) if isinstance(tool, Mapping) else {}
+    parameters = function.get("parameters") or {}
+    properties = parameters.get("properties") or {}
+    wanted = parameters.get("required") or list(properties)
+    if len(wanted) != 1 or wanted[0] not in properties:
+        return None
+    schema = properties[wanted[0]]
+    if schema.get("type") == "string":
+        return function["name"], wanted[0], False
+    is_list = schema.get("type") == "array" and (schema.get("items") or {}).get("type", "string") == "string"
+    return (function["name"], wanted[0], True) if is_list else None

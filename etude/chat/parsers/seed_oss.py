@@ -1,0 +1,25 @@
+"""The format of Seed-OSS, as elements, with thoughts in `<seed:think>`:
+
+    <seed:tool_call>
+    <function=get_weather>
+    <parameter=city>Beijing</parameter>
+    </function>
+    </seed:tool_call>
+
+Texts are not quoted; the tool's schema tells their types.
+"""
+
+from __future__ import annotations
+
+from etude.chat.parsers.base import ToolParser
+from etude.chat.parsers.qwen3_coder import Qwen3CoderToolParser
+
+
+@ToolParser.register("seed_oss", "seed")
+class SeedOssToolParser(Qwen3CoderToolParser):
+    """Parser of `<function=…>` elements in `<seed:tool_call>` tags."""
+
+    opening = ("<seed:tool_call>",)
+    closing = ("</seed:tool_call>",)
+    thoughts = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
+    special_tokens = ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")

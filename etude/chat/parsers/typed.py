@@ -1,0 +1,77 @@
+"""Arguments that a format writes as plain text, read as the tool's schema says.
+
+Invariant: no text is lost: one that is no value of the types its schema allows stays a text, so that whoever checks the
+arguments can say what is wrong with it. Nothing is evaluated.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from etude.chat.parsers.base import Tools
+from etude.chat.parsers.json_call import Unreadable, decode
+
+_KINDS: dict[str, type | tuple[type, ...]] = {
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+    "null": type(None),
+    "array": list,
+    "object": dict,
+}
+
+
+def properties_of(tools: Tools | None, name: str) -> dict[str, Any]:
+    """Schemas of the arguments of the tool `name`; empty where it is unknown or has none."""
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if function is not None and function.get("name") == name:
+            parameters = function.get("parameters")
+            properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
+            return dict(properties) if isinstance(properties, Mapping) else {}
+    return {}
+
+
+def typed_value(text: str, schema: object) -> Any:
+    """`text` as a value that `schema` allows, else `text` itself; without a type in the schema, `text` itself."""
+    kinds = _types(schema)
+    if not kinds or kinds == {"string"}:
+        return text
+    try:
+        value = decode(text.strip().lower() if text.strip() in ("True", "False", "None") else text)
+    except Unreadable:
+        return None if text.strip() == "None" and "null" in kinds else text
+    return value if any(_is(value, kind) for kind in kinds) else text
+
+
+def json_or_text(text: str) -> Any:
+    """The JSON value in `text`, else `text` itself: for formats that quote no texts and come without a schema."""
+    try:
+        return decode(text)
+    except Unreadable:
+        return text
+
+
+def _types(schema: object) -> set[str]:
+    """The JSON types that a schema names, in `type`, `enum`, `const`, `anyOf` or `oneOf`."""
+    if not isinstance(schema, Mapping):
+        return set()
+    declared = schema.get("type")
+    found = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set()
+    for key in ("anyOf", "oneOf"):
+        for branch in schema.get(key) or ():
+            found |= _types(branch)
+    if not found:
+        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        found = {kind for value in values for kind in ("string", *_KINDS) if _is(value, kind)}
+    return found
+
+
+def _is(value: object, kind: str) -> bool:
+    if kind == "string":
+        return isinstance(value, str)
+    if isinstance(value, bool) or (isinstance(value, float) and not math.isfinite(value)):
+        return kind == "boolean" and isinstance(value, bool)
+    return kind in _KINDS and isinstance(value, _KINDS[kind])

@@ -1,0 +1,72 @@
+"""`etude chat check`: whether a model's chat template is safe for training, before anything is trained.
+
+Invariant: exit status 0 means that it is; 1 that it is not.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.chat.check import Finding
+    from etude.chat.template import Run
+
+_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
+
+
+@click.group()
+def chat() -> None:
+    """Look at a model's chat template."""
+
+
+@chat.command()
+@click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
+@click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the tokenizer.")
+@click.option("--tokens/--no-tokens", default=True, help="Whether to print a conversation token by token.")
+def check(model: Path, trust_remote_code: bool, tokens: bool) -> int:
+    """Try the chat template of MODEL, the folder of a model or tokenizer.
+
+    Says whether conversations of several turns are trained on exactly the ids that the engine saw and sampled, and shows
+    a small one token by token: green is what the policy would sample, cyan a tool's words, yellow a user's, grey what
+    the template writes.
+    """
+    from rich.console import Console
+
+    from etude.chat.check import check_template
+    from etude.models import load_tokenizer
+
+    tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
+    report = check_template(tokenizer)
+    console = Console(highlight=False)
+    for finding in report.findings:
+        _print_finding(console, finding)
+    if tokens:
+        _print_tokens(console, report.example, tokenizer)
+    verdict = "safe for training on several turns" if report.safe else "NOT safe for training on several turns"
+    console.print(f"[bold]{verdict}[/bold]")
+    return int(not report.safe)
+
+
+def _print_finding(console: Console, finding: Finding) -> None:
+    from rich.text import Text
+
+    mark, colour = {True: ("✓", "green"), False: ("✗", "bold red"), None: ("·", "default")}[finding.holds]
+    console.print(Text.assemble((f"{mark} {finding.statement}", colour), (f"  {finding.evidence}", "default")))
+
+
+def _print_tokens(console: Console, runs: list[Run], tokenizer: object) -> None:
+    from rich.text import Text
+
+    decode = tokenizer.decode  # type: ignore[attr-defined]
+    line = Text()
+    for ids, provenance in runs:
+        for token in ids:
+            line.append(decode([token]).replace("\n", "⏎"), style=f"{_COLOURS[provenance.value]} underline")
+            line.append("·", style="bright_black")
+    if line:
+        console.print(line)

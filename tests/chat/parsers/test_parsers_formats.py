@@ -1,0 +1,326 @@
+"""What each format tells of calls that it cannot read, what it takes for text, and time that grows with the text alone."""
+
+import json
+
+import pytest
+from parsers_formats import FORMATS
+
+from etude.chat import TOOL_PARSERS, ToolParser
+
+
+def parse(name, text, tools=None):
+    return ToolParser.get_tool_parser(name).parse(text, tools)
+
+
+def calls_of(parsed):
+    return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
+
+
+MALFORMED = [
+    ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "invalid JSON"),
+    ("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "it holds no function"),
+    ("qwen3_coder", "<tool_call><function=></function></tool_call>", "the function has no name"),
+    ("seed_oss", "<seed:tool_call>get_weather</seed:tool_call>", "it holds no function"),
+    ("minimax_m2", "<minimax:tool_call></minimax:tool_call>", "it holds no function"),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"></minimax:tool_call>',
+        "'f' is not closed; end it with </invoke>",
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">1</invoke></minimax:tool_call>',
+        "the argument 'a' is not closed",
+    ),
+    ("minimax_m2", '<minimax:tool_call><invoke name="f"></invoke>', "end it with </minimax:tool_call>"),
+    ("glm4_moe", "<tool_call></tool_call>", "name must come first"),
+    ("glm4_moe", "<tool_call>get weather</tool_call>", "name must come first"),
+    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key></tool_call>", "write each argument as"),
+    ("glm4_moe", "<tool_call>f<arg_value>a</arg_value></tool_call>", "write each argument as"),
+    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key><arg_value>1</arg_value>x</tool_call>", "write each argument as"),
+    ("glm4_moe", "<tool_call>f", "not closed"),
+    ("llama3_json", '{"name": "f", "parameters": {"a": }}', "invalid JSON"),
+    ("llama3_json", '{"name": "f"}', '"parameters" is missing'),
+    ("llama3_json", '{"parameters": {}}', '"name" is missing'),
+    ("llama3_json", "<|python_tag|>print(1)", "it must be a JSON object"),
+    ("llama3_json", '{"name": "f", "parameters": {}}; {"name": "g", "param', "invalid JSON"),
+    ("pythonic", '[f(a="x]', "not valid Python"),
+    ("pythonic", "[f(1)]", "must be named: f(key=value)"),
+    ("pythonic", "[f(**x)]", "must be named"),
+    ("pythonic", "[f(a=g())]", "a value must be a literal"),
+    ("pythonic", "[f(a=__import__('os').system('true'))]", "a value must be a literal"),
+    ("pythonic", "[f(a=1), 2]", "it must be a call such as"),
+    ("pythonic", "[f(a=1e999)]", "out of range"),
+    ("pythonic", "[f(a=" + "[" * 300 + "]" * 300 + ")]", "not valid Python"),
+    ("llama4", "<|python_start|>f(a=1)<|python_end|>", "it must be a list of calls"),
+    ("mistral", "[TOOL_CALLS]", "it must be a name and its JSON arguments"),
+    ("mistral", '[TOOL_CALLS][{"name": "f"', "invalid JSON"),
+    ("mistral", "[TOOL_CALLS]f{a: 1}", "it must be a name and its JSON arguments"),
+    ("mistral", '[TOOL_CALLS]f["a"]', "it must be a name and its JSON arguments"),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>f<｜tool▁call▁end｜>", "it must begin with the function's name"),
+    (
+        "deepseek_v3",
+        "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{a}\n```<｜tool▁call▁end｜>",
+        "invalid JSON",
+    ),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>\n```json\n{}\n```<｜tool▁call▁end｜>", "no name"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>[1]<｜tool▁call▁end｜>", "must be a JSON object"),
+    ("deepseek_v31", "<｜tool▁call▁begin｜>f<｜tool▁sep｜>{}", "not closed; end it with <｜tool▁call▁end｜>"),
+    (
+        "kimi_k2",
+        "<|tool_call_begin|>f<|tool_call_argument_begin|>{}<|tool_call_end|>",
+        "must be named functions.name:0",
+    ),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0 {}<|tool_call_end|>", "it must begin with"),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>x<|tool_call_end|>", "invalid JSON"),
+    ("kimi_k2", "<|tool_call_begin|>functions.f:0<|tool_call_argument_begin|>{}", "not closed"),
+    ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>x<|call|>", "invalid JSON"),
+    ("gpt_oss", "<|channel|>commentary to=browser.search<|message|>{}<|call|>", "must go to=functions.NAME"),
+    ("gpt_oss", "<|channel|>commentary to=functions.f", "no <|message|>"),
+    ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}<|start|>assistant", "end it with <|call|>"),
+    ("phi4", 'functools[{"name": "f"}]', '"arguments" is missing'),
+    ("phi4", "functools[f(1)]", "invalid JSON"),
+    ("granite", "<|tool_call|>f", "invalid JSON"),
+    ("granite", '<tool_call>[{"name": "f", "arguments": 3}]', "must be a JSON object"),
+    ("internlm2", "<|action_start|><|plugin|>f<|action_end|>", "invalid JSON"),
+    ("xlam", '[{"name": "f", "arguments": {}', "invalid JSON"),
+    ("xlam", '```json\n[{"name": "f"}]\n```', '"arguments" is missing'),
+    ("cohere", '<|START_ACTION|>[{"tool_name": "f"}]<|END_ACTION|>', '"parameters" is missing'),
+    ("cohere", '<|START_ACTION|>[{"tool_name": "f", "parameters": {}}]', "not closed"),
+    ("gemma", "<|tool_call>f{}<tool_call|>", "it must be call:name"),
+    ("gemma", '<|tool_call>call:f{a:<|"|>x}<tool_call|>', "a text is not closed"),
+    ("gemma", "<|tool_call>call:f{a}<tool_call|>", "write the arguments as {key:value"),
+    ("gemma", "<|tool_call>call:f{a:1}x<tool_call|>", "nothing may follow"),
+    ("gemma", "<|tool_call>call:f{a:" + "[" * 100 + "]" * 100 + "}<tool_call|>", "nested too deeply"),
+    ("gemma", "<|tool_call>call:f{a:1}", "end it with <tool_call|>"),
+    ("gemma", "```tool_code\nf(1)\n```", "must be named"),
+    ("gemma", "```tool_code\nimport os\n```", "it must be a call such as"),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "reason"), MALFORMED)
+def test_a_call_that_cannot_be_read_is_told_in_one_line(name, text, reason):
+    parsed = parse(name, text)
+    assert len(parsed.errors) == 1, parsed
+    assert reason in parsed.errors[0]
+    assert "\n" not in parsed.errors[0]
+    assert len(parsed.errors[0]) < 300
+    assert len(parsed.calls) <= 1
+
+
+PLAIN = [
+    ("llama3_json", '{"answer": 42}'),
+    ("llama3_json", 'The call would be {"name": "f", "parameters": {}}.'),
+    ("pythonic", "[1, 2, 3]"),
+    ("pythonic", "Use [f(a=1)] for that."),
+    ("pythonic", "[see f(x)]"),
+    ("phi4", "Use functools.partial or functools here."),
+    ("xlam", "```python\nprint([1])\n```"),
+    ("xlam", '```json\n{"answer": 1}\n```'),
+    ("xlam", "[1] says so"),
+    ("internlm2", "<|action_start|><|interpreter|>print(1)"),
+    ("hermes", "</tool_call> {}"),
+    ("mistral", "[TOOL] calls"),
+    ("gpt_oss", "to=functions.f {}"),
+    ("gemma", "```python\nf(a=1)\n```"),
+    ("glm4_moe", "<arg_key>a</arg_key>"),
+    ("kimi_k2", "functions.f:0"),
+    ("deepseek_v31", "f<｜tool▁sep｜>{}"),
+]
+
+
+@pytest.mark.parametrize(("name", "text"), PLAIN)
+def test_what_only_looks_like_a_call_is_text(name, text):
+    parsed = parse(name, text)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
+
+
+SPELLINGS = [
+    ("qwen3_coder", "<tool_call><function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
+    ("qwen3_coder", "<tool_call><function=f></function><function=g></function></tool_call>", [("f", {}), ("g", {})]),
+    ("minimax_m2", "<minimax:tool_call><invoke name='f'></invoke></minimax:tool_call>", [("f", {})]),
+    ("llama3_json", '{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
+    ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', [("f", {})]),
+    ("pythonic", "[f(a=true, b=null, c=-1.5, d=(1, 2))]", [("f", {"a": True, "b": None, "c": -1.5, "d": [1, 2]})]),
+    ("pythonic", "[math.gcd(a=4, b=6)]", [("math.gcd", {"a": 4, "b": 6})]),
+    ("mistral", '[TOOL_CALLS] [{"name": "f", "parameters": {}}]', [("f", {})]),
+    ("deepseek_v3", "<｜tool▁call▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n``` <｜tool▁call▁end｜>", [("f", {})]),
+    ("kimi_k2", "<|tool_call_begin|> f:12 <|tool_call_argument_begin|> {} <|tool_call_end|>", [("f", {})]),
+    ("kimi_k2", "<|tool_call_begin|>functions.a.b:1<|tool_call_argument_begin|>{}<|tool_call_end|>", [("a.b", {})]),
+    ("gpt_oss", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>", [("f", {})]),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", [("f", {})]),
+    ("internlm2", '<|action_start|><|plugin|>{"name": "f", "arguments": {}}', [("f", {})]),
+    ("cohere", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]\n```', [("f", {})]),
+    ("cohere", 'Action: ```json\n[{"tool_name": "directly-answer", "parameters": {}}]\n```', []),
+    ("gemma", "<|tool_call>call:f{a:word,b:10:30,}<tool_call|>", [("f", {"a": "word", "b": "10:30"})]),
+    ("gemma", "```tool_code\nprint(f(a=1))\ng(b='x')\n```", [("f", {"a": 1}), ("g", {"b": "x"})]),
+    ("xlam", '<think>x</think>[{"name": "f", "arguments": {}}]', [("f", {})]),
+    ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", {})]),
+    ("xlam", '[TOOL_CALLS][{"name": "f", "arguments": {}}]', [("f", {})]),
+]
+
+
+@pytest.mark.parametrize(("name", "text", "calls"), SPELLINGS)
+def test_spellings_that_upstreams_accept(name, text, calls):
+    parsed = parse(name, text)
+    assert (calls_of(parsed), parsed.errors, parsed.content.replace("<think>x</think>", "")) == (calls, [], "")
+
+
+def test_the_form_of_the_documents():
+    text = (
+        '<|tool▁calls▁begin|>\n<|tool▁call▁begin|>\nget_weather<|tool▁sep|>{"location": "北京"}\n<|tool▁call▁end|>\n'
+        '<|tool▁call▁begin|>\nget_weather<|tool▁sep|>{"location": "上海"}\n<|tool▁call▁end|>\n<|tool▁calls▁end|>'
+    )
+    parsed = parse("deepseek_v31", text)
+    assert calls_of(parsed) == [("get_weather", {"location": "北京"}), ("get_weather", {"location": "上海"})]
+    assert (parsed.errors, parsed.content) == ([], "")
+
+
+def test_harmony_shows_what_a_user_sees():
+    parsed = parse(
+        "gpt_oss",
+        "<|channel|>analysis<|message|>to=functions.no {}<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
+        '<|end|><|start|>assistant<|channel|>commentary to=functions.f<|message|>{"a": "<|call|>"}<|call|>',
+    )
+    assert (parsed.content, calls_of(parsed), parsed.errors) == ("I look.", [("f", {"a": "<|call|>"})], [])
+    parsed = parse(
+        "gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
+    )
+    assert (parsed.content, parsed.calls) == ("42", [])
+
+
+@pytest.mark.parametrize(
+    ("name", "thought"),
+    [
+        ("seed_oss", "<seed:think>{}</seed:think>"),
+        ("cohere", "<|START_THINKING|>{}<|END_THINKING|>"),
+        ("mistral", "[THINK]{}[/THINK]"),
+    ],
+)
+def test_thoughts_with_tags_of_their_own(name, thought):
+    text = FORMATS["mistral v3" if name == "mistral" else name].render([("f", {})])
+    parsed = parse(name, thought.format(f"maybe {text}") + text)
+    assert calls_of(parsed) == [("f", {})]
+    assert parsed.content == thought.format(f"maybe {text}")
+
+
+TYPED = {
+    "properties": {
+        "s": {"type": "string"},
+        "i": {"type": "integer"},
+        "n": {"type": "number"},
+        "b": {"type": "boolean"},
+        "o": {"type": "object"},
+        "l": {"type": "array"},
+        "m": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+        "e": {"enum": ["1", "2"]},
+        "k": {"enum": [1, 2]},
+        "u": {"type": ["integer", "string"]},
+        "x": {},
+    }
+}
+VALUES = [
+    *[
+        ("s", "1", "1"),
+        ("s", "null", "null"),
+        ("i", "7", 7),
+        ("i", "7.5", "7.5"),
+        ("i", "x", "x"),
+        ("i", "true", "true"),
+    ],
+    *[("n", "7", 7), ("n", "-1e3", -1000.0), ("n", "1e999", "1e999"), ("n", "NaN", "NaN"), ("b", "true", True)],
+    *[
+        ("b", "False", False),
+        ("b", "1", "1"),
+        ("o", '{"a": 1}', {"a": 1}),
+        ("o", "[1]", "[1]"),
+        ("l", "[1, null]", [1, None]),
+    ],
+    *[("m", "null", None), ("m", "None", None), ("m", "3", 3), ("e", "1", "1"), ("k", "1", 1), ("u", "3", 3)],
+    *[("u", "three", "three"), ("x", "3", "3"), ("unknown", "3", "3")],
+]
+
+
+@pytest.mark.parametrize(("key", "text", "value"), VALUES)
+def test_the_schema_says_what_a_bare_text_means(key, text, value):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": TYPED}}]
+    written = f"<tool_call><function=f><parameter={key}>\n{text}\n</parameter></function></tool_call>"
+    [(_, arguments)] = calls_of(parse("qwen3_coder", written, tools))
+    assert arguments == {key: value}
+    assert type(arguments[key]) is type(value)
+
+
+def test_glm_reads_json_where_no_schema_says_otherwise():
+    pairs = "<arg_key>a</arg_key><arg_value>[1]</arg_value><arg_key>b</arg_key><arg_value>x y</arg_value>"
+    written = f"<tool_call>f{pairs}</tool_call>"
+    assert calls_of(parse("glm4_moe", written)) == [("f", {"a": [1], "b": "x y"})]
+    tools = [{"name": "f", "parameters": {"properties": {"a": {"type": "string"}}}}]
+    assert calls_of(parse("glm4_moe", written, tools)) == [("f", {"a": "[1]", "b": "x y"})]
+
+
+HOSTILE = [
+    *("<tool_call>", "<think>", "</think>", "<tool_call>{", '<tool_call>{"a":"', "<tool_call><function=f>"),
+    *(
+        "<function=f><parameter=a>",
+        "<parameter=a>x</parameter>",
+        "<tool_call>f<arg_key>",
+        "<arg_key>a</arg_key> <arg_value>",
+    ),
+    *("<|python_tag|>{", "[TOOL_CALLS]", "[TOOL_CALLS][", "[TOOL_CALLS]f{", "[TOOL_CALLS]f,", "<｜tool▁call▁begin｜>"),
+    *("<｜tool▁call▁begin｜>f<｜tool▁sep｜>{", "<|start|>", "<|tool_call_begin|>f:0<|tool_call_argument_begin|>{"),
+    *(
+        "<|channel|>commentary to=functions.f<|message|>",
+        "functools[",
+        "\n \n",
+        "<|channel|>",
+        "<|message|>",
+        "<|tool_call|>[",
+    ),
+    *("<|action_start|><|plugin|>{", "```json\n[{", "<|START_ACTION|>[{", "<|tool_call>", '<|tool_call>call:f{a:<|"|>'),
+    *(
+        "<|tool_call>call:f{a:[",
+        "call:f{a:b,",
+        "```tool_code\n",
+        "<|python_start|>[f(",
+        "<|python_start|>[f('",
+        '"',
+        "\\",
+    ),
+    *(
+        '<minimax:tool_call><invoke name="f">',
+        '<parameter name="a">',
+        "<seed:tool_call><function=f>",
+        "<search>",
+        "<answer>",
+    ),
+    *("[f(a=", "(", "<escape>", " ", "<information>", "to=functions.f ", '{"name": "f", "parameters": {}};'),
+]
+
+
+@pytest.mark.parametrize("name", sorted({style.name for style in FORMATS.values()} | {"search_r1"}))
+def test_hostile_repetition_ends(name):
+    parser = ToolParser.get_tool_parser(name)
+    openings = {style.opening for style in FORMATS.values() if style.name == name} | {""}
+    lengths = dict.fromkeys(HOSTILE, 15_000) | dict.fromkeys(openings - {""}, 100_000)
+    for unit, length in lengths.items():
+        for opening in openings:
+            parsed = parser.parse(opening + unit * (length // len(unit)))
+            assert all(len(error) < 300 for error in parsed.errors)
+
+
+def test_every_format_of_the_list_is_there():
+    assert {
+        *(
+            "hermes",
+            "qwen",
+            "qwen3_coder",
+            "llama3_json",
+            "llama4",
+            "pythonic",
+            "mistral",
+            "deepseek_v3",
+            "deepseek_v3.1",
+        ),
+        *("kimi_k2", "glm4_moe", "gpt_oss", "minimax_m2", "seed_oss", "phi4", "granite", "internlm2", "xlam", "cohere"),
+        *("command", "gemma", "search_r1", "rl_factory", "auto"),
+    } <= set(TOOL_PARSERS.names())

@@ -1,0 +1,89 @@
+"""The quick ways of encoding and decoding give what the tokenizer's own calls give, and what is kept is what it was."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.chat import ChatTemplate
+from etude.chat.decoding import Decoder
+from etude.chat.encoding import Encoder, plain_backend
+from etude.chat.recent import Recent, rendering_key
+from etude.models import build_tiny_tokenizer
+
+TOKENIZER = build_tiny_tokenizer(["one two three, four five six", "été à Genève"], 400)
+TEXTS = st.lists(
+    st.sampled_from(["one", " two", "é", "\n", "<|im_end|>", "<tool_call>", "  ", "7", "\U0001f600", "</s>"]),
+    max_size=12,
+).map("".join)
+
+
+@given(TEXTS)
+def test_ids_offsets_and_text_are_those_of_the_tokenizer(text):
+    encoder = Encoder(TOKENIZER)
+    whole = TOKENIZER(text, add_special_tokens=False, return_offsets_mapping=True)
+    assert encoder.ids(text) == whole["input_ids"]
+    assert encoder.with_offsets(text) == (whole["input_ids"], [tuple(pair) for pair in whole["offset_mapping"]])
+    visible = [number for number in whole["input_ids"] if number not in TOKENIZER.all_special_ids]
+    assert Decoder(TOKENIZER).decode(whole["input_ids"]) == TOKENIZER.decode(visible)
+
+
+def test_padding_that_another_caller_switched_on_changes_nothing():
+    tokenizer = build_tiny_tokenizer(["one two three"], 300)
+    encoder, expected = Encoder(tokenizer), tokenizer("one two", add_special_tokens=False)["input_ids"]
+    tokenizer(["one", "one two three"], padding="max_length", max_length=32, truncation=True)
+    assert tokenizer.backend_tokenizer.padding is not None
+    assert encoder.ids("one two") == expected
+    assert encoder.with_offsets("one two")[0] == expected
+
+
+def test_a_tokenizer_with_ideas_of_its_own_is_asked_itself():
+    class Shouting(type(TOKENIZER)):
+        def _decode(self, token_ids, **kwargs):
+            return super()._decode(token_ids, **kwargs).upper()
+
+    tokenizer = build_tiny_tokenizer(["one two three"], 300)
+    tokenizer.__class__ = Shouting
+    assert plain_backend(tokenizer, "decode", "_decode") is None
+    assert Decoder(tokenizer).decode(tokenizer("one two")["input_ids"]) == "ONE TWO"
+    assert plain_backend(TOKENIZER, "decode", "_decode") is TOKENIZER.backend_tokenizer
+
+
+def test_recent_keeps_what_was_asked_for_last():
+    recent = Recent(2)
+    for key in "ab":
+        recent.put((key,), key)
+    assert recent.get(("a",)) == "a"
+    recent.put(("c",), "c")
+    assert [recent.get((key,)) for key in "abc"] == ["a", None, "c"]
+    recent.put(None, "d")
+    assert recent.get(None) is None
+    assert len(recent) == 2
+
+
+def test_only_messages_that_are_a_role_and_a_text_have_a_key():
+    plain = {"role": "tool", "content": "7"}
+    assert rendering_key([plain], "tools") == ("tools", "tool", "7")
+    for other in ({"role": "tool", "content": ["7"]}, {**plain, "name": "x"}, {"role": "tool"}):
+        assert rendering_key([plain, other]) is None
+
+
+@pytest.mark.parametrize("system", ["Be brief.", "Be brief. <|im_end|> Or not."])
+def test_prompts_with_a_head_in_common_are_encoded_as_if_whole(system):
+    chat = ChatTemplate(TOKENIZER)
+    assert chat._splits
+    for words in ("one", "two <|im_end|> two", "\n three", "one"):
+        messages = [{"role": "system", "content": system}, {"role": "user", "content": words}]
+        text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        assert chat.initial_ids(messages) == TOKENIZER(text, add_special_tokens=False)["input_ids"]
+
+
+def test_what_is_kept_cannot_be_changed_by_who_got_it():
+    chat = ChatTemplate(TOKENIZER)
+    messages = [{"role": "tool", "content": "seven"}]
+    first = chat.context_ids(messages, after_stop=True)
+    expected = [(list(ids), label) for ids, label in first]
+    first[0][0].append(1)
+    assert chat.context_ids(messages, after_stop=True) == expected
+    prompt = chat.initial_ids([{"role": "user", "content": "one"}])
+    prompt.append(1)
+    assert chat.initial_ids([{"role": "user", "content": "one"}]) == prompt[:-1]
