@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Awaitable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict
+from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
@@ -25,6 +26,8 @@ if TYPE_CHECKING:
     import torch
 
     from etude.protocol import DataProto
+
+R = TypeVar("R")
 
 SCORER_SECONDS = 60.0
 _scorer_threads = BlockingCalls("etude-scorer", limit=32)
@@ -44,7 +47,10 @@ class RewardResult(TypedDict):
 
 
 class BoundedScorer:
-    """A scorer as an awaitable call: synchronous ones run in a thread, and nothing runs longer than `timeout`."""
+    """A scorer as an awaitable call: it runs in a thread, and no longer than `timeout`, an awaitable result included.
+
+    The time starts when the scorer does: with more scorers under way than there are threads, waiting is not failing.
+    """
 
     def __init__(self, scorer: Scorer, timeout: float) -> None:
         self._scorer = scorer
@@ -59,15 +65,28 @@ class BoundedScorer:
         """
         where = f"compute_score for the data source '{arguments.get('data_source')}'"
         try:
-            return await within(self._timeout, self._run, arguments)
+            return await self._run(arguments)
         except EtudeError:
             raise
         except Exception as error:
             raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
 
     async def _run(self, arguments: dict[str, Any]) -> Score:
-        result = await _scorer_threads.run(self._scorer, **arguments)
-        return await result if inspect.isawaitable(result) else result
+        started = time.monotonic()
+
+        def scored() -> Any:
+            nonlocal started
+            started = time.monotonic()
+            return self._scorer(**arguments)
+
+        result = await _scorer_threads.run_within(self._timeout, scored)
+        if not inspect.isawaitable(result):
+            return result
+        return await within(max(started + self._timeout - time.monotonic(), 0.0), _awaited, result)
+
+
+async def _awaited(result: Awaitable[R]) -> R:
+    return await result
 
 
 class AbstractRewardManager(ABC):

@@ -1,0 +1,132 @@
+"""`etude sandbox`: serve the sandbox over HTTP, and show what isolation this machine can prove."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import click
+
+from etude.errors import ConfigError
+
+if TYPE_CHECKING:
+    from etude.sandbox import Executor
+
+ISOLATIONS = ("auto", "bubblewrap", "namespaces", "none")
+TOKEN_VARIABLE = "ETUDE_SANDBOX_TOKEN"
+
+
+@click.group()
+def sandbox() -> None:
+    """Run model-written code in isolation."""
+
+
+@sandbox.command()
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--workers", type=click.IntRange(1), help="Programs at once; default one for each CPU.")
+@click.option(
+    "--max-concurrency", type=click.IntRange(1), help="Requests at once, waiting ones included; default 64 a worker."
+)
+@click.option("--queue-seconds", default=60.0, show_default=True, help="Longest wait for a worker.")
+@click.option("--max-run-seconds", default=600.0, show_default=True, help="Longest run_timeout a request may ask for.")
+@click.option(
+    "--memory-mb",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(16),
+    help="Memory of a program, and the most it may ask for.",
+)
+@click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
+@click.option(
+    "--isolation",
+    default="auto",
+    show_default=True,
+    type=click.Choice(ISOLATIONS),
+    help="'none' runs code as this user.",
+)
+@click.option(
+    "--token", help=f"Bearer token that requests must bear; better set {TOKEN_VARIABLE}, which other users cannot see."
+)
+@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
+@click.option(
+    "--grace", default=30.0, show_default=True, help="Seconds that runs have to finish after Ctrl-C or SIGTERM."
+)
+def serve(
+    host: str,
+    port: int,
+    workers: int | None,
+    max_concurrency: int | None,
+    queue_seconds: float,
+    max_run_seconds: float,
+    memory_mb: int,
+    max_request_mb: int,
+    isolation: str,
+    token: str | None,
+    token_file: Path | None,
+    grace: float,
+) -> None:
+    """Serve Sandbox Fusion's interface: POST /run_code, POST /run_jupyter, GET /v1/ping.
+
+    Further pages: /health, /metrics (Prometheus), /docs (OpenAPI).
+    """
+    from etude.sandbox import Isolation, Limits  # FastAPI and the executor: kept out of `etude --help`
+    from etude.sandbox.server import ServerOptions
+    from etude.sandbox.serving import serve as serve_until_stopped
+
+    token = _token(token, token_file)
+    options = ServerOptions(
+        workers=workers,
+        max_concurrency=max_concurrency,
+        queue_seconds=queue_seconds,
+        token=token,
+        max_request_mb=max_request_mb,
+        limits=Limits(wall_seconds=max_run_seconds, cpu_seconds=max_run_seconds, memory_mb=memory_mb),
+        isolation=Isolation(isolation),
+    )
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
+
+    def ready(url: str, executor: Executor) -> None:
+        languages = ", ".join(language.value for language in executor.languages)
+        click.echo(f"{url}  isolation {executor.isolation.value}, {executor.workers} workers, {languages}")
+
+    asyncio.run(serve_until_stopped(options, host, port, grace, ready))
+
+
+@sandbox.command()
+@click.option(
+    "--isolation", default="auto", show_default=True, type=click.Choice(ISOLATIONS), help="The mode to prove."
+)
+def check(isolation: str) -> None:
+    """Prove the isolation on this machine, and print what the sandbox offers."""
+    from etude.sandbox import Executor
+
+    async def proved() -> str:
+        async with await Executor.open(isolation, 1) as executor:
+            languages = ", ".join(language.value for language in executor.languages)
+            return f"isolation {executor.isolation.value}: every guarantee holds; languages: {languages}"
+
+    click.echo(asyncio.run(proved()))
+
+
+def _token(token: str | None, token_file: Path | None) -> str | None:
+    """The token, from the option, the file or the environment.
+
+    Raises:
+        ConfigError: it is given twice, the file cannot be read, or it is empty.
+    """
+    if token is not None and token_file is not None:
+        raise ConfigError("give --token or --token-file, not both")
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {token_file}: {error}") from error
+    if token is None:
+        token = os.environ.get(TOKEN_VARIABLE)
+    if token is not None and not token.strip():
+        raise ConfigError("the token is empty; leave it out for a server that asks for none")
+    return token

@@ -1,0 +1,95 @@
+"""`Fifo`: the limiter of one process as a pure state machine that is told the time.
+
+Invariant: permits go to tickets in the order in which they asked; never more than `max_concurrent` are out; a ticket
+that is cancelled never gets one. Waiting, waking and threads are the business of `limiter`.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from typing import Generic, TypeVar
+
+from etude.limits.bucket import TokenBucket
+from etude.limits.limit import Limit
+
+T = TypeVar("T", bound=Hashable)
+
+Lease = int
+"""What a granted ticket holds: a number that is never used twice. Of a limit by rate alone it need not be returned."""
+
+
+class Fifo(Generic[T]):
+    """Grants leases to tickets (hashable objects of the caller's)."""
+
+    def __init__(self, limit: Limit, now: float) -> None:
+        self._limit = limit
+        self._bucket = TokenBucket(limit.per_second, limit.bucket_size, now) if limit.per_second else None
+        self._waiting: OrderedDict[T, None] = OrderedDict()
+        self._held: set[Lease] = set()
+        self._leases = 0
+
+    @property
+    def held(self) -> int:
+        """How many permits are out; 0 where only the rate is limited."""
+        return len(self._held)
+
+    @property
+    def waiting(self) -> int:
+        """How many tickets wait."""
+        return len(self._waiting)
+
+    @property
+    def head(self) -> T | None:
+        """The ticket that is served next."""
+        return next(iter(self._waiting), None)
+
+    def take(self, now: float) -> Lease | None:
+        """A lease at once, or None: none is free, or somebody waits."""
+        return self._lease() if not self._waiting and self._take(now) else None
+
+    def enter(self, ticket: T, now: float) -> list[tuple[T, Lease]]:
+        """Puts `ticket` at the end of the queue; returns what is granted now, perhaps to it."""
+        self._waiting[ticket] = None
+        return self.advance(now)
+
+    def cancel(self, ticket: T, now: float) -> list[tuple[T, Lease]]:
+        """Forgets a waiting ticket; one that does not wait is left alone. Returns what others were granted thereby."""
+        self._waiting.pop(ticket, None)
+        return self.advance(now)
+
+    def release(self, lease: Lease, now: float, unused: bool = False) -> list[tuple[T, Lease]]:
+        """Returns a lease; one that is not out is ignored. Returns what was granted to waiting tickets.
+
+        An `unused` one, which never reached whoever asked for it, does not count against the rate.
+        """
+        if unused and self._bucket is not None:
+            self._bucket.put_back()
+        self._held.discard(lease)
+        return self.advance(now)
+
+    def advance(self, now: float) -> list[tuple[T, Lease]]:
+        """Grants what is possible now, in order."""
+        granted: list[tuple[T, Lease]] = []
+        while self._waiting and self._take(now):
+            ticket, _ = self._waiting.popitem(last=False)
+            granted.append((ticket, self._lease()))
+        return granted
+
+    def next_event(self) -> float | None:
+        """When time alone lets `advance` grant something; None if that needs a release, or if nobody waits."""
+        if not self._waiting or self._bucket is None or self._full():
+            return None
+        return self._bucket.ready_at()
+
+    def _full(self) -> bool:
+        return self._limit.max_concurrent is not None and len(self._held) >= self._limit.max_concurrent
+
+    def _take(self, now: float) -> bool:
+        return not self._full() and (self._bucket is None or self._bucket.take(now))
+
+    def _lease(self) -> Lease:
+        self._leases += 1
+        if self._limit.max_concurrent is not None:
+            self._held.add(self._leases)
+        return self._leases

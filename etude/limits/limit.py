@@ -1,0 +1,57 @@
+"""`Limit`: what a limiter allows, as plain data that processes can compare.
+
+Invariant: a `Limit` that exists is meaningful. Enforcing it is the business of `fifo` (one process) and of `ledger`
+(a cluster).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from etude.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Limit:
+    """At most `max_concurrent` permits out at once, and at most `per_second` handed out a second; at least one is set.
+
+    `burst` (default: `per_second` rounded up) is how many may be handed out at one moment after a pause.
+
+    Raises:
+        ConfigError: a number is not positive, or nothing is limited.
+    """
+
+    max_concurrent: int | None = None
+    per_second: float | None = None
+    burst: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.max_concurrent is None and self.per_second is None:
+            raise ConfigError("a limit needs max_concurrent, per_second or both")
+        _whole("max_concurrent", self.max_concurrent)
+        _whole("burst", self.burst)
+        if self.per_second is None and self.burst is not None:
+            raise ConfigError("burst says how many at one moment of per_second, which is not set")
+        if self.per_second is not None:
+            good = isinstance(self.per_second, int | float) and not isinstance(self.per_second, bool)
+            if not good or not 0 < self.per_second < math.inf:
+                raise ConfigError(f"per_second must be a number above 0, not {self.per_second!r}")
+
+    @property
+    def bucket_size(self) -> int:
+        """How many permits a full bucket holds; of a limit without a rate, 0."""
+        if self.per_second is None:
+            return 0
+        return self.burst or max(1, math.ceil(self.per_second))
+
+    def __str__(self) -> str:
+        parts = [] if self.max_concurrent is None else [f"{self.max_concurrent} at once"]
+        if self.per_second is not None:
+            parts.append(f"{self.per_second:g} a second (bursts of {self.bucket_size})")
+        return ", ".join(parts)
+
+
+def _whole(name: str, value: int | None) -> None:
+    if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+        raise ConfigError(f"{name} must be a whole number from 1, not {value!r}")

@@ -1,0 +1,253 @@
+"""`init_execution_pool`: runs functions in threads or processes, at most so many at once in the whole cluster.
+
+Invariant: a function that raises gives its permit back, and its exception reaches whoever asked for its result. With
+Ray the workers are actors and results are object references (`ray.get`, `await`); without it they are threads and
+processes of this machine, and results are `Pending` (`await`, `result`). Either way the call is
+`pool.execute.remote(function, *args, **kwargs)`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future, ProcessPoolExecutor, ThreadPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from enum import Enum
+from multiprocessing import get_context
+from typing import Any, Generic, ParamSpec, TypeVar
+
+from etude.bounded import GRACE_SECONDS
+from etude.errors import ConfigError, InfrastructureError
+from etude.limits.cluster import is_connected
+from etude.limits.limit import Limit
+from etude.limits.limiter import Permit
+from etude.limits.shared import open_limiter
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+DEFAULT_LIMITER = "rate-limiter"
+
+
+class PoolMode(Enum):
+    """Where functions run."""
+
+    ThreadMode = 1
+    """In threads of one process: cheap, right for functions that wait."""
+    ProcessMode = 2
+    """In processes of their own: right for functions that compute. They and their results must be picklable."""
+
+
+class TokenBucketWorker:
+    """Permits without identity, for code that pairs `acquire` with `release`: `rate_limit` at once under one name.
+
+    Every process makes its own and shares the limit. Prefer `open_limiter`, whose permits release themselves.
+    """
+
+    def __init__(self, rate_limit: int, name: str = DEFAULT_LIMITER) -> None:
+        self.rate_limit = rate_limit
+        self._limiter = open_limiter(name, Limit(max_concurrent=rate_limit))
+        self._permits: deque[Permit] = deque()
+
+    def acquire(self, timeout: float | None = None) -> None:
+        """Waits for a permit, first come, first served; raises TimeoutError after `timeout` seconds."""
+        self._permits.append(self._limiter.acquire_blocking(timeout))
+
+    def release(self) -> None:
+        """Gives a permit back.
+
+        Raises:
+            RuntimeError: none is out.
+        """
+        try:
+            permit = self._permits.popleft()
+        except IndexError:
+            raise RuntimeError("release without acquire") from None
+        permit.release()
+
+    def get_current_count(self) -> int:
+        """How many permits are out through this object."""
+        return len(self._permits)
+
+
+class ExecutionWorker:
+    """Runs functions under the limit; plain, or as a Ray actor (`ray.remote(ExecutionWorker)`)."""
+
+    def __init__(
+        self, enable_global_rate_limit: bool = True, rate_limit: int = 10, name: str = DEFAULT_LIMITER
+    ) -> None:
+        self._limiter = open_limiter(name, Limit(max_concurrent=rate_limit)) if enable_global_rate_limit else None
+
+    def ping(self) -> bool:
+        """True: the worker is up."""
+        return True
+
+    def execute(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
+        """`function(*args, **kwargs)`, when a permit is free; what it raises is raised."""
+        with self._limiter.permit() if self._limiter is not None else contextlib.nullcontext():
+            return function(*args, **kwargs)
+
+
+class Pending(Generic[T]):
+    """A result that is under way: `await` it, or block on `result`."""
+
+    def __init__(self, future: Future[T]) -> None:
+        self._future = future
+
+    def __await__(self) -> Generator[Any, None, T]:
+        return asyncio.wrap_future(self._future).__await__()
+
+    def result(self, timeout: float | None = None) -> T:
+        """The function's result, or what it raised; TimeoutError after `timeout` seconds."""
+        return self._future.result(timeout)
+
+
+class _Method:
+    """A method in Ray's spelling."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.remote = call
+
+
+class ExecutionPool:
+    """`execute.remote(function, *args, **kwargs)` and `ping.remote()`, until `close`."""
+
+    def __init__(self, execute: Callable[..., Any], ping: Callable[[], Any], close: Callable[[], None]) -> None:
+        self.execute = _Method(execute)
+        self.ping = _Method(ping)
+        self._close = close
+
+    def close(self) -> None:
+        """Ends the workers; what still runs in processes is killed (Ray's after a moment of grace), a thread of this
+        process ends with its function."""
+        self._close()
+
+    def __enter__(self) -> ExecutionPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def init_execution_pool(
+    num_workers: int,
+    enable_global_rate_limit: bool = True,
+    rate_limit: int = 10,
+    mode: PoolMode = PoolMode.ThreadMode,
+    name: str = DEFAULT_LIMITER,
+) -> ExecutionPool:
+    """A pool of `num_workers` threads or processes; `rate_limit` is how many calls run at once in the whole cluster
+    under the limiter `name`.
+
+    Raises:
+        ConfigError: a number is not positive, or the limiter's name is taken by another limit.
+    """
+    if not isinstance(num_workers, int) or isinstance(num_workers, bool) or num_workers < 1:
+        raise ConfigError(f"num_workers must be a whole number from 1, not {num_workers!r}")
+    mode = PoolMode(mode)
+    if enable_global_rate_limit:
+        open_limiter(name, Limit(max_concurrent=rate_limit))  # a conflict is an error here, not in a worker
+    if is_connected():
+        return _actor_pool(num_workers, (enable_global_rate_limit, rate_limit, name), mode)
+    worker = ExecutionWorker(enable_global_rate_limit, rate_limit, name)
+    return _thread_pool(num_workers, worker) if mode is PoolMode.ThreadMode else _process_pool(num_workers, worker)
+
+
+def _thread_pool(num_workers: int, worker: ExecutionWorker) -> ExecutionPool:
+    threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
+
+    def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
+        return Pending(threads.submit(worker.execute, function, *args, **kwargs))
+
+    return ExecutionPool(
+        execute,
+        lambda: Pending(threads.submit(worker.ping)),
+        lambda: threads.shutdown(wait=False, cancel_futures=True),
+    )
+
+
+def _process_pool(num_workers: int, worker: ExecutionWorker) -> ExecutionPool:
+    """A thread waits for the permit and for the process, so that a process that dies cannot keep a permit."""
+    threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
+    processes = _Processes(num_workers)
+
+    def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
+        return Pending(threads.submit(worker.execute, processes.run, function, *args, **kwargs))
+
+    def close() -> None:
+        threads.shutdown(wait=False, cancel_futures=True)
+        processes.close()
+
+    return ExecutionPool(execute, lambda: Pending(threads.submit(worker.ping)), close)
+
+
+class _Processes:
+    """Spawned processes, replaced all together when one of them dies."""
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._lock = threading.Lock()
+        self._executor = self._start()
+
+    def _start(self) -> ProcessPoolExecutor:
+        return ProcessPoolExecutor(self._count, mp_context=get_context("spawn"))
+
+    def run(self, function: Callable[..., T], /, *args: Any, **kwargs: Any) -> T:
+        executor = self._executor
+        try:
+            return executor.submit(function, *args, **kwargs).result()
+        except BrokenProcessPool as error:
+            with self._lock:
+                if self._executor is executor:
+                    self._executor = self._start()
+            raise InfrastructureError("a process of the pool died while it ran, or beside, this function") from error
+
+    def close(self) -> None:
+        children = list((self._executor._processes or {}).values())
+        self._executor.shutdown(wait=False, cancel_futures=True)
+        for child in children:
+            child.kill()
+
+
+def _actor_pool(num_workers: int, options: tuple[bool, int, str], mode: PoolMode) -> ExecutionPool:
+    import ray
+
+    workers, threads = (1, num_workers) if mode is PoolMode.ThreadMode else (num_workers, 1)
+    remote = ray.remote(ExecutionWorker).options(max_concurrency=threads, num_cpus=0)
+    actors: list[Any] = [remote.remote(*options) for _ in range(workers)]
+    loads = [0] * workers
+    lock = threading.Lock()
+
+    def least_busy() -> int:
+        with lock:
+            index = min(range(workers), key=loads.__getitem__)
+            loads[index] += 1
+        return index
+
+    def done(index: int) -> None:
+        with lock:
+            loads[index] -= 1
+
+    def execute(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+        index = least_busy()
+        reference = actors[index].execute.remote(function, *args, **kwargs)
+        if workers > 1:
+            reference.future().add_done_callback(lambda _: done(index))
+        return reference
+
+    def kill() -> None:
+        if ray.is_initialized():
+            for actor in actors:
+                ray.kill(actor)
+
+    def close() -> None:
+        for actor in actors:
+            actor.__ray_terminate__.remote()  # in good order, so that permits return at once
+        killer = threading.Timer(GRACE_SECONDS, kill)
+        killer.daemon = True
+        killer.start()
+
+    return ExecutionPool(execute, lambda: actors[0].ping.remote(), close)

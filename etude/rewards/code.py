@@ -1,0 +1,158 @@
+"""Scoring of programs: the code of a solution, run against the problem's tests in the sandbox.
+
+Invariant: a score is about the program. When the sandbox fails there is no score: `SandboxError`, an infrastructure
+failure, is raised. Tests of one solution run beside each other; a program that runs out of time again and again is not
+given more of it.
+
+The sandbox is the embedded one, or the server that the environment variable `ETUDE_SANDBOX_URL` names
+(`ETUDE_SANDBOX_TOKEN`: its bearer token). For other options name this function in the configuration:
+`custom_reward_function.path=etude.rewards.code` with `custom_reward_function.reward_kwargs`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import threading
+from typing import Any
+
+from etude.bounded import background_loop, settle
+from etude.errors import ConfigError
+from etude.rewards.code_cases import Case, StdioCase, read_cases
+from etude.rewards.code_judge import Verdict, judge
+from etude.sandbox import Language, Limits, SandboxClient
+
+TIMEOUT = 10.0
+MAX_CASES = 10
+"""Of those that count towards a fraction: some problems have thousands."""
+MAX_TIMEOUTS = 3
+"""After so many tests without an end, the rest are taken to have none either."""
+MAX_CODE_CHARS = 200_000
+CASES_AT_ONCE = 4
+"""Of one solution, so that no solution keeps others waiting."""
+
+URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
+_FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
+_PYTHON = {"python", "py", "python3"}
+
+_clients: dict[tuple[str | None, str | None], SandboxClient] = {}
+_clients_lock = threading.Lock()
+
+
+def extract_code(text: str) -> str:
+    """The last block fenced as Python after the last thought, else the last fenced block, else the whole text."""
+    text = text.rpartition("</think>")[2]
+    blocks = [(match.group(1).strip().lower(), match.group(2)) for match in _FENCE.finditer(text)]
+    if not blocks:
+        return "" if "```" in text else text
+    python = [code for name, code in blocks if name in _PYTHON]
+    return python[-1] if python else blocks[-1][1]
+
+
+async def score_code(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    client: SandboxClient,
+    mode: str = "fraction",
+    timeout: float = TIMEOUT,
+    memory_limit_mb: int = 1024,
+    max_cases: int | None = None,
+    language: str = "python",
+) -> dict[str, Any]:
+    """`score` (0 to 1), `acc` (1.0 if every test passed), `passed` and `total`, and the first `verdict` that is not
+    `passed`, if any.
+
+    `mode`: "fraction" of the first `max_cases` (default 10) tests, or "all" of them (default: of all) or nothing.
+    `timeout`: seconds for each test.
+
+    Raises:
+        SandboxError: the sandbox failed.
+        DataError: the ground truth has no tests.
+        ConfigError: an option makes no sense.
+    """
+    if mode not in ("fraction", "all"):
+        raise ConfigError(f"the code reward's mode must be 'fraction' or 'all', not {mode!r}")
+    try:
+        written_in = Language(language)
+    except ValueError as error:
+        raise ConfigError(f"the code reward's language: {error}") from error
+    cases = read_cases(ground_truth)
+    if written_in is not Language.PYTHON and not all(isinstance(case, StdioCase) for case in cases):
+        raise ConfigError(f"tests of functions are for Python, not for {written_in.value}")
+    cases = cases[: max_cases or (MAX_CASES if mode == "fraction" else None)]
+    limits = Limits(wall_seconds=timeout, cpu_seconds=4 * timeout, memory_mb=memory_limit_mb)
+    code = extract_code(solution_str)
+    if not code.strip() or len(code) > MAX_CODE_CHARS:
+        verdicts = [Verdict.COMPILE_ERROR] * len(cases)
+    else:
+        verdicts = await _judge_all(client, code, cases, limits, written_in, stop_at_first=mode == "all")
+    passed = sum(verdict is Verdict.PASSED for verdict in verdicts)
+    complete = passed == len(cases)
+    return {
+        "score": float(complete) if mode == "all" else passed / len(cases),
+        "acc": float(complete),
+        "passed": passed,
+        "total": len(cases),
+        "verdict": next((verdict for verdict in verdicts if verdict is not Verdict.PASSED), Verdict.PASSED).value,
+    }
+
+
+async def _judge_all(
+    client: SandboxClient, code: str, cases: list[Case], limits: Limits, language: Language, stop_at_first: bool
+) -> list[Verdict]:
+    """The verdict on each case, in order; a case that was not run has the verdict that made it needless."""
+    slots = asyncio.Semaphore(CASES_AT_ONCE)
+    enough: list[Verdict] = []
+
+    async def one(case: Case) -> Verdict:
+        async with slots:
+            if len(enough) >= (1 if stop_at_first else MAX_TIMEOUTS):
+                return enough[-1]
+            verdict = await judge(client, code, case, limits, language)
+            if verdict is Verdict.TIMEOUT or (stop_at_first and verdict is not Verdict.PASSED):
+                enough.append(verdict)
+            return verdict
+
+    tasks = [asyncio.ensure_future(one(case)) for case in cases]
+    try:
+        return list(await asyncio.gather(*tasks))
+    finally:
+        await settle(task for task in tasks if not task.done())
+
+
+def compute_score(
+    solution_str: str,
+    ground_truth: Any,
+    *,
+    url: str | None = None,
+    token: str | None = None,
+    mode: str = "fraction",
+    timeout: float = TIMEOUT,
+    memory_limit_mb: int = 1024,
+    max_cases: int | None = None,
+    language: str = "python",
+) -> dict[str, Any]:
+    """As `score_code`, for threads without an event loop. `url`: of the sandbox server; None for `ETUDE_SANDBOX_URL`,
+    and without that for the embedded sandbox."""
+    url = url or os.environ.get(URL_VARIABLE) or None
+    work = score_code(
+        solution_str,
+        ground_truth,
+        client=_client(url, token or os.environ.get(TOKEN_VARIABLE) or None),
+        mode=mode,
+        timeout=timeout,
+        memory_limit_mb=memory_limit_mb,
+        max_cases=max_cases,
+        language=language,
+    )
+    return asyncio.run_coroutine_threadsafe(work, background_loop("etude-code-reward")).result()
+
+
+def _client(url: str | None, token: str | None) -> SandboxClient:
+    with _clients_lock:
+        if (url, token) not in _clients:
+            workers = None if url else max(4, 2 * (os.cpu_count() or 1))  # tests of bad programs mostly wait
+            _clients[url, token] = SandboxClient(url, token=token if url else None, workers=workers)
+        return _clients[url, token]

@@ -1,0 +1,55 @@
+"""Runs inside the sandbox, never in this process: a solution, then one test of it.
+
+Standard input holds one line of JSON: `secret`, `kind`, and the test. What the test found is one line on standard
+output that begins with the secret: whoever ends the program early cannot have printed it.
+"""
+
+import json
+import os
+import sys
+import types
+
+SOLUTION = ".solution.py"
+
+
+def main() -> None:
+    """Runs the solution and the test; anything that goes wrong is an exception."""
+    job = json.loads(sys.stdin.readline())
+    report = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    with open(SOLUTION, "rb") as file:
+        source = file.read()
+    os.unlink(SOLUTION)
+    module = types.ModuleType("solution")  # what it does as a main program is not under test
+    module.__dict__["__builtins__"] = __builtins__
+    sys.modules["solution"] = module
+    exec(compile(source, "<solution>", "exec"), module.__dict__)
+    if job["kind"] == "assert":
+        exec(compile(job["statement"], "<test>", "exec"), module.__dict__)
+        found = None
+    else:
+        found = _plain(_function(module, job["function"])(*job["arguments"]))
+    sys.stdout.flush()
+    report.write("\n" + job["secret"] + json.dumps(found) + "\n")
+    report.flush()
+
+
+def _function(module: types.ModuleType, name: str):  # type: ignore[no-untyped-def]
+    holder = getattr(module, "Solution", None)
+    if isinstance(holder, type) and hasattr(holder, name):
+        return getattr(holder(), name)
+    return getattr(module, name)
+
+
+def _plain(value):  # type: ignore[no-untyped-def]
+    """`value` as JSON can say it: tuples and sets as lists, keys as text."""
+    if isinstance(value, dict):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, (set, frozenset)):
+        return sorted(map(_plain, value), key=repr)
+    if isinstance(value, (list, tuple)):
+        return [_plain(item) for item in value]
+    return value if isinstance(value, (str, int, float, bool, type(None))) else repr(value)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Runs code that a model wrote: isolated from the host, limited in time and memory, answered in milliseconds."""
+
+from etude.sandbox.client import SandboxClient
+from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions
+from etude.sandbox.types import (
+    CellError,
+    CellResult,
+    CompileResult,
+    Isolation,
+    Language,
+    Limits,
+    RunRequest,
+    RunResult,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+    SandboxUnavailableError,
+    UnknownSessionError,
+)
+
+__all__ = [
+    "SESSION_LIMITS",
+    "CellError",
+    "CellResult",
+    "CompileResult",
+    "Executor",
+    "ExecutorOptions",
+    "Isolation",
+    "Language",
+    "Limits",
+    "RunRequest",
+    "RunResult",
+    "RunStatus",
+    "SandboxClient",
+    "SandboxError",
+    "SandboxRequestError",
+    "SandboxUnavailableError",
+    "UnknownSessionError",
+]

@@ -1,0 +1,102 @@
+"""Control groups for runs, in a folder of cgroup v2 that an administrator has delegated.
+
+Invariant: nothing outside the delegated folder is ever written, and in it only groups made here (and the list of controllers
+they may use) are; a folder that is not a delegated cgroup v2 is refused. Each box gets a group of its own, which holds its
+supervisor and everything that descends from it, and is removed when the last of them is gone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import uuid
+from pathlib import Path
+
+from etude.errors import ConfigError
+from etude.sandbox.types import Limits, SandboxError
+
+_NEEDED = ("cpu", "memory", "pids")
+_SUPERVISOR_MB = 64
+_SUPERVISOR_PROCESSES = 2  # and the prepared process
+_PERIOD = 100_000
+
+
+class Group:
+    """One box's group."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def admit(self, pid: int) -> None:
+        """Moves a process in; its later children are born inside."""
+        self._write("cgroup.procs", str(pid))
+
+    def limit(self, limits: Limits, cpus: float) -> None:
+        """Bounds memory (files of the box in it, kernel memory included), processes, and CPUs at a time."""
+        self._write("memory.max", str((limits.memory_mb + limits.disk_mb + _SUPERVISOR_MB) << 20))
+        if (self._folder / "memory.swap.max").exists():
+            self._write("memory.swap.max", "0")
+        self._write("pids.max", str(limits.processes + _SUPERVISOR_PROCESSES))
+        self._write("cpu.max", f"{max(1000, int(cpus * _PERIOD))} {_PERIOD}")
+
+    def out_of_memory(self) -> bool:
+        """Whether the kernel killed a process of the group for its memory."""
+        with contextlib.suppress(OSError):
+            for line in (self._folder / "memory.events").read_text(encoding="ascii").splitlines():
+                name, _, count = line.partition(" ")
+                if name == "oom_kill":
+                    return int(count) > 0
+        return False
+
+    def close(self) -> None:
+        """Removes the group, whose processes must be gone."""
+        with contextlib.suppress(OSError):
+            self._folder.rmdir()
+
+    def _write(self, name: str, text: str) -> None:
+        try:
+            (self._folder / name).write_text(text, encoding="ascii")
+        except OSError as error:
+            raise SandboxError(f"cgroup {self._folder / name}: {error.strerror}") from error
+
+
+class Delegation:
+    """A delegated folder."""
+
+    def __init__(self, folder: str) -> None:
+        """Takes a folder under control.
+
+        Raises:
+            ConfigError: it is no cgroup v2 with the controllers `cpu`, `memory` and `pids`, or it is not ours to write.
+        """
+        self._folder = Path(folder)
+        try:
+            offered = (self._folder / "cgroup.controllers").read_text(encoding="ascii").split()
+        except OSError as error:
+            raise ConfigError(f"sandbox cgroup: '{folder}' is no folder of cgroup v2") from error
+        missing = [name for name in _NEEDED if name not in offered]
+        if missing:
+            raise ConfigError(f"sandbox cgroup: '{folder}' has no controller {', '.join(missing)}; delegate it")
+        if not (self._folder.parent / "cgroup.controllers").exists():
+            raise ConfigError(f"sandbox cgroup: '{folder}' is the root of all groups; name a delegated one below it")
+        try:
+            enabled = (self._folder / "cgroup.subtree_control").read_text(encoding="ascii").split()
+            wanted = " ".join(f"+{name}" for name in _NEEDED if name not in enabled)
+            if wanted:
+                (self._folder / "cgroup.subtree_control").write_text(wanted, encoding="ascii")
+        except OSError as error:
+            raise ConfigError(
+                f"sandbox cgroup: '{folder}' is not delegated to this user, or holds processes: {error.strerror}"
+            ) from error
+
+    def group(self) -> Group:
+        """A new group.
+
+        Raises:
+            SandboxError: it cannot be made.
+        """
+        folder = self._folder / f"etude-{uuid.uuid4().hex}"
+        try:
+            folder.mkdir()
+        except OSError as error:
+            raise SandboxError(f"cgroup {folder}: {error.strerror}") from error
+        return Group(folder)

@@ -1,0 +1,226 @@
+"""`SandboxClient`: one way to run code, whether the sandbox is embedded in this process or a server somewhere else.
+
+Invariant: a result is about the code. Whatever fails between the caller and the code (the sandbox, the network, a
+server that is busy or gone) is tried again and then raised as `SandboxError`, an infrastructure failure; it never looks
+like a wrong answer. A cell of a session is never run twice. A client may be used from any thread and any event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import atexit
+import contextlib
+import random
+import threading
+from collections.abc import Callable, Coroutine, Mapping
+from concurrent.futures import Future
+from typing import Any, Protocol, TypeVar
+
+from etude.bounded import background_loop
+from etude.errors import ConfigError
+from etude.sandbox.executor import SESSION_LIMITS, Executor
+from etude.sandbox.types import CellResult, Isolation, Limits, RunRequest, RunResult, SandboxError
+
+R = TypeVar("R")
+
+CLOSE_SECONDS = 10.0
+FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
+
+
+class Sandbox(Protocol):
+    """What both kinds of sandbox do, on the client's own event loop."""
+
+    async def run(self, request: RunRequest) -> RunResult:
+        """Runs one program."""
+        ...
+
+    async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
+        """Opens a session."""
+        ...
+
+    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
+        """Runs one cell."""
+        ...
+
+    async def close_session(self, session_id: str) -> None:
+        """Ends a session."""
+        ...
+
+    async def close(self) -> None:
+        """Lets go of everything."""
+        ...
+
+
+class SandboxClient:
+    """`url` None: the sandbox is embedded in this process, shared by all clients of the same settings. Otherwise the
+    address of `etude sandbox serve` or of any server that is compatible with Sandbox Fusion."""
+
+    def __init__(
+        self,
+        url: str | None = None,
+        *,
+        token: str | None = None,
+        attempts: int = 3,
+        workers: int | None = None,
+        isolation: Isolation | str = Isolation.AUTO,
+    ) -> None:
+        """`attempts` at a run that the sandbox failed; `workers` and `isolation` are for the embedded sandbox.
+
+        Raises:
+            ConfigError: `url` is no http address, or `attempts` is not positive.
+        """
+        if attempts < 1:
+            raise ConfigError(f"attempts must be at least 1, not {attempts}")
+        self.url = url
+        self._attempts = attempts
+        self._loop = background_loop("etude-sandbox")
+        self._sandbox = _embedded(Isolation(isolation), workers) if url is None else _remote(url, token)
+        self._closed = False
+        _clients.add(self)
+
+    async def run(self, request: RunRequest) -> RunResult:
+        """Runs one program from a fresh state.
+
+        Raises:
+            SandboxError: the sandbox failed `attempts` times.
+            SandboxRequestError: the request makes no sense; it is not tried again.
+            ConfigError: the server refuses us.
+        """
+        return await self._here(self._run(request))
+
+    def run_blocking(self, request: RunRequest) -> RunResult:
+        """As `run`, for threads without an event loop."""
+        return self._submit(self._run(request)).result()
+
+    async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
+        """Opens a session, whose variables live from cell to cell; returns its id.
+
+        Raises:
+            SandboxError: the sandbox failed `attempts` times.
+            ConfigError: the server keeps no sessions.
+        """
+        return await self._here(self._again(lambda: self._sandbox.session(limits, files or {})))
+
+    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
+        """Runs one cell, within `timeout` seconds; never tried again, because it may have run.
+
+        Raises:
+            UnknownSessionError: there is no such session (any more).
+            SandboxError: the sandbox failed.
+        """
+        return await self._here(self._sandbox.run_cell(session_id, code, timeout))
+
+    async def close_session(self, session_id: str) -> None:
+        """Ends a session; one that is not there is no error."""
+        await self._here(self._sandbox.close_session(session_id))
+
+    async def aclose(self) -> None:
+        """As `close`, without blocking the event loop."""
+        await asyncio.to_thread(self.close)
+
+    def close(self) -> None:
+        """Lets go of the sandbox: connections, and with its last client the embedded executor."""
+        if self._closed:
+            return
+        self._closed = True
+        _clients.discard(self)
+        closing = asyncio.run_coroutine_threadsafe(self._sandbox.close(), self._loop)
+        with contextlib.suppress(Exception):
+            closing.result(CLOSE_SECONDS)
+
+    async def __aenter__(self) -> SandboxClient:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.aclose()
+
+    def _submit(self, work: Coroutine[Any, Any, R]) -> Future[R]:
+        if self._closed:
+            work.close()
+            raise RuntimeError("this sandbox client is closed")
+        return asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    async def _here(self, work: Coroutine[Any, Any, R]) -> R:
+        """Runs `work` on the client's loop; cancelled when the caller is."""
+        return await asyncio.wrap_future(self._submit(work))
+
+    async def _run(self, request: RunRequest) -> RunResult:
+        return await self._again(lambda: self._sandbox.run(request))
+
+    async def _again(self, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+        pause = FIRST_PAUSE
+        for left in range(self._attempts - 1, -1, -1):
+            try:
+                return await attempt()
+            except SandboxError as error:
+                if not left:
+                    if self._attempts == 1:
+                        raise
+                    raise SandboxError(f"{error} (tried {self._attempts} times)") from error
+            await asyncio.sleep(pause * random.uniform(0.5, 1.0))
+            pause *= 2
+        raise AssertionError("unreachable")
+
+
+def _remote(url: str, token: str | None) -> Sandbox:
+    from etude.sandbox.remote import RemoteSandbox  # an HTTP client, which the embedded sandbox does without
+
+    return RemoteSandbox(url, token)
+
+
+class _Embedded:
+    """The executor of this process for one set of settings: opened by the first run, closed with its last client."""
+
+    def __init__(self, isolation: Isolation, workers: int | None) -> None:
+        self.clients = 0
+        self._isolation = isolation
+        self._workers = workers
+        self._executor: Executor | None = None
+        self._lock = asyncio.Lock()
+
+    async def _open(self) -> Executor:
+        async with self._lock:
+            if self._executor is None:
+                self._executor = await Executor.open(self._isolation, self._workers)
+            return self._executor
+
+    async def run(self, request: RunRequest) -> RunResult:
+        return await (await self._open()).run(request)
+
+    async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
+        return await (await self._open()).session(limits=limits, files=files)
+
+    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
+        return await (await self._open()).run_cell(session_id, code, timeout)
+
+    async def close_session(self, session_id: str) -> None:
+        if self._executor is not None:
+            await self._executor.close_session(session_id)
+
+    async def close(self) -> None:
+        with _embedded_lock:
+            self.clients -= 1
+            if self.clients:
+                return
+        async with self._lock:
+            executor, self._executor = self._executor, None
+        if executor is not None:
+            await executor.close()
+
+
+_executors: dict[tuple[Isolation, int | None], _Embedded] = {}
+_embedded_lock = threading.Lock()
+_clients: set[SandboxClient] = set()
+
+
+def _embedded(isolation: Isolation, workers: int | None) -> _Embedded:
+    with _embedded_lock:
+        embedded = _executors.setdefault((isolation, workers), _Embedded(isolation, workers))
+        embedded.clients += 1
+        return embedded
+
+
+@atexit.register
+def _close_all() -> None:
+    for client in list(_clients):
+        client.close()

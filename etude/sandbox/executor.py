@@ -1,0 +1,272 @@
+"""The executor: one object that runs programs and keeps sessions, in the strongest isolation this machine can prove.
+
+Invariant: an executor in an isolated mode exists only after every guarantee of that mode's table has been proved by an
+attempt to break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing it
+leaves no process, mount or file behind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import time
+import uuid
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from etude.sandbox import jail, languages, probes
+from etude.sandbox.cgroup import Delegation
+from etude.sandbox.guest.settings import Settings
+from etude.sandbox.guests import Guest
+from etude.sandbox.launch import BUBBLEWRAP_HINT
+from etude.sandbox.pool import Pool
+from etude.sandbox.runs import BoxGone, run
+from etude.sandbox.scratch import Scratch
+from etude.sandbox.sessions import Session
+from etude.sandbox.types import (
+    CellResult,
+    Isolation,
+    Limits,
+    RunRequest,
+    RunResult,
+    SandboxError,
+    SandboxRequestError,
+    SandboxUnavailableError,
+    UnknownSessionError,
+)
+
+log = logging.getLogger(__name__)
+
+SESSION_LIMITS = Limits(cpu_seconds=600.0)
+"""Of a session that asks for none."""
+
+
+@dataclass(frozen=True)
+class ExecutorOptions:
+    """What an executor's programs find, and how many may be kept."""
+
+    libraries: tuple[str, ...] | None = None
+    """Folders of third-party packages that Python programs may import; None for those of this environment."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Added to the programs' environment, which otherwise has nothing of the host's."""
+    preload: tuple[str, ...] = ()
+    """Modules that every Python program finds imported already; each makes every run's process larger."""
+    cgroup: str | None = None
+    """A folder of cgroup v2 that an administrator delegated to this user; each box gets a group of its own in it."""
+    cpus: float = 1.0
+    """CPUs that one box may use at a time; only with `cgroup`."""
+    spare: int | None = None
+    """Boxes kept ready; None for as many as workers, at most 8."""
+    max_sessions: int = 128
+    session_idle_seconds: float = 900.0
+    """A session that ran no cell for so long is closed."""
+
+
+class Executor:
+    """Runs model-written code. Bound to the event loop it was opened on; close it, or use it as `async with`."""
+
+    def __init__(self, isolation: Isolation, workers: int, options: ExecutorOptions) -> None:
+        self.isolation = isolation
+        self.workers = workers
+        self.languages = languages.available()
+        self._options = options
+        self._scratch = Scratch.make() if isolation is Isolation.NONE else None
+        libraries = jail.library_folders() if options.libraries is None else options.libraries
+        spare = min(workers, 8) if options.spare is None else options.spare
+        self._delegation = None if options.cgroup is None else Delegation(options.cgroup)
+        self._pool = Pool(isolation, self._settings(libraries), libraries, spare, self._delegation)
+        self._slots = asyncio.Semaphore(workers)
+        self._running: set[asyncio.Task[RunResult]] = set()
+        self._sessions: dict[str, Session] = {}
+        self._expiry: asyncio.Task[None] | None = None
+        self._closed = False
+
+    @classmethod
+    async def open(
+        cls,
+        isolation: str | Isolation = Isolation.AUTO,
+        workers: int | None = None,
+        options: ExecutorOptions | None = None,
+    ) -> Executor:
+        """An executor that has proved its isolation; `workers` programs at once, by default one for each CPU.
+
+        Raises:
+            SandboxUnavailableError: no mode, or not the one asked for, holds its guarantees here.
+        """
+        wanted, options = Isolation(isolation), options or ExecutorOptions()
+        workers = workers or len(os.sched_getaffinity(0))
+        if wanted is Isolation.NONE:
+            log.warning("sandbox: isolation is off; model-written code runs as this user, with this user's files")
+            return cls(wanted, workers, options)
+        failures = []
+        for mode in (Isolation.BUBBLEWRAP, Isolation.NAMESPACES) if wanted is Isolation.AUTO else (wanted,):
+            executor = cls(mode, workers, options)
+            try:
+                await probes.prove(executor.run)
+            except SandboxError as error:
+                failures.append(f"{mode.value}: {error}")
+                await executor.close()
+            except BaseException:
+                await executor.close()
+                raise
+            else:
+                return executor
+        raise SandboxUnavailableError(
+            f"no isolated sandbox works here ({'; '.join(failures)}); {BUBBLEWRAP_HINT}, allow user namespaces, "
+            "or ask for isolation 'none' by name"
+        )
+
+    def _settings(self, libraries: tuple[str, ...]) -> Settings:
+        isolated = self.isolation is not Isolation.NONE
+        search_path = jail.libraries_in_jail(libraries) if isolated else libraries
+        environment = {
+            "PATH": f"{os.path.dirname(jail.interpreter())}:{languages.PATH}",
+            "LANG": "C.UTF-8",
+            "USER": "sandbox",
+            "PYTHONPATH": os.pathsep.join(search_path),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "MPLBACKEND": "Agg",
+            "OMP_NUM_THREADS": "1",
+            "OPENBLAS_NUM_THREADS": "1",
+            **self._options.environment,
+        }
+        admission = self._options.cgroup is not None
+        scratch = str(self._scratch.folder) if self._scratch else ""
+        return Settings(isolated, scratch, search_path, environment, self._options.preload, admission)
+
+    async def run(self, request: RunRequest) -> RunResult:
+        """Runs one program from a fresh state.
+
+        Raises:
+            SandboxError: the sandbox failed; the code is not to blame.
+            SandboxRequestError: the language is not installed, or the files do not fit.
+        """
+        if request.language not in self.languages:
+            tool = languages.RECIPES[request.language].tool
+            raise SandboxRequestError(f"language: {request.language.value} needs '{tool}', which is not installed")
+        async with self._slots:
+            task = asyncio.ensure_future(self._run(request))
+            self._running.add(task)
+            try:
+                return await task
+            finally:
+                self._running.discard(task)
+
+    async def _run(self, request: RunRequest) -> RunResult:
+        try:
+            return await run(await self._box(request.limits), request)
+        except BoxGone:  # boxes that wait die with their zygote; the pool knows by now
+            return await run(await self._box(request.limits), request)
+
+    async def _box(self, limits: Limits) -> Guest:
+        guest = await self._pool.take()
+        try:
+            if guest.group is not None:
+                guest.group.limit(limits, self._options.cpus)
+        except BaseException:
+            await guest.close()
+            raise
+        return guest
+
+    async def session(
+        self,
+        session_id: str | None = None,
+        limits: Limits = SESSION_LIMITS,
+        files: Mapping[str, bytes] | None = None,
+    ) -> str:
+        """Opens a session and returns its id.
+
+        Raises:
+            SandboxError: the sandbox failed, or `max_sessions` are open.
+            SandboxRequestError: the id is taken, or the files do not fit.
+        """
+        session_id = session_id or uuid.uuid4().hex
+        if session_id in self._sessions:
+            raise SandboxRequestError(f"session_id: {session_id!r} is open already")
+        if len(self._sessions) >= self._options.max_sessions:
+            raise SandboxError(f"{len(self._sessions)} sessions are open, which is the most allowed")
+        session = await Session.open(await self._box(limits), limits, files or {})
+        if self._closed or session_id in self._sessions:
+            await session.close()
+            raise SandboxError("the sandbox is closed") if self._closed else SandboxRequestError("session_id is taken")
+        self._sessions[session_id] = session
+        if self._expiry is None:
+            self._expiry = asyncio.ensure_future(self._expire())
+        return session_id
+
+    async def run_cell(self, session_id: str, code: str, timeout: float | None = None) -> CellResult:
+        """Runs one cell in a session; `timeout` in seconds, by default the session's `wall_seconds`.
+
+        Raises:
+            UnknownSessionError: there is no such session (any more).
+            SandboxError: the sandbox failed.
+        """
+        session = self._session(session_id)
+        try:
+            return await session.run_cell(code, timeout)
+        finally:
+            self._forget_dead(session_id)
+
+    async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
+        """Writes files into a session's work directory; raises as `run_cell` does, or `SandboxRequestError`."""
+        try:
+            await self._session(session_id).write_files(files)
+        finally:
+            self._forget_dead(session_id)
+
+    async def fetch_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
+        """The plain files among `paths` in a session's work directory; raises as `write_files` does."""
+        try:
+            return await self._session(session_id).fetch_files(paths)
+        finally:
+            self._forget_dead(session_id)
+
+    async def close_session(self, session_id: str) -> None:
+        """Ends a session; one that does not exist is no error."""
+        session = self._sessions.pop(session_id, None)
+        if session is not None:
+            await session.close()
+
+    def _session(self, session_id: str) -> Session:
+        session = self._sessions.get(session_id)
+        if session is None:
+            raise UnknownSessionError(f"there is no session {session_id!r}")
+        return session
+
+    def _forget_dead(self, session_id: str) -> None:
+        session = self._sessions.get(session_id)
+        if session is not None and not session.alive:
+            del self._sessions[session_id]
+
+    async def _expire(self) -> None:
+        idle = self._options.session_idle_seconds
+        while True:
+            await asyncio.sleep(min(max(idle / 4, 0.05), 15.0))
+            for session_id, session in list(self._sessions.items()):
+                if not session.busy and time.monotonic() - session.used > idle:
+                    log.info("sandbox: session %s was idle for %g s and is closed", session_id, idle)
+                    with contextlib.suppress(SandboxError):
+                        await self.close_session(session_id)
+
+    async def close(self) -> None:
+        """Ends all programs and sessions, and removes everything; runs that were going on end as cancelled."""
+        self._closed = True
+        tasks: list[asyncio.Task[object]] = [*self._running, *([self._expiry] if self._expiry else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for session_id in list(self._sessions):
+            with contextlib.suppress(SandboxError):
+                await self.close_session(session_id)
+        await self._pool.close()
+        if self._scratch:
+            self._scratch.remove()
+            self._scratch = None
+
+    async def __aenter__(self) -> Executor:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()

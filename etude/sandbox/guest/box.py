@@ -1,0 +1,68 @@
+"""The box of one run: its own mounts, network, host name and process table, empty and discarded with it.
+
+Invariant: after `open_box` everything the run can write lies in one size-limited tmpfs that no other run ever sees, and
+its network has nobody on the other side. Without isolation the box is only a folder, and promises nothing.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import shutil
+import socket
+import struct
+import tempfile
+from dataclasses import dataclass
+
+from . import kernel
+from .settings import BOX, SHM, TMP, WORK, Settings
+
+_INODES = 20_000
+_SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a run works."""
+
+    work: str
+    tmp: str
+    folder: str
+    """What has to be removed at the end; empty when the kernel does it."""
+
+    def close(self) -> None:
+        """Removes what the kernel does not."""
+        if self.folder:
+            shutil.rmtree(self.folder, ignore_errors=True)
+
+
+def open_box(settings: Settings) -> Box:
+    """Makes a box, with room for nothing yet; see `limit_disk`."""
+    if not settings.isolated:
+        folder = tempfile.mkdtemp(prefix="run-", dir=settings.scratch)
+        work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
+        os.mkdir(work)
+        os.mkdir(tmp)
+        return Box(work, tmp, folder)
+    kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
+    kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size=1m,nr_inodes={_INODES},mode=700")
+    for target in (WORK, TMP, SHM):
+        source = f"{BOX}/{os.path.basename(target)}"
+        os.mkdir(source, 0o700)
+        kernel.mount(source, target, "", kernel.MS_BIND)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, "subset=pid")
+    _raise_loopback()
+    socket.sethostname("sandbox")
+    return Box(WORK, TMP, "")
+
+
+def limit_disk(settings: Settings, size_mb: int) -> None:
+    """Gives the box its size, in MiB; without isolation there is no such limit."""
+    if settings.isolated:
+        flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
+        kernel.mount("tmpfs", WORK, "tmpfs", flags, f"size={size_mb}m,nr_inodes={_INODES}")
+
+
+def _raise_loopback() -> None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as any_socket:
+        fcntl.ioctl(any_socket, _SIOCSIFFLAGS, struct.pack("16sh14x", b"lo", _IFF_UP))

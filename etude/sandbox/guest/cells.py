@@ -1,0 +1,164 @@
+"""The program's side of a session: runs one cell after the other in one `__main__`, as a notebook does.
+
+Invariant: one answer for each cell, JSON within fixed lengths. This code shares its process with the model's, which may
+tamper with it; all it can forge is what its own session prints. A cell that ends in an expression has that value's
+`repr` as its text; values with `_repr_png_` and open matplotlib figures become PNG images.
+"""
+
+from __future__ import annotations
+
+import ast
+import base64
+import contextlib
+import inspect
+import io
+import linecache
+import os
+import signal
+import sys
+import traceback
+import types
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NoReturn
+
+from . import frames, program
+
+if TYPE_CHECKING:
+    import asyncio
+
+MAX_TEXT = 1 << 20
+MAX_TRACEBACK = 1 << 16
+MAX_IMAGES = 8
+MAX_IMAGE_BYTES = 2 << 20
+MAX_ANSWER = 28 << 20
+"""Longest JSON of an answer: all images in base64 and the texts, escaped."""
+
+
+def serve(connection: int, work: str) -> NoReturn:
+    """Answers cells until the host hangs up."""
+    main = program.become_main(os.path.join(work, "session"), ())
+    del main.__dict__["__file__"]
+    notebook = _Notebook(main)
+    owner = os.getpid()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but while a cell runs
+    while (received := frames.receive(connection)) is not None:
+        try:
+            answer = notebook.run(received[0]["code"])
+        except KeyboardInterrupt as error:  # it came a moment after the cell had ended
+            answer = {"text": None, "images": [], "error": _described(error)}
+        if os.getpid() != owner:  # a fork in the cell came out of it as well
+            os._exit(0)
+        frames.send(connection, {"cell": received[0]["cell"], **answer})
+    os._exit(0)
+
+
+class _Notebook:
+    """The state of a session."""
+
+    def __init__(self, main: types.ModuleType) -> None:
+        self._main = main
+        self._count = 0
+        self._images: list[bytes] = []
+        self._loop: asyncio.AbstractEventLoop | None = None
+        main.__dict__["display"] = self._display
+
+    def run(self, code: str) -> dict[str, Any]:
+        """Runs a cell; its answer."""
+        self._count += 1
+        self._images = []
+        name = f"<cell {self._count}>"
+        linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
+        text = error = None
+        try:
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+            value = self._execute(code, name)
+            if value is not None:
+                self._main.__dict__["_"] = value
+                text = self._shown(value)
+            self._collect_figures()
+        except BaseException as raised:
+            signal.signal(signal.SIGINT, signal.SIG_IGN)
+            error = _described(raised)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        for stream in (sys.stdout, sys.stderr):
+            with contextlib.suppress(BaseException):
+                stream.flush()
+        images = [base64.b64encode(image).decode() for image in self._images]
+        return {"text": text, "images": images, "error": error}
+
+    def _execute(self, code: str, name: str) -> object:
+        """The value of the last expression, or None."""
+        tree = ast.parse(code, name)
+        last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
+        self._evaluate(tree, name, "exec")
+        return self._evaluate(ast.Expression(last.value), name, "eval") if isinstance(last, ast.Expr) else None
+
+    def _evaluate(self, tree: ast.AST, name: str, mode: str) -> object:
+        compiled = compile(tree, name, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)  # type: ignore[call-overload]
+        if compiled.co_flags & inspect.CO_COROUTINE:
+            if self._loop is None:
+                import asyncio  # here: every run's process would carry it
+
+                self._loop = asyncio.new_event_loop()
+            return self._loop.run_until_complete(eval(compiled, self._main.__dict__))
+        return eval(compiled, self._main.__dict__)
+
+    def _shown(self, value: object) -> str | None:
+        """The text of a value; one with a PNG form is kept as an image as well."""
+        self._keep_png(value)
+        text = repr(value)
+        return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… [{len(text) - MAX_TEXT} more characters]"
+
+    def _display(self, *values: object) -> None:
+        """Shows values as a cell's last expression is shown."""
+        for value in values:
+            if not self._keep_png(value):
+                sys.stdout.write(f"{value!r}\n")
+
+    def _keep_png(self, value: object) -> bool:
+        method: Callable[[], object] | None = getattr(type(value), "_repr_png_", None) and value._repr_png_  # type: ignore[attr-defined]
+        if method is not None and isinstance(image := method(), bytes):
+            return self._keep(image)
+        figure = getattr(sys.modules.get("matplotlib.figure"), "Figure", None)
+        if figure is not None and isinstance(value, figure):
+            return self._keep(_drawn(value))
+        return False
+
+    def _collect_figures(self) -> None:
+        """Draws and closes the figures that are open, as a notebook does."""
+        pyplot = sys.modules.get("matplotlib.pyplot")
+        if pyplot is None:
+            return
+        for number in pyplot.get_fignums():
+            self._keep(_drawn(pyplot.figure(number)))
+        pyplot.close("all")
+
+    def _keep(self, image: bytes) -> bool:
+        if len(image) > MAX_IMAGE_BYTES or len(self._images) >= MAX_IMAGES:
+            sys.stderr.write(f"[an image of {len(image)} bytes was left out]\n")
+        elif image not in self._images:  # a figure that is the last value is open as well
+            self._images.append(image)
+        return True
+
+
+def _drawn(figure: Any) -> bytes:
+    target = io.BytesIO()
+    figure.savefig(target, format="png", bbox_inches="tight")
+    return target.getvalue()
+
+
+def _described(error: BaseException) -> dict[str, str]:
+    """An exception without the frames of this file."""
+    own = error.__traceback__
+    ours = {__file__, getattr(sys.modules.get("asyncio.base_events"), "__file__", __file__)}
+    while own is not None and own.tb_frame.f_code.co_filename in ours:
+        own = own.tb_next
+    try:
+        text, value = "".join(traceback.format_exception(type(error), error, own)), str(error)
+    except BaseException as further:  # an exception whose own text fails
+        text = value = f"<no text: {type(further).__name__}>"
+    if len(text) > MAX_TRACEBACK:
+        text = (
+            f"{text[: MAX_TRACEBACK // 2]}\n… [{len(text) - MAX_TRACEBACK} characters] …\n{text[-MAX_TRACEBACK // 2 :]}"
+        )
+    return {"name": type(error).__name__[:200], "value": value[:MAX_TRACEBACK], "traceback": text}

@@ -1,0 +1,105 @@
+"""Files in and out of a work directory that the program may have turned into a trap.
+
+Invariant: nothing outside the directory is ever opened, whatever links, pipes, devices or races the program left there:
+paths are resolved beneath it by the kernel, without following any link, and only plain files are read. Sizes are checked
+on the open descriptor and again while reading.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from collections.abc import Sequence
+
+from . import kernel
+
+
+def write_files(directory: str, files: Sequence[tuple[str, bytes]]) -> None:
+    """Writes each (relative path, content), making folders on the way.
+
+    Raises:
+        OSError: no room, or a path that cannot be made.
+    """
+    root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for path, content in files:
+            parts = path.split("/")
+            for depth in range(1, len(parts)):
+                _make_folder(root, parts[:depth])
+            parent = _open_folder(root, parts[:-1])
+            try:
+                _replace(parent, parts[-1], content)
+            finally:
+                os.close(parent)
+    finally:
+        os.close(root)
+
+
+def _open_folder(root: int, parts: Sequence[str]) -> int:
+    flags = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+    return kernel.open_beneath(root, "/".join(parts) or ".", flags)
+
+
+def _make_folder(root: int, parts: Sequence[str]) -> None:
+    parent = _open_folder(root, parts[:-1])
+    try:
+        os.mkdir(parts[-1], 0o755, dir_fd=parent)
+    except FileExistsError:
+        pass
+    finally:
+        os.close(parent)
+
+
+def _replace(parent: int, name: str, content: bytes) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(name, dir_fd=parent)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+    fd = os.open(name, flags, 0o644, dir_fd=parent)
+    try:
+        view = memoryview(content)
+        while view:
+            view = view[os.write(fd, view) :]
+    finally:
+        os.close(fd)
+
+
+def read_files(directory: str, paths: Sequence[str], budget: int) -> tuple[list[tuple[str, bytes]], dict[str, str]]:
+    """The plain files among `paths`, at most `budget` bytes together, and why each other one that exists was refused."""
+    found: list[tuple[str, bytes]] = []
+    refused: dict[str, str] = {}
+    root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        for path in paths:
+            try:
+                content = _read(root, path, budget)
+            except FileNotFoundError:
+                continue
+            except OSError as error:
+                refused[path] = error.strerror or str(error)
+                continue
+            budget -= len(content)
+            found.append((path, content))
+    finally:
+        os.close(root)
+    return found, refused
+
+
+def _read(root: int, path: str, budget: int) -> bytes:
+    # Without O_NONBLOCK, opening a pipe would wait for a writer that never comes.
+    fd = kernel.open_beneath(root, path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+    try:
+        status = os.fstat(fd)
+        if not stat.S_ISREG(status.st_mode):
+            raise OSError(0, "not a plain file")
+        if status.st_size > budget:
+            raise OSError(0, f"{status.st_size} bytes are more than may be fetched")
+        parts = []
+        while part := os.read(fd, 1 << 20):  # it may grow while it is read: a background process of a session
+            budget -= len(part)
+            if budget < 0:
+                raise OSError(0, "larger than may be fetched")
+            parts.append(part)
+        return b"".join(parts)
+    finally:
+        os.close(fd)

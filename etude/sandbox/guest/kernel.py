@@ -1,0 +1,172 @@
+"""The Linux system calls that Python has no function for (`unshare`, `mount`, capabilities …), one thin function each.
+
+Invariant: every function either did what it says or raises `OSError` with the kernel's errno. Constants carry the
+kernel's own names. Leaves policy to its callers.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import platform
+import struct
+
+CLONE_NEWNS = 0x00020000
+CLONE_NEWCGROUP = 0x02000000
+CLONE_NEWUTS = 0x04000000
+CLONE_NEWIPC = 0x08000000
+CLONE_NEWUSER = 0x10000000
+CLONE_NEWPID = 0x20000000
+CLONE_NEWNET = 0x40000000
+
+MS_RDONLY = 1
+MS_NOSUID = 2
+MS_NODEV = 4
+MS_NOEXEC = 8
+MS_REMOUNT = 32
+MS_BIND = 4096
+MS_REC = 16384
+MS_PRIVATE = 1 << 18
+MNT_DETACH = 2
+
+PR_SET_DUMPABLE = 4
+PR_SET_SECCOMP = 22
+PR_SET_CHILD_SUBREAPER = 36
+PR_SET_NO_NEW_PRIVS = 38
+SECCOMP_MODE_FILTER = 2
+
+RESOLVE_NO_MAGICLINKS = 0x02
+RESOLVE_NO_SYMLINKS = 0x04
+RESOLVE_BENEATH = 0x08
+
+_NUMBERS = {
+    "x86_64": {"capset": 126, "pivot_root": 155},
+    "aarch64": {"capset": 91, "pivot_root": 41},
+}
+_OPENAT2, _MOUNT_SETATTR = 437, 442
+_LANDLOCK_CREATE_RULESET, _LANDLOCK_ADD_RULE, _LANDLOCK_RESTRICT_SELF = 444, 445, 446
+
+_libc = ctypes.CDLL(None, use_errno=True)
+_libc.syscall.restype = ctypes.c_long
+_libc.mount.argtypes = (ctypes.c_char_p, ctypes.c_char_p, ctypes.c_char_p, ctypes.c_ulong, ctypes.c_char_p)
+_libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
+
+
+def machine() -> str:
+    """The architecture, as the tables here know it.
+
+    Raises:
+        OSError: it is neither x86-64 nor 64-bit ARM.
+    """
+    name = platform.machine()
+    if name not in _NUMBERS:
+        raise OSError(f"no table of system calls for {name}; x86_64 and aarch64 are known")
+    return name
+
+
+def _checked(result: int, what: str) -> int:
+    if result == -1:
+        number = ctypes.get_errno()
+        raise OSError(number, f"{what}: {os.strerror(number)}")
+    return result
+
+
+def unshare(flags: int) -> None:
+    """Moves this process into new namespaces."""
+    _checked(_libc.unshare(flags), "unshare")
+
+
+def setns(fd: int, kind: int) -> None:
+    """Moves this process into the namespace of `fd`."""
+    _checked(_libc.setns(fd, kind), "setns")
+
+
+def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str = "") -> None:
+    """mount(2)."""
+    encoded = [os.fsencode(part) for part in (source, target, kind)]
+    _checked(_libc.mount(*encoded, flags, options.encode()), f"mount on {target}")
+
+
+def unmount(target: str) -> None:
+    """Detaches the mount on `target`."""
+    _checked(_libc.umount2(os.fsencode(target), MNT_DETACH), f"umount of {target}")
+
+
+def pivot_root(new_root: str, old_root: str) -> None:
+    """Makes `new_root` the root of this mount namespace and puts the old one at `old_root`."""
+    arguments = ctypes.c_char_p(os.fsencode(new_root)), ctypes.c_char_p(os.fsencode(old_root))
+    _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["pivot_root"]), *arguments), "pivot_root")
+
+
+def make_read_only(target: str) -> None:
+    """Makes the mount on `target` and all mounts beneath it read-only, without devices and set-user-id programs."""
+    attributes = struct.pack("=QQQQ", 1 | 2 | 4, 0, 0, 0)  # MOUNT_ATTR_RDONLY, _NOSUID, _NODEV
+    holder = ctypes.create_string_buffer(attributes, len(attributes))
+    arguments = (
+        ctypes.c_int(-100),  # AT_FDCWD
+        ctypes.c_char_p(os.fsencode(target)),
+        ctypes.c_uint(0x8000),  # AT_RECURSIVE
+        holder,
+        ctypes.c_size_t(len(attributes)),
+    )
+    _checked(_libc.syscall(ctypes.c_long(_MOUNT_SETATTR), *arguments), f"read-only {target}")
+
+
+def prctl(option: int, value: int = 0) -> None:
+    """prctl(2) with one argument."""
+    _checked(_libc.prctl(option, value, 0, 0, 0), f"prctl {option}")
+
+
+def drop_capabilities() -> None:
+    """Empties the capability sets of this process; for good, once no new privileges can be gained by executing."""
+    header = ctypes.create_string_buffer(struct.pack("=Ii", 0x20080522, 0))
+    empty = ctypes.create_string_buffer(24)
+    _checked(_libc.syscall(ctypes.c_long(_NUMBERS[machine()]["capset"]), header, empty), "capset")
+
+
+def install_seccomp(program: bytes) -> None:
+    """Installs a BPF program (8 bytes an instruction) as this process's system-call filter, for good."""
+    instructions = ctypes.create_string_buffer(program, len(program))
+    filter_program = struct.pack("@HP", len(program) // 8, ctypes.addressof(instructions))
+    holder = ctypes.create_string_buffer(filter_program, len(filter_program))
+    _checked(_libc.prctl(PR_SET_SECCOMP, SECCOMP_MODE_FILTER, ctypes.addressof(holder), 0, 0), "seccomp")
+
+
+def open_beneath(directory: int, path: str, flags: int) -> int:
+    """Opens `path` beneath the directory descriptor; no symbolic link on the way is followed, not even the last."""
+    how = struct.pack("=QQQ", flags, 0, RESOLVE_BENEATH | RESOLVE_NO_SYMLINKS | RESOLVE_NO_MAGICLINKS)
+    holder = ctypes.create_string_buffer(how, len(how))
+    arguments = (
+        ctypes.c_int(directory),
+        ctypes.c_char_p(os.fsencode(path)),
+        holder,
+        ctypes.c_size_t(len(how)),
+    )
+    return int(_checked(_libc.syscall(ctypes.c_long(_OPENAT2), *arguments), f"open {path}"))
+
+
+def landlock_version() -> int:
+    """The kernel's Landlock ABI; 0 without Landlock."""
+    version = _libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), None, ctypes.c_size_t(0), ctypes.c_uint32(1))
+    return max(0, int(version))
+
+
+def landlock_ruleset(attributes: bytes) -> int:
+    """A file descriptor of a new ruleset."""
+    holder = ctypes.create_string_buffer(attributes, len(attributes))
+    arguments = holder, ctypes.c_size_t(len(attributes)), ctypes.c_uint32(0)
+    return int(_checked(_libc.syscall(ctypes.c_long(_LANDLOCK_CREATE_RULESET), *arguments), "landlock"))
+
+
+def landlock_allow_beneath(ruleset: int, directory: int, access: int) -> None:
+    """Adds the rule that everything beneath `directory` may be used as `access` says."""
+    rule = struct.pack("=Qi", access, directory)
+    holder = ctypes.create_string_buffer(rule, len(rule))
+    arguments = ctypes.c_int(ruleset), ctypes.c_int(1), holder, ctypes.c_uint32(0)
+    _checked(_libc.syscall(ctypes.c_long(_LANDLOCK_ADD_RULE), *arguments), "landlock rule")
+
+
+def landlock_restrict(ruleset: int) -> None:
+    """Puts this process under the ruleset, for good."""
+    arguments = ctypes.c_int(ruleset), ctypes.c_uint32(0)
+    _checked(_libc.syscall(ctypes.c_long(_LANDLOCK_RESTRICT_SELF), *arguments), "landlock")

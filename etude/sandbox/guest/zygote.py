@@ -1,0 +1,103 @@
+"""The zygote: one interpreter inside the jail that has imported the usual modules and forks a supervisor for each run.
+
+Invariant: it never sees a request. It receives descriptors, forks, and hands the host a pidfd of the child; code, files
+and output travel between host and supervisor only, so that nothing of one run can reach the next through the zygote's
+memory. A supervisor is process 1 of a new PID namespace: when it ends, the kernel kills whatever the run still has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import importlib
+import json
+import os
+import signal
+import socket
+import sys
+
+from . import kernel, supervisor
+from .identity import enter_user_namespace
+from .settings import Settings
+
+MAX_MESSAGE = 4096
+FDS_PER_RUN = 5  # stdin, stdout, stderr, the supervisor's connection, the cells' connection
+
+_USUAL_MODULES = (
+    *("ast", "atexit", "bisect", "collections", "copy", "datetime", "enum", "functools", "heapq", "io", "itertools"),
+    *("json", "linecache", "math", "operator", "random", "re", "site", "string", "threading", "time", "traceback"),
+    "typing",
+)
+
+
+def main(arguments: list[str]) -> None:
+    """Serves the host until it hangs up; `arguments` are the number of the socket to it and the encoded settings."""
+    host = socket.socket(fileno=int(arguments[0]))
+    settings = Settings.decode(arguments[1])
+    host.set_inheritable(False)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in the host's terminal is the host's to handle
+    try:
+        if settings.isolated:
+            _enter(host)
+        _warm_up(settings)
+    except (OSError, ImportError) as error:
+        host.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode())
+        os._exit(1)
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; the host watches pidfds
+    own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
+    itself = os.pidfd_open(os.getpid())
+    socket.send_fds(host, [json.dumps({"ready": True}).encode()], [itself])
+    os.close(itself)
+    while True:
+        data, fds, _, _ = socket.recv_fds(host, MAX_MESSAGE, FDS_PER_RUN)
+        if not data:
+            os._exit(0)
+        _serve(host, json.loads(data)["id"], fds, own_namespace, settings)
+
+
+def _enter(host: socket.socket) -> None:
+    """Becomes process 1 and root of namespaces of its own, in which runs are set up."""
+    enter_user_namespace(0, kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
+    pid = os.fork()
+    if pid:
+        host.close()
+        os.waitpid(pid, 0)
+        os._exit(0)
+    kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    kernel.prctl(kernel.PR_SET_DUMPABLE, 0)
+
+
+def _warm_up(settings: Settings) -> None:
+    sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
+    sys.path.extend(settings.search_path)
+    for name in (*_USUAL_MODULES, *settings.preload):
+        importlib.import_module(name)
+    os.environ.clear()
+    os.environ.update(settings.environment)
+    # Every run's process would otherwise touch, and so copy, what lives here.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
+
+
+def _serve(host: socket.socket, number: int, fds: list[int], own_namespace: int, settings: Settings) -> None:
+    try:
+        if settings.isolated:
+            kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # or the next namespace would be refused
+            kernel.unshare(kernel.CLONE_NEWPID)
+        pid = os.fork()
+    except OSError:  # no process to be had: the host sees a box that has ended
+        pid = -1
+    if pid == 0:
+        os.close(host.detach())
+        os.close(own_namespace)
+        supervisor.main(supervisor.Connections(*fds), settings)
+    for fd in fds:
+        os.close(fd)
+    watched: list[int] = []
+    with contextlib.suppress(OSError):  # it ended already, or never was
+        watched.append(os.pidfd_open(pid))
+    socket.send_fds(host, [json.dumps({"id": number}).encode()], watched)
+    for fd in watched:
+        os.close(fd)

@@ -1,0 +1,129 @@
+"""What a jail contains: the plan that both launchers carry out.
+
+Invariant: the plan names everything of the host that a program can ever see, all of it read-only: the system's programs
+and libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an
+`/etc` written here. Home folders, `/root`, `/var`, `/run`, `/sys` and the host's `/etc`, `/tmp` and `/proc` are not in it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import sysconfig
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from etude.sandbox.guest.settings import BOX, GUEST, SHM, TMP, WORK
+from etude.sandbox.types import SandboxError
+
+GUEST_SOURCE = Path(__file__).parent / "guest"
+_SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
+_DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
+_DESCRIPTOR_LINKS = (
+    ("/proc/self/fd", "/dev/fd"),
+    *((f"/proc/self/fd/{n}", f"/dev/std{s}") for n, s in enumerate(("in", "out", "err"))),
+)
+_ETC = {
+    "passwd": "root:x:0:0:root:/:/usr/sbin/nologin\nsandbox:x:1000:1000:sandbox:/tmp:/bin/bash\n",
+    "group": "root:x:0:\nsandbox:x:1000:\n",
+    "hosts": "127.0.0.1 localhost sandbox\n::1 localhost\n",
+    "nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
+    "resolv.conf": "",
+}
+_ETC_OF_HOST = ("ld.so.cache", "ld.so.conf", "ld.so.conf.d", "alternatives", "mime.types", "fonts")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to mount where."""
+
+    root: str
+    """An empty folder of the host to build in."""
+    folders: tuple[str, ...]
+    """Made empty."""
+    links: tuple[tuple[str, str], ...]
+    """(target, symbolic link)."""
+    binds: tuple[tuple[str, str], ...]
+    """(path on the host, path in the jail), read-only."""
+    devices: tuple[str, ...]
+    staged: tuple[tuple[str, str], ...]
+    """(path on the host, folder or file that stands for it), for paths that an unprivileged user may not reach."""
+
+    def as_dict(self) -> dict[str, object]:
+        """For JSON."""
+        return asdict(self)
+
+
+def interpreter() -> str:
+    """The interpreter behind the virtual environment that runs this."""
+    base = getattr(sys, "_base_executable", "") or sys.executable
+    found = Path(base).resolve()
+    named = Path(sys.base_prefix, "bin", f"python{sys.version_info.major}.{sys.version_info.minor}")
+    return str(named.resolve() if named.exists() else found)
+
+
+def library_folders() -> tuple[str, ...]:
+    """Where this environment keeps third-party packages."""
+    paths = (sysconfig.get_path("purelib"), sysconfig.get_path("platlib"))
+    return tuple(dict.fromkeys(str(Path(path).resolve()) for path in paths if os.path.isdir(path)))
+
+
+def libraries_in_jail(libraries: tuple[str, ...]) -> tuple[str, ...]:
+    """Where the jail shows those folders."""
+    return tuple(f"{GUEST}/libraries-{i}" for i in range(len(libraries)))
+
+
+def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
+    """The plan for this machine; `scratch` is a private folder for what has to lie on disk meanwhile."""
+    scratch.chmod(0o711)
+    root, etc = scratch / "root", scratch / "etc"
+    root.mkdir()
+    _write_etc(etc)
+    links: list[tuple[str, str]] = list(_DESCRIPTOR_LINKS)
+    binds: list[tuple[str, str]] = []
+    for path in _SYSTEM:
+        if os.path.islink(path):
+            links.append((os.readlink(path), path))
+        elif os.path.isdir(path):
+            binds.append((path, path))
+    for path in (str(Path(sys.base_prefix).resolve()), str(Path(interpreter()).parent.parent)):
+        if any(path == own or path.startswith(f"{own}/") for own in (WORK, TMP, SHM, BOX)):
+            raise SandboxError(f"the interpreter lies in {path}, which a run's own {path.split('/')[1]} would hide")
+        if not any(path == inside or path.startswith(f"{inside}/") for _, inside in binds):
+            binds.append((path, path))
+    binds += [(path, libraries_in_jail(libraries)[i]) for i, path in enumerate(libraries)]
+    binds.append((str(etc), "/etc"))
+    binds += [(f"/etc/{name}", f"/etc/{name}") for name in _ETC_OF_HOST if os.path.exists(f"/etc/{name}")]
+    binds.append((str(GUEST_SOURCE), f"{GUEST}/guest"))
+    devices = tuple(device for device in _DEVICES if os.path.exists(device))
+    staged: list[tuple[str, str]] = []
+    if os.geteuid() == 0:
+        binds = [(_staged(scratch, source, staged), target) for source, target in binds]
+    return Plan(str(root), ("/dev", "/proc", BOX, WORK, TMP, SHM), tuple(links), tuple(binds), devices, tuple(staged))
+
+
+def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
+    """Where `source` will be shown; enters it in `staged` if that is not where it is."""
+    if source in _SYSTEM or source.startswith("/etc/"):
+        return source
+    place = scratch / f"staged-{len(staged)}"
+    if os.path.isdir(source):
+        place.mkdir(mode=0o755)
+    else:
+        place.touch()
+    staged.append((source, str(place)))
+    return str(place)
+
+
+def _write_etc(etc: Path) -> None:
+    etc.mkdir()
+    etc.chmod(0o755)  # whatever the umask: another user reads it
+    for name, text in _ETC.items():
+        (etc / name).write_text(text, encoding="ascii")
+        (etc / name).chmod(0o644)
+    for name in _ETC_OF_HOST:  # places to mount on
+        source = Path("/etc", name)
+        if source.is_dir():
+            (etc / name).mkdir(mode=0o755)
+        elif source.exists():
+            (etc / name).touch(mode=0o644)

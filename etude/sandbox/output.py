@@ -1,0 +1,129 @@
+"""What a program prints, read all the time and kept only in part; and what it is given to read.
+
+Invariant: a program never waits for us to read, and never makes us keep more than its limit: of too much output the
+first and the last halves are kept, with a mark between them that says how much is missing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+
+_CHUNK = 1 << 16
+
+
+class Capture:
+    """Reads a pipe to its end on the event loop. Takes ownership of the descriptor."""
+
+    def __init__(self, fd: int, limit: int) -> None:
+        self._fd = fd
+        self._loop = asyncio.get_running_loop()
+        self._head_limit = (limit + 1) // 2
+        self._tail_limit = limit // 2
+        self._head = bytearray()
+        self._tail = bytearray()
+        self._total = 0
+        self.ended: asyncio.Future[None] = self._loop.create_future()
+        os.set_blocking(fd, False)
+        self._loop.add_reader(fd, self._read)
+
+    def take(self) -> tuple[str, bool]:
+        """What came since the last call, and whether it was cut."""
+        self.drain()
+        head, total = bytes(self._head), self._total
+        tail = bytes(self._tail[-self._tail_limit :]) if self._tail_limit else b""
+        self._head.clear()
+        self._tail.clear()
+        self._total = 0
+        missing = total - len(head) - len(tail)
+        if not missing:
+            return (head + tail).decode("utf-8", "replace"), False
+        mark = f"\n… [{missing} bytes left out] …\n"
+        return _whole_start(head) + mark + _whole_end(tail), True
+
+    def drain(self) -> None:
+        """Reads what is there already."""
+        while not self.ended.done() and self._read():
+            pass
+
+    def close(self) -> None:
+        """Stops reading."""
+        if not self.ended.done():
+            self._loop.remove_reader(self._fd)
+            os.close(self._fd)
+            self.ended.set_result(None)
+
+    def _read(self) -> bool:
+        """Whether there may be more to read now."""
+        try:
+            chunk = os.read(self._fd, _CHUNK)
+        except BlockingIOError:
+            return False
+        except OSError:
+            chunk = b""
+        if not chunk:
+            self.close()
+            return False
+        self._total += len(chunk)
+        room = self._head_limit - len(self._head)
+        if room > 0:
+            self._head += chunk[:room]
+            chunk = chunk[room:]
+        self._tail += chunk
+        if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # seldom, so that each byte is moved about once
+            del self._tail[: len(self._tail) - self._tail_limit]
+        return True
+
+
+def _whole_start(data: bytes) -> str:
+    """Text of `data`, without a character that was cut in two at its end."""
+    for back in range(1, min(4, len(data) + 1)):
+        byte = data[-back]
+        if byte >= 0xC0:
+            width = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
+            return data[: -back if width > back else len(data)].decode("utf-8", "replace")
+        if byte < 0x80:
+            break
+    return data.decode("utf-8", "replace")
+
+
+def _whole_end(data: bytes) -> str:
+    """Text of `data`, without a character that was cut in two at its start."""
+    start = 0
+    while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
+        start += 1
+    return data[start:].decode("utf-8", "replace")
+
+
+class Feed:
+    """Writes bytes into a pipe as fast as they are read, then closes it. Takes ownership of the descriptor."""
+
+    def __init__(self, fd: int, data: bytes) -> None:
+        self._fd = fd
+        self._rest = memoryview(data)
+        self._loop = asyncio.get_running_loop()
+        self._waiting = False
+        os.set_blocking(fd, False)
+        self._write()
+
+    def close(self) -> None:
+        """Closes the pipe; what was not read is dropped."""
+        if self._fd >= 0:
+            if self._waiting:
+                self._loop.remove_writer(self._fd)
+            os.close(self._fd)
+            self._fd = -1
+
+    def _write(self) -> None:
+        with contextlib.suppress(BlockingIOError):
+            try:
+                while self._rest:
+                    self._rest = self._rest[os.write(self._fd, self._rest[:_CHUNK]) :]
+            except BrokenPipeError:
+                pass
+            self.close()
+            return
+        if not self._waiting:
+            self._waiting = True
+            self._loop.add_writer(self._fd, self._write)

@@ -1,0 +1,102 @@
+"""Boxes kept ready: forked and set up before they are needed, each used once.
+
+Invariant: a box is handed out at most once, and a dead zygote is replaced by the next request instead of failing all of
+them. The pool knows nothing of what runs in a box.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections import deque
+
+from etude.errors import one_line
+from etude.sandbox.cgroup import Delegation
+from etude.sandbox.guest.settings import Settings
+from etude.sandbox.guests import Guest
+from etude.sandbox.types import Isolation, SandboxError
+from etude.sandbox.zygotes import Zygote
+
+
+class Pool:
+    """Of one event loop; `spare` boxes wait."""
+
+    def __init__(
+        self,
+        isolation: Isolation,
+        settings: Settings,
+        libraries: tuple[str, ...],
+        spare: int,
+        delegation: Delegation | None,
+    ) -> None:
+        self._isolation = isolation
+        self._settings = settings
+        self._libraries = libraries
+        self._spare = spare
+        self._delegation = delegation
+        self._zygote: Zygote | None = None
+        self._starting = asyncio.Lock()
+        self._ready: deque[Guest] = deque()
+        self._refill: asyncio.Task[None] | None = None
+        self._closed = False
+
+    async def take(self) -> Guest:
+        """A box that waits for its request; it belongs to the caller.
+
+        Raises:
+            SandboxError: no zygote starts or forks here (any more).
+        """
+        if self._closed:
+            raise SandboxError("the sandbox is closed")
+        guest = None
+        while self._ready and guest is None:
+            candidate = self._ready.popleft()
+            if candidate.alive:
+                guest = candidate
+            else:
+                candidate.discard()
+        if guest is None:
+            guest = await self._fork()
+        if self._refill is None or self._refill.done():
+            self._refill = asyncio.ensure_future(self._fill())
+        return guest
+
+    async def _fork(self) -> Guest:
+        guest = await (await self._running()).fork()
+        if self._delegation is not None:
+            try:
+                await guest.admit(self._delegation.group())
+            except BaseException as error:
+                await guest.close()
+                if isinstance(error, OSError):
+                    raise SandboxError(f"the box was gone before it had a control group: {one_line(error)}") from error
+                raise
+        return guest
+
+    async def _running(self) -> Zygote:
+        async with self._starting:
+            if self._closed:
+                raise SandboxError("the sandbox is closed")
+            if self._zygote is None or not self._zygote.alive:
+                if self._zygote is not None:
+                    gone, self._zygote = self._zygote, None
+                    await gone.close()
+                self._zygote = await Zygote.start(self._isolation, self._settings, self._libraries)
+            return self._zygote
+
+    async def _fill(self) -> None:
+        with contextlib.suppress(SandboxError):  # whoever needs a box next is told
+            while len(self._ready) < self._spare and not self._closed:
+                self._ready.append(await self._fork())
+
+    async def close(self) -> None:
+        """Kills the waiting boxes and the zygote."""
+        self._closed = True
+        if self._refill is not None:
+            self._refill.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._refill
+        while self._ready:
+            await self._ready.popleft().close()
+        if self._zygote is not None:
+            await self._zygote.close()

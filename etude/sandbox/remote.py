@@ -1,0 +1,182 @@
+"""`RemoteSandbox`: a server that speaks Sandbox Fusion's HTTP interface.
+
+Invariant: an answer about the code becomes a result; a connection that fails, an answer that makes no sense, and every
+status of 500 and above become `SandboxError`. A server that is busy (429) is asked again when it says, for as long as
+`BUSY_SECONDS`: being busy is no failure. Answers are bounded in size.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+from urllib.parse import urlsplit
+
+import aiohttp
+from pydantic import BaseModel, ValidationError
+
+from etude.errors import ConfigError, one_line
+from etude.sandbox import wire
+from etude.sandbox.types import (
+    CellResult,
+    Limits,
+    RunRequest,
+    RunResult,
+    SandboxError,
+    SandboxRequestError,
+    UnknownSessionError,
+)
+
+M = TypeVar("M", bound=BaseModel)
+R = TypeVar("R")
+
+BUSY_SECONDS = 600.0
+MAX_RETRY_AFTER = 30.0
+MARGIN_SECONDS = 80.0
+"""Of an HTTP call beyond the code's own limits: the server's queue, and the sandbox's work."""
+CONNECT_SECONDS = 10.0
+MAX_ANSWER_BYTES = 256 << 20
+MAX_CONNECTIONS = 256
+
+
+class RemoteSandbox:
+    """Bound to the event loop of its first call."""
+
+    def __init__(self, url: str, token: str | None) -> None:
+        """`url` may end in `/run_code`, as verl's configurations do.
+
+        Raises:
+            ConfigError: it is no http address.
+        """
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.netloc:
+            raise ConfigError(f"sandbox URL: {url!r} is not of the form http://host:port")
+        self._url = url.rstrip("/").removesuffix("/run_code").rstrip("/")
+        self._headers = {"Authorization": f"Bearer {token}"} if token else {}
+        self._http: aiohttp.ClientSession | None = None
+
+    async def run(self, request: RunRequest) -> RunResult:
+        """Runs one program; raises as `SandboxClient.run`."""
+        body = wire.run_code_request(request)
+        seconds = body.run_timeout + body.compile_timeout
+        answer = await self._call("POST", "/run_code", body, wire.RunCodeResponse, seconds)
+        return self._translated(wire.run_result, answer)
+
+    async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
+        """Opens a session, which a server other than ours does not have."""
+        body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encoded_files(files)))
+        return (await self._call("POST", "/v1/sessions", body, wire.SessionResponse, 0.0)).session_id
+
+    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
+        """Runs one cell of a session; raises as `SandboxClient.run_cell`."""
+        body = wire.CellRequest(code=code, timeout=timeout)
+        path = f"/v1/sessions/{session_id}/cells"
+        return self._translated(wire.cell_result, await self._call("POST", path, body, wire.CellResponse, timeout))
+
+    async def close_session(self, session_id: str) -> None:
+        """Ends a session."""
+        await self._call("DELETE", f"/v1/sessions/{session_id}", None, None, 0.0)
+
+    def _translated(self, translate: Callable[[M], R], answer: M) -> R:
+        try:
+            return translate(answer)
+        except SandboxRequestError as error:  # a file of the answer, not of the request
+            raise SandboxError(f"{self._url} answered nonsense: {error}") from error
+
+    async def close(self) -> None:
+        """Closes the connections."""
+        http, self._http = self._http, None
+        if http is not None:
+            await http.close()
+
+    async def _call(self, method: str, path: str, body: BaseModel | None, answer: type[M] | None, seconds: float) -> M:
+        """One call, again while the server is busy.
+
+        Raises:
+            SandboxError, SandboxRequestError, UnknownSessionError, ConfigError: by the answer's status.
+        """
+        data = None if body is None else _json(body)
+        loop = asyncio.get_running_loop()
+        give_up_at = loop.time() + BUSY_SECONDS
+        while True:
+            status, retry_after, content = await self._send(method, path, data, seconds + MARGIN_SECONDS)
+            if status != 429:
+                break
+            if loop.time() + retry_after > give_up_at:
+                raise SandboxError(f"{self._url} was busy for {BUSY_SECONDS:g} s")
+            await asyncio.sleep(retry_after)
+        self._raise_for(status, path, content)
+        if answer is None:
+            return None  # type: ignore[return-value]
+        try:
+            return answer.model_validate_json(content)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(str(part) for part in first["loc"]) or "the whole"
+            raise SandboxError(f"{self._url}{path} answered nonsense: {where}: {first['msg']}") from error
+
+    async def _send(self, method: str, path: str, data: bytes | None, seconds: float) -> tuple[int, float, bytes]:
+        """Status, seconds to wait if it is 429, and body of the answer."""
+        if self._http is None:
+            self._http = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), headers=self._headers
+            )
+        headers = {"Content-Type": "application/json"} if data is not None else {}
+        timeout = aiohttp.ClientTimeout(total=seconds, sock_connect=CONNECT_SECONDS)
+        try:
+            async with self._http.request(
+                method, self._url + path, data=data, headers=headers, timeout=timeout, allow_redirects=False
+            ) as response:
+                return response.status, _retry_after(response.headers), await _bounded(response)
+        except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
+            raise SandboxError(f"{self._url}{path}: {type(error).__name__}: {one_line(error)}") from error
+
+    def _raise_for(self, status: int, path: str, content: bytes) -> None:
+        if 200 <= status < 300:
+            return
+        reason = one_line(Exception(_detail(content)))
+        if status in (404, 405):
+            if path.startswith("/v1/sessions/"):
+                raise UnknownSessionError(reason)
+            needs = "stateful code needs `etude sandbox serve`" if path == "/v1/sessions" else "is this a sandbox?"
+            raise ConfigError(f"{self._url} has no {path}: {needs}")
+        if status in (400, 413, 422):
+            raise SandboxRequestError(f"{self._url} refuses the request: {reason}")
+        if status in (401, 403):
+            raise ConfigError(f"{self._url} wants another bearer token ({status}): set ETUDE_SANDBOX_TOKEN")
+        raise SandboxError(f"{self._url} answered {status}: {reason}")
+
+
+def _json(body: BaseModel) -> bytes:
+    try:
+        return body.model_dump_json().encode()
+    except ValueError as error:  # a lone surrogate has no UTF-8
+        raise SandboxRequestError(f"the request is no valid text: {one_line(error)}") from error
+
+
+def _retry_after(headers: Mapping[str, str]) -> float:
+    text = headers.get("Retry-After", "")
+    return min(MAX_RETRY_AFTER, max(0.05, float(text))) if text.isdigit() else 1.0
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    parts: list[bytes] = []
+    size = 0
+    async for part in response.content.iter_any():
+        size += len(part)
+        if size > MAX_ANSWER_BYTES:
+            raise SandboxError(f"the answer is larger than {MAX_ANSWER_BYTES >> 20} MiB")
+        parts.append(part)
+    return b"".join(parts)
+
+
+def _detail(content: bytes) -> str:
+    import json
+
+    text = content[:2000].decode("utf-8", "replace")
+    with_detail: Any = None
+    try:
+        with_detail = json.loads(text)
+    except ValueError:
+        return text
+    return str(with_detail.get("detail", text)) if isinstance(with_detail, dict) else text

@@ -1,0 +1,331 @@
+"""`etude sandbox serve`: the executor behind Sandbox Fusion's HTTP interface.
+
+Invariant: an answer with status 200 is about the code, or says `SandboxError`; a request that was not run is answered
+400 or 422 (it makes no sense), 401 (no token), 413 (too large) or 429 (come again later). A client that hangs up ends its
+run. Nothing a client sends is evaluated, and its size, its time and its place in the queue are bounded.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, RedirectResponse, Response
+
+from etude.bounded import settle
+from etude.errors import ConfigError, one_line
+from etude.sandbox import wire
+from etude.sandbox.admission import Admission, ServerBusy
+from etude.sandbox.executor import SESSION_LIMITS, Executor
+from etude.sandbox.metrics import CONTENT_TYPE, Metrics
+from etude.sandbox.middleware import BearerToken, BodyLimit
+from etude.sandbox.types import (
+    CellResult,
+    Isolation,
+    Limits,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+    UnknownSessionError,
+)
+
+R = TypeVar("R")
+
+_ABANDONED = 499
+
+
+@dataclass(frozen=True)
+class ServerOptions:
+    """What a server allows.
+
+    Raises:
+        ConfigError: a number is not positive.
+    """
+
+    workers: int | None = None
+    """Programs at once; None for one a CPU."""
+    max_concurrency: int | None = None
+    """Requests at once, those that wait included; None for 64 a worker. Beyond it the answer is 429."""
+    queue_seconds: float = 60.0
+    """How long a request waits for a worker before it is answered 429."""
+    token: str | None = None
+    """Bearer token that requests must bear; None for none."""
+    max_request_mb: int = 32
+    limits: Limits = field(default_factory=lambda: Limits(wall_seconds=600.0, cpu_seconds=600.0))
+    """The most a request may ask for; what it does not ask for (memory, processes, files) is as here."""
+    max_compile_seconds: float = 120.0
+    grace_seconds: float = 10.0
+    """Beyond a request's own time limits, for the sandbox's work; then the request is answered `SandboxError`."""
+    isolation: Isolation = Isolation.AUTO
+
+    def __post_init__(self) -> None:
+        for name in ("workers", "max_concurrency", "queue_seconds", "max_request_mb", "grace_seconds"):
+            value = getattr(self, name)
+            if value is not None and not value > 0:
+                raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {value}")
+        if self.token is not None and not self.token:
+            raise ConfigError("the token is empty; leave it out for a server that asks for none")
+
+
+class SandboxService:
+    """What the endpoints do, apart from HTTP."""
+
+    def __init__(self, executor: Executor, options: ServerOptions) -> None:
+        self.executor = executor
+        self.options = options
+        per_worker = 64
+        self.admission = Admission(
+            executor.workers, options.max_concurrency or per_worker * executor.workers, options.queue_seconds
+        )
+        self.metrics = Metrics(self.admission)
+
+    async def run_code(self, message: wire.RunCodeRequest) -> wire.RunCodeResponse:
+        """One program.
+
+        Raises:
+            SandboxRequestError: the request makes no sense.
+            ServerBusy: it was not run.
+        """
+        language = wire.known_language(message.language)
+        limits = wire.with_limits(self.options.limits, message.run_timeout, message.memory_limit_MB)
+        if message.compile_timeout > self.options.max_compile_seconds:
+            raise SandboxRequestError(
+                f"compile_timeout: {message.compile_timeout:g} s is above this server's "
+                f"{self.options.max_compile_seconds:g} s"
+            )
+        if language is None or language not in self.executor.languages:
+            here = ", ".join(language.value for language in self.executor.languages)
+            reason = f"'{message.language}' is not installed on this server (there is {here})"
+            return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=reason)
+        request = wire.run_request(message, language, limits)
+        async with self.admission.slot():
+            seconds = message.run_timeout + message.compile_timeout + self.options.grace_seconds
+            try:
+                result = await asyncio.wait_for(self.executor.run(request), seconds)
+            except (SandboxError, asyncio.TimeoutError) as error:
+                return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
+        return wire.run_code_response(result)
+
+    async def run_jupyter(self, message: wire.RunJupyterRequest) -> wire.RunJupyterResponse:
+        """Cells in a fresh session: raises as `run_code`."""
+        limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
+        files = wire.decoded_files(message.files)
+        async with self.admission.slot():
+            seconds = message.total_timeout + self.options.grace_seconds
+            try:
+                return await asyncio.wait_for(self._cells(message, limits, files), seconds)
+            except (SandboxError, UnknownSessionError, asyncio.TimeoutError) as error:
+                return wire.RunJupyterResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
+
+    async def _cells(
+        self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes]
+    ) -> wire.RunJupyterResponse:
+        clock = asyncio.get_running_loop().time
+        began = clock()
+        session = await self.executor.session(limits=limits, files=files)
+        results: list[CellResult] = []
+        fetched: dict[str, bytes] = {}
+        late = False
+        try:
+            for code in message.cells:
+                left = message.total_timeout - (clock() - began)
+                if left <= 0:
+                    late = True
+                    break
+                timeout = min(left, message.cell_timeout or left)
+                results.append(await self.executor.run_cell(session, code, timeout))
+                late = late or results[-1].status is RunStatus.TIME_LIMIT
+                if not results[-1].session_alive:
+                    break
+            if message.fetch_files and (not results or results[-1].session_alive):
+                fetched = await self.executor.fetch_files(session, message.fetch_files)
+        finally:
+            await self.executor.close_session(session)
+        return wire.jupyter_response(results, len(message.cells), late, clock() - began, fetched)
+
+    async def open_session(self, message: wire.SessionRequest) -> wire.SessionResponse:
+        """A session that lives until it is closed or idle for long: raises as `run_code`, and SandboxError."""
+        limits = wire.with_limits(self.options.limits, self.options.limits.wall_seconds, message.memory_limit_MB)
+        limits = replace(limits, cpu_seconds=max(limits.cpu_seconds, SESSION_LIMITS.cpu_seconds))
+        async with self.admission.slot():
+            return wire.SessionResponse(
+                session_id=await self.executor.session(limits=limits, files=wire.decoded_files(message.files))
+            )
+
+    async def run_cell(self, session_id: str, message: wire.CellRequest) -> wire.CellResponse:
+        """One cell of a session: raises as `run_code`, UnknownSessionError, SandboxError."""
+        wire.with_limits(self.options.limits, message.timeout, -1)
+        async with self.admission.slot():
+            return wire.cell_response(await self.executor.run_cell(session_id, message.code, message.timeout))
+
+    def health(self) -> dict[str, Any]:
+        """How the server stands."""
+        return {
+            "status": "draining" if self.admission.draining else "ok",
+            "isolation": self.executor.isolation.value,
+            "languages": [language.value for language in self.executor.languages],
+            "workers": self.executor.workers,
+            "max_concurrency": self.admission.max_concurrency,
+            "running": self.admission.running,
+            "waiting": self.admission.waiting,
+        }
+
+
+def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
+    """The server of `executor`, which is closed when the application ends."""
+
+    @contextlib.asynccontextmanager
+    async def lifespan(_: FastAPI) -> AsyncIterator[None]:
+        yield
+        await executor.close()
+
+    app = FastAPI(
+        title="Étude sandbox",
+        description="Runs model-written code in isolation. Compatible with Sandbox Fusion's /run_code and /run_jupyter.",
+        lifespan=lifespan,
+    )
+    app.state.service = SandboxService(executor, options)
+    app.add_middleware(BodyLimit, max_bytes=options.max_request_mb << 20)
+    if options.token is not None:
+        app.add_middleware(BearerToken, token=options.token)
+    _add_endpoints(app)
+    _add_errors(app)
+    return app
+
+
+def _add_endpoints(app: FastAPI) -> None:
+    def service(request: Request) -> SandboxService:
+        found = request.app.state.service
+        assert isinstance(found, SandboxService)
+        return found
+
+    @app.post("/run_code", response_model=wire.RunCodeResponse, tags=["sandbox"])
+    async def run_code(message: wire.RunCodeRequest, request: Request) -> Any:
+        return await _answered(service(request), request, "run_code", service(request).run_code(message))
+
+    @app.post("/run_jupyter", response_model=wire.RunJupyterResponse, tags=["sandbox"])
+    async def run_jupyter(message: wire.RunJupyterRequest, request: Request) -> Any:
+        return await _answered(service(request), request, "run_jupyter", service(request).run_jupyter(message))
+
+    @app.post("/v1/sessions", response_model=wire.SessionResponse, tags=["sessions"])
+    async def open_session(message: wire.SessionRequest, request: Request) -> Any:
+        return await _answered(service(request), request, "sessions", service(request).open_session(message))
+
+    @app.post("/v1/sessions/{session_id}/cells", response_model=wire.CellResponse, tags=["sessions"])
+    async def run_cell(session_id: str, message: wire.CellRequest, request: Request) -> Any:
+        return await _answered(service(request), request, "cells", service(request).run_cell(session_id, message))
+
+    @app.delete("/v1/sessions/{session_id}", status_code=204, tags=["sessions"])
+    async def close_session(session_id: str, request: Request) -> None:
+        await service(request).executor.close_session(session_id)
+
+    @app.get("/v1/ping", tags=["server"])
+    async def ping() -> str:
+        return "pong"
+
+    @app.get("/health", tags=["server"])
+    async def health(request: Request) -> JSONResponse:
+        report = service(request).health()
+        return JSONResponse(report, status_code=200 if report["status"] == "ok" else 503)
+
+    @app.get("/metrics", tags=["server"])
+    async def metrics(request: Request) -> Response:
+        return Response(service(request).metrics.text(), media_type=CONTENT_TYPE)
+
+    @app.get("/", include_in_schema=False)
+    async def index() -> RedirectResponse:
+        return RedirectResponse("/docs")
+
+
+async def _answered(
+    service: SandboxService, request: Request, endpoint: str, work: Coroutine[Any, Any, R]
+) -> R | Response:
+    """The result of `work`, which is cancelled when the client hangs up; counted either way."""
+    began = asyncio.get_running_loop().time()
+    outcome = "failed"
+    try:
+        result = await _unless_gone(request, work)
+        if result is None:
+            outcome = "abandoned"
+            return Response(status_code=_ABANDONED)
+        outcome = _outcome(result)
+        return result
+    except ServerBusy:
+        outcome = "busy"
+        raise
+    except (SandboxRequestError, UnknownSessionError):
+        outcome = "refused"
+        raise
+    except SandboxError:
+        outcome = "sandbox_error"
+        raise
+    finally:
+        service.metrics.requests.labels(endpoint, outcome).inc()
+        service.metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
+
+
+async def _unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
+    """The result of `work`, or None if the client hung up before."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        gone.cancel()
+        if not task.done():
+            await settle({task})
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+def _outcome(result: object) -> str:
+    status = getattr(result, "status", None)
+    if status is wire.ResponseStatus.SandboxError:
+        return "sandbox_error"
+    return "success" if status in (None, wire.ResponseStatus.Success, RunStatus.FINISHED) else "failed"
+
+
+def _reason(error: BaseException, seconds: float) -> str:
+    return one_line(error) if not isinstance(error, asyncio.TimeoutError) else f"no result within {seconds:g} s"
+
+
+def _add_errors(app: FastAPI) -> None:
+    def refused(status: int) -> Callable[[Request, Exception], Awaitable[Response]]:
+        async def answer(_: Request, error: Exception) -> Response:
+            return JSONResponse({"detail": _ascii(one_line(error))}, status_code=status)
+
+        return answer
+
+    async def busy(_: Request, error: Exception) -> Response:
+        assert isinstance(error, ServerBusy)
+        headers = {"Retry-After": str(error.retry_after)}
+        return JSONResponse({"detail": str(error)}, status_code=429, headers=headers)
+
+    async def invalid(_: Request, error: Exception) -> Response:
+        """Says where and what, but does not send the input back: it may be large, or no valid text."""
+        assert isinstance(error, RequestValidationError)
+        found = [
+            {"loc": [_ascii(str(part)) for part in item["loc"]], "msg": _ascii(item["msg"]), "type": item["type"]}
+            for item in error.errors()[:20]
+        ]
+        return JSONResponse({"detail": found}, status_code=422)
+
+    app.add_exception_handler(ServerBusy, busy)
+    app.add_exception_handler(RequestValidationError, invalid)
+    app.add_exception_handler(SandboxRequestError, refused(400))
+    app.add_exception_handler(UnknownSessionError, refused(404))
+    app.add_exception_handler(SandboxError, refused(503))
+
+
+def _ascii(text: str) -> str:
+    """Text that any client can be sent, whatever it quotes."""
+    return text.encode("ascii", "backslashreplace").decode("ascii")[:1000]

@@ -1,0 +1,265 @@
+"""Stateful sessions: one box whose interpreter keeps its variables from cell to cell.
+
+Invariant: cells of one session run one after the other, and what one printed is never part of the next one's result.
+Everything the interpreter answers is the model's word: it is checked field by field, bounded, and never evaluated. A cell
+that outlives its time is interrupted first, so that the session survives; only if that fails is it killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import binascii
+import contextlib
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any
+
+from etude.errors import one_line
+from etude.sandbox.connection import Connection
+from etude.sandbox.guest import cells, frames
+from etude.sandbox.guests import Guest
+from etude.sandbox.output import Capture, Feed
+from etude.sandbox.runs import failure, pack, unpack
+from etude.sandbox.types import (
+    CellError,
+    CellResult,
+    Limits,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+    UnknownSessionError,
+    checked_files,
+    checked_paths,
+)
+
+START_SECONDS = 20.0
+INTERRUPT_SECONDS = 1.0
+"""What an interrupted cell has to come to its end."""
+MAX_PIXELS = 25_000_000
+_PNG = b"\x89PNG\r\n\x1a\n"
+_STALE_ANSWERS = 100
+
+
+class Session:
+    """One session, bound to its event loop."""
+
+    def __init__(self, guest: Guest, limits: Limits) -> None:
+        self._guest = guest
+        self._limits = limits
+        stdin, stdout, stderr = guest.take_pipes()
+        Feed(stdin, b"")
+        self._stdout = Capture(stdout, limits.output_bytes)
+        self._stderr = Capture(stderr, limits.output_bytes)
+        self._cells = Connection(guest.cells, cells.MAX_ANSWER, 0)
+        self._lock = asyncio.Lock()
+        self._count = 0
+        self.used = time.monotonic()
+        self.alive = True
+
+    @classmethod
+    async def open(cls, guest: Guest, limits: Limits, files: Mapping[str, bytes]) -> Session:
+        """Starts the interpreter of a session in `guest`.
+
+        Raises:
+            SandboxError: the box failed.
+            SandboxRequestError: it has no room for the files.
+        """
+        session = cls(guest, limits)
+        sizes, payload = pack(checked_files(files))
+        request = {"kind": "session", "source": "", "code": "", "files": sizes, "address_space": True}
+        try:
+            message = {**request, "args": [], "limits": asdict(limits)}
+            await asyncio.wait_for(session._ask(message, payload, "started"), START_SECONDS)
+        except BaseException:
+            await session.close()
+            raise
+        return session
+
+    @property
+    def busy(self) -> bool:
+        """Whether a cell runs."""
+        return self._lock.locked()
+
+    async def run_cell(self, code: str, timeout: float | None = None) -> CellResult:
+        """Runs one cell after those before it; `timeout` in seconds, by default the session's `wall_seconds`.
+
+        Raises:
+            UnknownSessionError: the session had ended before.
+        """
+        async with self._lock:
+            if not self.alive:
+                raise UnknownSessionError("the session has ended")
+            self._count += 1
+            self._stdout.take()
+            self._stderr.take()
+            started = time.monotonic()
+            try:
+                with contextlib.suppress(ConnectionError):  # a dead interpreter shows in the answer
+                    await self._guest.control.send({"do": "watch"})
+                    await self._cells.send({"cell": self._count, "code": code})
+                status, answer = await self._answer(timeout or self._limits.wall_seconds)
+                if answer is None:
+                    await self.close()
+            except BaseException:
+                await self.close()
+                raise
+            self.used = time.monotonic()
+            return self._result(answer, status, self.used - started)
+
+    async def _answer(self, seconds: float) -> tuple[RunStatus, dict[str, Any] | None]:
+        """How the cell ended, and its answer; None when the interpreter is no longer good for anything."""
+        receiving = asyncio.ensure_future(self._receive())
+        status = RunStatus.FINISHED
+        try:
+            await asyncio.wait({receiving}, timeout=seconds)
+            if not receiving.done():
+                status = RunStatus.TIME_LIMIT
+                with contextlib.suppress(ConnectionError):
+                    await self._guest.control.send({"do": "interrupt"})
+                await asyncio.wait({receiving}, timeout=INTERRUPT_SECONDS)
+                if not receiving.done():
+                    return status, None
+            answer = receiving.result()
+            if answer is None and status is RunStatus.FINISHED:
+                status = await self._cause_of_death()
+            return status, answer
+        except frames.FrameError:
+            return RunStatus.KILLED, None
+        finally:
+            if not receiving.done():
+                receiving.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await receiving
+
+    async def _receive(self) -> dict[str, Any] | None:
+        """The answer to the current cell; None when the interpreter has hung up.
+
+        Raises:
+            FrameError: what came is no answer, or none of very many is this cell's.
+        """
+        for _ in range(_STALE_ANSWERS):  # only answers of a cell's own making would be stale
+            received = await self._cells.receive()
+            if received is None or received[0].get("cell") == self._count:
+                return None if received is None else received[0]
+        raise frames.FrameError("answers to other cells")
+
+    async def _cause_of_death(self) -> RunStatus:
+        with contextlib.suppress(OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):
+            report, _ = await asyncio.wait_for(self._expect("ended"), INTERRUPT_SECONDS)
+            return RunStatus(report["status"])
+        if not await self._guest.outlived():
+            raise SandboxError("the sandbox died while the cell ran")
+        return RunStatus.KILLED
+
+    def _result(self, answer: dict[str, Any] | None, status: RunStatus, seconds: float) -> CellResult:
+        (out, out_cut), (err, err_cut) = self._stdout.take(), self._stderr.take()
+        text = (answer or {}).get("text")
+        return CellResult(
+            status=status,
+            stdout=out,
+            stderr=err,
+            text=_valid(text) if isinstance(text, str) else None,
+            images=_images((answer or {}).get("images")),
+            error=_error((answer or {}).get("error")),
+            stdout_truncated=out_cut,
+            stderr_truncated=err_cut,
+            wall_seconds=seconds,
+            session_alive=self.alive,
+        )
+
+    async def write_files(self, files: Mapping[str, bytes]) -> None:
+        """Writes files into the work directory, replacing what has their names.
+
+        Raises:
+            SandboxRequestError: a path is not allowed, or there is no room.
+            UnknownSessionError: the session has ended.
+        """
+        sizes, payload = pack(checked_files(files))
+        await self._command({"do": "write", "files": sizes}, payload, "written")
+
+    async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """The plain files among `paths`.
+
+        Raises:
+            SandboxRequestError: a path is not allowed.
+            UnknownSessionError: the session has ended.
+        """
+        wanted = list(checked_paths("fetch_files", paths))
+        return unpack(*await self._command({"do": "fetch", "fetch_files": wanted}, b"", "fetched"))
+
+    async def _command(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
+        async with self._lock:
+            if not self.alive:
+                raise UnknownSessionError("the session has ended")
+            self.used = time.monotonic()
+            try:
+                return await asyncio.wait_for(self._ask(message, payload, event), START_SECONDS)
+            except SandboxRequestError:
+                raise
+            except UnknownSessionError:
+                await self.close()
+                raise
+            except BaseException:
+                await self.close()
+                raise
+
+    async def _ask(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
+        try:
+            await self._guest.control.send(message, payload)
+            return await self._expect(event)
+        except (OSError, frames.FrameError) as error:
+            raise SandboxError(f"the session's box broke off: {one_line(error)}") from error
+
+    async def _expect(self, event: str) -> tuple[dict[str, Any], bytes]:
+        received = await self._guest.control.receive()
+        if received is None:
+            raise SandboxError("the session's box is gone")
+        if received[0].get("event") == event:
+            return received
+        if received[0].get("event") == "ended":
+            raise UnknownSessionError("the session has ended: its interpreter exited")
+        raise failure(received[0])
+
+    async def close(self) -> None:
+        """Kills everything in the session's box and waits until it is gone."""
+        self.alive = False
+        try:
+            await self._guest.close()
+        finally:
+            self._cells.close()
+            for capture in (self._stdout, self._stderr):
+                capture.drain()
+                capture.close()
+
+
+def _images(images: object) -> tuple[bytes, ...]:
+    """The PNG files among what an interpreter calls images."""
+    found: list[bytes] = []
+    for image in images[: cells.MAX_IMAGES] if isinstance(images, list) else ():
+        with contextlib.suppress(binascii.Error, ValueError, TypeError):
+            data = base64.b64decode(image, validate=True)
+            if len(data) <= cells.MAX_IMAGE_BYTES and 0 < _pixels(data) <= MAX_PIXELS:
+                found.append(data)
+    return tuple(found)
+
+
+def _pixels(image: bytes) -> int:
+    """Of a PNG file, by its header, so that nobody who decodes it is surprised; 0 if it is none."""
+    if not image.startswith(_PNG) or image[12:16] != b"IHDR" or len(image) < 33:
+        return 0
+    return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")
+
+
+def _error(error: object) -> CellError | None:
+    """What an interpreter calls the cell's exception."""
+    if not isinstance(error, dict):
+        return None
+    fields = (_valid(str(error.get(key, "")))[: cells.MAX_TRACEBACK] for key in ("name", "value", "traceback"))
+    return CellError(*fields)
+
+
+def _valid(text: str) -> str:
+    """`text` without lone surrogates, which JSON can carry and UTF-8 cannot."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")

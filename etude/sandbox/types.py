@@ -1,0 +1,269 @@
+"""What is asked of a sandbox and what it answers: plain data, no behaviour but the checks of its own fields.
+
+Invariant: a `RunResult` or `CellResult` always describes what the *code* did. When the sandbox itself fails there is no
+result: `SandboxError` is raised, which is an `InfrastructureError`, so that a broken sandbox is never a wrong answer.
+Paths in `files` and `fetch_files` are relative to the work directory, and a request with any other path cannot be made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from enum import Enum
+from pathlib import PurePosixPath
+from types import MappingProxyType
+
+from etude.errors import EtudeError, InfrastructureError
+
+MAX_PATH_BYTES = 1024
+MAX_FILES = 1000
+
+
+class SandboxError(InfrastructureError):
+    """The sandbox failed, not the code in it: retried, then dropped, never scored."""
+
+
+class SandboxRequestError(EtudeError, ValueError):
+    """A request that no sandbox can carry out (a path outside the work directory, a limit of 0); names the field."""
+
+
+class SandboxUnavailableError(EtudeError):
+    """No mode of isolation holds its guarantees on this machine; the message says what failed and what to install."""
+
+
+class UnknownSessionError(EtudeError, KeyError):
+    """There is no session of that id: it never was, was closed, expired, or died with its interpreter."""
+
+    __str__ = EtudeError.__str__
+
+
+class Language(str, Enum):
+    """What the code is written in."""
+
+    PYTHON = "python"
+    BASH = "bash"
+    JAVASCRIPT = "javascript"
+    C = "c"
+    CPP = "cpp"
+
+    @classmethod
+    def _missing_(cls, value: object) -> Language | None:
+        return _ALIASES.get(str(value).lower())
+
+
+_ALIASES = {
+    "py": Language.PYTHON,
+    "python3": Language.PYTHON,
+    "sh": Language.BASH,
+    "shell": Language.BASH,
+    "js": Language.JAVASCRIPT,
+    "node": Language.JAVASCRIPT,
+    "nodejs": Language.JAVASCRIPT,
+    "c++": Language.CPP,
+}
+
+
+class Isolation(str, Enum):
+    """How runs are kept apart from the host."""
+
+    AUTO = "auto"
+    """The first of `BUBBLEWRAP` and `NAMESPACES` whose guarantees hold here."""
+    BUBBLEWRAP = "bubblewrap"
+    NAMESPACES = "namespaces"
+    """Linux namespaces, seccomp and Landlock, set up without any program beside the interpreter."""
+    NONE = "none"
+    """No isolation at all; must be asked for by name."""
+
+
+class RunStatus(str, Enum):
+    """How a run ended."""
+
+    FINISHED = "finished"
+    """The program ended by itself or by a signal; `return_code` says how."""
+    TIME_LIMIT = "time_limit"
+    """Its wall or CPU time ran out, and it was killed."""
+    MEMORY_LIMIT = "memory_limit"
+    """All its processes together held more than `memory_mb`, and it was killed."""
+    COMPILE_FAILED = "compile_failed"
+    """It was never started; `RunResult.compile` says why."""
+    KILLED = "killed"
+    """It brought its own supervisor down (only code that attacks the sandbox ends so)."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one run, or one session as a whole, may use.
+
+    Raises:
+        SandboxRequestError: a limit is not positive.
+    """
+
+    wall_seconds: float = 30.0
+    """Of the run, after compilation; of a cell in a session."""
+    cpu_seconds: float = 60.0
+    """CPU seconds of all processes together; in a session, over its whole life."""
+    memory_mb: int = 1024
+    """MiB that all processes together may hold resident; also the address space of each (but for JavaScript)."""
+    processes: int = 64
+    """Processes and threads alive at once."""
+    file_size_mb: int = 64
+    """MiB of one file."""
+    disk_mb: int = 256
+    """MiB of all files together: work directory, /tmp and /dev/shm."""
+    open_files: int = 256
+    """File descriptors of one process."""
+    output_bytes: int = 1 << 20
+    """Bytes kept of each of stdout and stderr: the first and the last halves; what lies between is read and dropped."""
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            if not value > 0 or value == float("inf"):
+                raise SandboxRequestError(f"limits.{name} must be positive and finite, not {value}")
+
+
+@dataclass(frozen=True)
+class RunRequest:
+    """One program to run from a fresh state.
+
+    Raises:
+        SandboxRequestError: a path is absolute, leaves the work directory or is not a file name.
+    """
+
+    code: str
+    language: Language = Language.PYTHON
+    stdin: str | None = None
+    """Text on standard input; None and "" are both an empty one."""
+    files: Mapping[str, bytes] = field(default_factory=dict)
+    """Written into the work directory first."""
+    fetch_files: Sequence[str] = ()
+    """Read back at the end; one that is not there is left out of the result."""
+    args: Sequence[str] = ()
+    """Command-line arguments of the program."""
+    compile_seconds: float = 10.0
+    """Wall-time limit of the compiler, where there is one."""
+    limits: Limits = field(default_factory=Limits)
+
+    def __post_init__(self) -> None:
+        if not self.compile_seconds > 0:
+            raise SandboxRequestError(f"compile_seconds must be positive, not {self.compile_seconds}")
+        object.__setattr__(self, "language", Language(self.language))
+        object.__setattr__(self, "files", checked_files(self.files))
+        object.__setattr__(self, "fetch_files", checked_paths("fetch_files", self.fetch_files))
+        if any("\0" in arg for arg in self.args):
+            raise SandboxRequestError("args: an argument cannot hold a NUL character")
+
+
+@dataclass(frozen=True)
+class CompileResult:
+    """What the compiler did."""
+
+    status: RunStatus
+    return_code: int | None
+    """None when it was killed at its limit."""
+    stdout: str
+    stderr: str
+    wall_seconds: float
+
+
+@dataclass(frozen=True)
+class RunResult:
+    """What the program did. Text is UTF-8 with undecodable bytes replaced."""
+
+    status: RunStatus
+    return_code: int | None
+    """0 to 255, minus the number of the signal that ended it, or None when it was killed at a limit or never started."""
+    stdout: str
+    stderr: str
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    wall_seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    """Of all its processes that it waited for, and those alive at its end."""
+    compile: CompileResult | None = None
+    """None for languages that are not compiled."""
+    files: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
+    """The `fetch_files` that existed as plain files at the end."""
+    refused_files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
+    """Why each of the other `fetch_files` that existed was not read: a link, a pipe, too large."""
+
+
+@dataclass(frozen=True)
+class CellError:
+    """The exception a cell ended with."""
+
+    name: str
+    """Its class, such as `ZeroDivisionError`."""
+    value: str
+    traceback: str
+    """As the interpreter prints it, lines of the cell included."""
+
+
+@dataclass(frozen=True)
+class CellResult:
+    """What one cell of a session did."""
+
+    status: RunStatus
+    stdout: str
+    stderr: str
+    text: str | None = None
+    """`repr` of the last expression's value; None when the cell does not end in an expression, or its value is None."""
+    images: Sequence[bytes] = ()
+    """PNG files, in the order they were shown: values with `_repr_png_` and open matplotlib figures."""
+    error: CellError | None = None
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    wall_seconds: float = 0.0
+    session_alive: bool = True
+    """False when the interpreter had to be killed: its variables are lost, and the session is closed."""
+
+
+def checked_path(field_name: str, path: str) -> str:
+    """`path` normalised, relative to the work directory.
+
+    Raises:
+        SandboxRequestError: it is absolute, leaves the work directory, or names no file.
+    """
+    if not isinstance(path, str) or not path or "\0" in path or len(path.encode("utf-8", "replace")) > MAX_PATH_BYTES:
+        raise SandboxRequestError(f"{field_name}: {str(path)[:80]!r} is not a file name")
+    try:
+        path.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise SandboxRequestError(f"{field_name}: {path[:80]!r} is not valid UTF-8") from error
+    pure = PurePosixPath(path)
+    if pure.is_absolute():
+        raise SandboxRequestError(f"{field_name}: {path!r} is absolute; give a path relative to the work directory")
+    if ".." in pure.parts:
+        raise SandboxRequestError(f"{field_name}: {path!r} leaves the work directory; '..' is not allowed")
+    if not pure.parts or path.endswith("/"):
+        raise SandboxRequestError(f"{field_name}: {path!r} names a directory, not a file")
+    return str(pure)
+
+
+def checked_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
+    """`paths` by `checked_path`, without repetitions, in order."""
+    if isinstance(paths, str) or len(paths) > MAX_FILES:
+        raise SandboxRequestError(f"{field_name} must be a list of at most {MAX_FILES} paths")
+    return tuple(dict.fromkeys(checked_path(field_name, path) for path in paths))
+
+
+def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:
+    """`files` with normalised paths, read-only.
+
+    Raises:
+        SandboxRequestError: a bad path, two names of one file, a file that is also a directory, or content not bytes.
+    """
+    if len(files) > MAX_FILES:
+        raise SandboxRequestError(f"files: {len(files)} are too many (at most {MAX_FILES})")
+    checked: dict[str, bytes] = {}
+    for path, content in files.items():
+        name = checked_path("files", path)
+        if name in checked:
+            raise SandboxRequestError(f"files: {path!r} names a file that is there already")
+        if not isinstance(content, bytes):
+            raise SandboxRequestError(f"files: the content of {path!r} must be bytes, not {type(content).__name__}")
+        checked[name] = content
+    for name in checked:
+        for parent in PurePosixPath(name).parents:
+            if str(parent) in checked:
+                raise SandboxRequestError(f"files: {str(parent)!r} is both a file and a directory")
+    return MappingProxyType(checked)

@@ -1,0 +1,411 @@
+"""Sandbox Fusion's messages: `/run_code` and `/run_jupyter`, and the translation to and from this room's own types.
+
+Invariant: fields, their defaults and the status rules are Sandbox Fusion's, so that its clients work with our server and
+our client with its servers. A translation loses nothing that the other side has a field for. `SandboxError` in a
+response, and nothing else, means that the sandbox failed.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from enum import Enum
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, field_validator
+
+from etude.sandbox.types import (
+    CellError,
+    CellResult,
+    CompileResult,
+    Language,
+    Limits,
+    RunRequest,
+    RunResult,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+)
+
+MAX_CELLS = 1000
+SIGKILL_CODE = -9
+"""Return code of a program that was killed for its memory."""
+
+FUSION_LANGUAGES = (
+    *("python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda"),
+    *("lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog"),
+    *("python_gpu", "lean", "swift", "racket"),
+)
+"""What Sandbox Fusion accepts; a server answers `SandboxError` for those it has no interpreter for."""
+
+_FUSION_NAMES = {Language.JAVASCRIPT: "nodejs"}
+
+
+class CommandRunStatus(str, Enum):
+    """How a compiler, a program or a session's driver ended."""
+
+    Finished = "Finished"
+    Error = "Error"
+    TimeLimitExceeded = "TimeLimitExceeded"
+
+
+class ResponseStatus(str, Enum):
+    """The verdict on a whole request (`RunStatus` in Sandbox Fusion)."""
+
+    Success = "Success"
+    """Everything ended with 0."""
+    Failed = "Failed"
+    """Something ran out of time or did not end with 0."""
+    SandboxError = "SandboxError"
+    """The sandbox failed; the code is not to blame."""
+
+
+class _Message(BaseModel):
+    model_config = ConfigDict(allow_inf_nan=False)
+
+
+class RunCodeRequest(_Message):
+    """Body of POST /run_code."""
+
+    compile_timeout: float = Field(10.0, gt=0, description="seconds for the compiler, where there is one")
+    run_timeout: float = Field(10.0, gt=0, description="seconds for the program")
+    memory_limit_MB: int = Field(-1, description="MiB for all processes together; -1 for the server's default")
+    code: str = Field(examples=['print("hello")'], description="the program")
+    stdin: str | None = Field(None, description="text on standard input")
+    language: str = Field(examples=["python"], description="what the program is written in")
+    files: dict[str, str | None] = Field({}, description="path in the work directory → content in base64")
+    fetch_files: list[str] = Field([], description="paths in the work directory to send back")
+    args: list[str] = Field([], description="command-line arguments of the program")
+
+    @field_validator("language")
+    @classmethod
+    def _known(cls, name: str) -> str:
+        known_language(name)
+        return name
+
+
+class CommandRunResult(_Message):
+    """What a compiler, a program or a session's driver did."""
+
+    status: CommandRunStatus
+    execution_time: float | None = None
+    cpu_time: float | None = None
+    return_code: int | None = None
+    stdout: str | None = None
+    stderr: str | None = None
+
+
+class RunCodeResponse(_Message):
+    """Answer of POST /run_code."""
+
+    status: ResponseStatus
+    message: str = ""
+    compile_result: CommandRunResult | None = None
+    run_result: CommandRunResult | None = None
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+class RunJupyterRequest(_Message):
+    """Body of POST /run_jupyter."""
+
+    cells: list[str] = Field(max_length=MAX_CELLS, examples=[["a = 1", "a + 1"]], description="run one after the other")
+    cell_timeout: float = Field(0.0, ge=0, description="seconds for each cell; 0 for what is left of total_timeout")
+    total_timeout: float = Field(45.0, gt=0, description="seconds for all cells together")
+    memory_limit_MB: int = Field(-1, description="MiB for all processes together; -1 for the server's default")
+    kernel: Literal["python3"] = "python3"
+    files: dict[str, str | None] = Field({}, description="path in the work directory → content in base64")
+    fetch_files: list[str] = Field([], description="paths in the work directory to send back")
+
+
+class CellRunResult(_Message):
+    """What one cell did: `display` holds MIME bundles, `error` at most one of `{ename, evalue, traceback}`."""
+
+    stdout: str
+    stderr: str
+    display: list[dict[str, Any]] = []
+    error: list[dict[str, Any]] = []
+
+
+class RunJupyterResponse(_Message):
+    """Answer of POST /run_jupyter."""
+
+    status: ResponseStatus
+    message: str = ""
+    driver: CommandRunResult | None = None
+    cells: list[CellRunResult] = []
+    executor_pod_name: str | None = None
+    files: dict[str, str] = {}
+
+
+class SessionRequest(_Message):
+    """Body of POST /v1/sessions, which Sandbox Fusion does not have."""
+
+    memory_limit_MB: int = -1
+    files: dict[str, str | None] = {}
+
+
+class SessionResponse(_Message):
+    """Answer of POST /v1/sessions."""
+
+    session_id: str
+
+
+class CellRequest(_Message):
+    """Body of POST /v1/sessions/{session_id}/cells."""
+
+    code: str
+    timeout: float = Field(30.0, gt=0)
+
+
+class CellResponse(_Message):
+    """Answer of POST /v1/sessions/{session_id}/cells: Sandbox Fusion's cell, and how it ended."""
+
+    status: RunStatus
+    cell: CellRunResult
+    stdout_truncated: bool = False
+    stderr_truncated: bool = False
+    execution_time: float = 0.0
+    session_alive: bool = True
+
+
+def known_language(name: str) -> Language | None:
+    """The language that a request names; None for one of Sandbox Fusion's that we have no way to run.
+
+    Raises:
+        ValueError: nobody knows it.
+    """
+    try:
+        return Language(name)
+    except ValueError:
+        if name in FUSION_LANGUAGES:
+            return None
+    known = sorted({*FUSION_LANGUAGES, *(language.value for language in Language)})
+    raise ValueError(f"unknown language {name[:40]!r} (known: {', '.join(known)})")
+
+
+def with_limits(limits: Limits, run_timeout: float, memory_limit_mb: int) -> Limits:
+    """`limits` with a request's own: the program's seconds, and its memory unless that is -1.
+
+    Raises:
+        SandboxRequestError: one is above what `limits` allows, or makes no sense.
+    """
+    if run_timeout > limits.wall_seconds:
+        raise SandboxRequestError(f"run_timeout: {run_timeout:g} s is above this sandbox's {limits.wall_seconds:g} s")
+    if memory_limit_mb > limits.memory_mb:
+        raise SandboxRequestError(f"memory_limit_MB: {memory_limit_mb} is above this sandbox's {limits.memory_mb}")
+    if memory_limit_mb < 1 and memory_limit_mb != -1:
+        raise SandboxRequestError(f"memory_limit_MB: must be from 1, or -1 for the default, not {memory_limit_mb}")
+    memory = limits.memory_mb if memory_limit_mb == -1 else memory_limit_mb
+    return replace(limits, wall_seconds=run_timeout, memory_mb=memory)
+
+
+def run_request(message: RunCodeRequest, language: Language, limits: Limits) -> RunRequest:
+    """What a `/run_code` body asks for.
+
+    Raises:
+        SandboxRequestError: a path leaves the work directory, or content is not base64.
+    """
+    return RunRequest(
+        code=message.code,
+        language=language,
+        stdin=message.stdin,
+        files=decoded_files(message.files),
+        fetch_files=message.fetch_files,
+        args=message.args,
+        compile_seconds=message.compile_timeout,
+        limits=limits,
+    )
+
+
+def run_code_request(request: RunRequest) -> RunCodeRequest:
+    """The `/run_code` body for `request`."""
+    return RunCodeRequest(
+        compile_timeout=request.compile_seconds,
+        run_timeout=request.limits.wall_seconds,
+        memory_limit_MB=request.limits.memory_mb,
+        code=request.code,
+        stdin=request.stdin,
+        language=_FUSION_NAMES.get(request.language, request.language.value),
+        files=dict(encoded_files(request.files)),
+        fetch_files=list(request.fetch_files),
+        args=list(request.args),
+    )
+
+
+def run_code_response(result: RunResult) -> RunCodeResponse:
+    """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`."""
+    compiled = None if result.compile is None else _compile_result(result.compile)
+    ran = None if result.status is RunStatus.COMPILE_FAILED else _command_result(result)
+    good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
+    return RunCodeResponse(
+        status=ResponseStatus.Success if good and ran is not None else ResponseStatus.Failed,
+        compile_result=compiled,
+        run_result=ran,
+        files=encoded_files(result.files),
+    )
+
+
+def run_result(response: RunCodeResponse) -> RunResult:
+    """What a `/run_code` answer says.
+
+    Raises:
+        SandboxError: the sandbox failed.
+    """
+    commands = [command for command in (response.compile_result, response.run_result) if command is not None]
+    failed = next((command for command in commands if command.status is CommandRunStatus.Error), None)
+    if response.status is ResponseStatus.SandboxError or failed is not None:
+        reason = response.message or (failed.stderr if failed else "") or "no reason given"
+        raise SandboxError(f"the sandbox failed: {reason[:500]}")
+    compiled = None if response.compile_result is None else _from_compile(response.compile_result)
+    ran = response.run_result
+    if ran is None:
+        if compiled is None:
+            raise SandboxError(f"the sandbox answered '{response.status.value}' without a result")
+        return RunResult(status=RunStatus.COMPILE_FAILED, return_code=None, stdout="", stderr="", compile=compiled)
+    return RunResult(
+        status=_from_status(ran.status),
+        return_code=ran.return_code,
+        stdout=ran.stdout or "",
+        stderr=ran.stderr or "",
+        wall_seconds=ran.execution_time or 0.0,
+        cpu_seconds=ran.cpu_time or 0.0,
+        compile=compiled,
+        files=decoded_files(response.files),
+    )
+
+
+def cell_run_result(result: CellResult) -> CellRunResult:
+    """A cell's result in Jupyter's terms."""
+    display: list[dict[str, Any]] = [{"image/png": base64.b64encode(image).decode()} for image in result.images]
+    if result.text is not None:
+        display.append({"text/plain": result.text})
+    error = []
+    if result.error is not None:
+        lines = result.error.traceback.splitlines()
+        error.append({"ename": result.error.name, "evalue": result.error.value, "traceback": lines})
+    return CellRunResult(stdout=result.stdout, stderr=result.stderr, display=display, error=error)
+
+
+def cell_response(result: CellResult) -> CellResponse:
+    """The answer of a session's cell."""
+    return CellResponse(
+        status=result.status,
+        cell=cell_run_result(result),
+        stdout_truncated=result.stdout_truncated,
+        stderr_truncated=result.stderr_truncated,
+        execution_time=result.wall_seconds,
+        session_alive=result.session_alive,
+    )
+
+
+def cell_result(response: CellResponse) -> CellResult:
+    """The reverse of `cell_response`."""
+    images = [bundle["image/png"] for bundle in response.cell.display if "image/png" in bundle]
+    texts = [str(bundle["text/plain"]) for bundle in response.cell.display if "text/plain" in bundle]
+    error = None
+    if response.cell.error:
+        first = response.cell.error[0]
+        trace = first.get("traceback") or []
+        error = CellError(str(first.get("ename")), str(first.get("evalue")), "\n".join(map(str, trace)))
+    return CellResult(
+        status=response.status,
+        stdout=response.cell.stdout,
+        stderr=response.cell.stderr,
+        text=texts[-1] if texts else None,
+        images=tuple(_decoded("display", image) for image in images),
+        error=error,
+        stdout_truncated=response.stdout_truncated,
+        stderr_truncated=response.stderr_truncated,
+        wall_seconds=response.execution_time,
+        session_alive=response.session_alive,
+    )
+
+
+def decoded_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
+    """Contents from base64; an entry without content is left out, as Sandbox Fusion does.
+
+    Raises:
+        SandboxRequestError: one is not base64.
+    """
+    return {path: _decoded(path, content) for path, content in files.items() if content is not None}
+
+
+def encoded_files(files: Mapping[str, bytes]) -> dict[str, str]:
+    """Contents as base64."""
+    return {path: base64.b64encode(content).decode() for path, content in files.items()}
+
+
+def _decoded(path: str, content: str) -> bytes:
+    try:
+        return base64.b64decode(content, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise SandboxRequestError(f"files: the content of {path[:80]!r} is not base64: {error}") from error
+
+
+def _command_result(result: RunResult) -> CommandRunResult:
+    """A program that was killed for its memory, or killed its own supervisor, ended by a signal; the text says why."""
+    late = result.status is RunStatus.TIME_LIMIT
+    notes = {
+        RunStatus.MEMORY_LIMIT: "killed: the memory limit was exceeded",
+        RunStatus.KILLED: "killed: the program broke its own sandbox",
+    }
+    note = notes.get(result.status)
+    stderr = result.stderr if note is None else "\n".join(filter(None, (result.stderr, note)))
+    code = result.return_code if note is None else SIGKILL_CODE
+    return CommandRunResult(
+        status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
+        execution_time=result.wall_seconds,
+        cpu_time=result.cpu_seconds,
+        return_code=None if late else code,
+        stdout=result.stdout,
+        stderr=stderr,
+    )
+
+
+def _compile_result(compiled: CompileResult) -> CommandRunResult:
+    late = compiled.status is RunStatus.TIME_LIMIT
+    return CommandRunResult(
+        status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
+        execution_time=compiled.wall_seconds,
+        return_code=None if late else compiled.return_code if compiled.return_code is not None else SIGKILL_CODE,
+        stdout=compiled.stdout,
+        stderr=compiled.stderr,
+    )
+
+
+def _from_compile(command: CommandRunResult) -> CompileResult:
+    return CompileResult(
+        status=_from_status(command.status),
+        return_code=command.return_code,
+        stdout=command.stdout or "",
+        stderr=command.stderr or "",
+        wall_seconds=command.execution_time or 0.0,
+    )
+
+
+def _from_status(status: CommandRunStatus) -> RunStatus:
+    return RunStatus.TIME_LIMIT if status is CommandRunStatus.TimeLimitExceeded else RunStatus.FINISHED
+
+
+def jupyter_response(
+    cells: Sequence[CellResult], asked: int, late: bool, seconds: float, files: Mapping[str, bytes]
+) -> RunJupyterResponse:
+    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out or the interpreter ended
+    before the last of them; the cells that ran are there in any case."""
+    cut_short = not late and len(cells) < asked
+    driver = CommandRunResult(
+        status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
+        execution_time=seconds,
+        return_code=None if late else int(cut_short),
+        stdout="",
+        stderr=f"the interpreter ended in cell {len(cells)} of {asked}" if cut_short else "",
+    )
+    return RunJupyterResponse(
+        status=ResponseStatus.Failed if late or cut_short else ResponseStatus.Success,
+        driver=driver,
+        cells=[cell_run_result(cell) for cell in cells],
+        files=encoded_files(files),
+    )

@@ -1,0 +1,443 @@
+"""The limiter on a real cluster: two raylets, several processes, a holder that is killed, one that is stopped."""
+
+import asyncio
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+
+import pytest
+
+from etude.errors import ConfigError, InfrastructureError
+from etude.limits import (
+    ExecutionWorker,
+    Limit,
+    PoolMode,
+    TokenBucketWorker,
+    cluster_limiter,
+    init_execution_pool,
+    open_limiter,
+)
+from etude.limits.cluster import NAMESPACE, ClusterLimiter
+
+ray = pytest.importorskip("ray")
+
+WAIT = 60  # seconds: for what takes one, on a machine that is busy
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    """Two nodes, each a raylet of its own; the resources `first` and `second` choose between them."""
+    from ray.cluster_utils import Cluster
+
+    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
+    nodes = Cluster()
+    nodes.add_node(num_cpus=2, resources={"first": 100}, include_dashboard=False)
+    nodes.add_node(num_cpus=2, resources={"second": 100})
+    ray.init(address=nodes.address, log_to_driver=False)
+    nodes.wait_for_nodes(timeout=WAIT)
+    yield nodes
+    ray.shutdown()
+    nodes.shutdown()
+
+
+def until(condition, message):
+    """Waits for `condition()`."""
+    end = time.monotonic() + WAIT
+    while not (value := condition()):
+        assert time.monotonic() < end, message
+        time.sleep(0.01)
+    return value
+
+
+class Witness:
+    """An actor that counts who is inside at once."""
+
+    def __init__(self):
+        self.inside = self.most = self.seen = 0
+
+    def enter(self):
+        self.inside += 1
+        self.seen += 1
+        self.most = max(self.most, self.inside)
+
+    def leave(self):
+        self.inside -= 1
+
+    def report(self):
+        return self.most, self.seen, self.inside
+
+
+@pytest.fixture
+def witness(cluster):
+    actor = ray.remote(Witness).options(num_cpus=0).remote()
+    yield actor
+    ray.kill(actor)
+
+
+def watched(witness, seconds=0.01):
+    """A function that a pool can run: is seen, and stays a moment."""
+
+    def visit(value):
+        ray.get(witness.enter.remote())
+        time.sleep(seconds)
+        ray.get(witness.leave.remote())
+        return value
+
+    return visit
+
+
+class Holding:
+    """An actor that holds permits until it is told otherwise, or killed."""
+
+    def __init__(self):
+        self.permits = []
+
+    def open(self, name, n, lease_seconds):
+        self.limiter = cluster_limiter(name, Limit(max_concurrent=n), lease_seconds)
+
+    def take(self, count):
+        self.permits += [self.limiter.acquire_blocking(WAIT) for _ in range(count)]
+        return os.getpid()
+
+    def use(self, count):
+        for _ in range(count):
+            self.limiter.acquire_blocking(WAIT).release()
+
+    def give(self):
+        while self.permits:
+            self.permits.pop().release()
+
+    def node(self):
+        return ray.get_runtime_context().get_node_id()
+
+    def info(self):
+        return self.limiter.info()
+
+
+@pytest.fixture(scope="module")
+def actors(cluster):
+    """One process on each node, for all tests that do not kill it."""
+    return {node: start_holding(node) for node in ("first", "second")}
+
+
+def start_holding(node):
+    return ray.remote(Holding).options(num_cpus=0, resources={node: 1}).remote()
+
+
+@pytest.fixture
+def holding(actors):
+    """Has the process of a node open a limiter, and give back at the end what it took."""
+    used = []
+
+    def take_part(name, n, lease_seconds=15.0, node="first", actor=None):
+        actor = actor or actors[node]
+        ray.get(actor.open.remote(name, n, lease_seconds))
+        used.append(actor)
+        return actor
+
+    yield take_part
+    for actor in used:
+        with contextlib.suppress(ray.exceptions.RayActorError):
+            ray.get(actor.give.remote())
+
+
+def test_one_name_is_one_limit_in_every_process(cluster):
+    limiter = cluster_limiter("one", Limit(max_concurrent=2))
+    assert cluster_limiter("one", Limit(max_concurrent=2)) is limiter
+    assert open_limiter("one", Limit(max_concurrent=2)) is limiter
+    assert pickle.loads(pickle.dumps(limiter)) is limiter
+    with pytest.raises(ConfigError, match="the limiter 'one' allows 2 at once already; 3 at once is asked for"):
+        cluster_limiter("one", Limit(max_concurrent=3))
+    with pytest.raises(ConfigError, match=r"leases of 15 s already, not 3 s"):
+        cluster_limiter("one", Limit(max_concurrent=2), lease_seconds=3)
+    with pytest.raises(ConfigError, match="lease_seconds must be above 0"):
+        cluster_limiter("two", Limit(max_concurrent=2), lease_seconds=0)
+
+    @ray.remote(num_cpus=0, resources={"second": 1}, max_retries=0)
+    def elsewhere(theirs, limit):
+        mine = cluster_limiter("one", Limit(max_concurrent=2))
+        cluster_limiter("one", limit)
+        return type(theirs).__name__, theirs is mine
+
+    assert ray.get(elsewhere.remote(limiter, Limit(max_concurrent=2))) == ("ClusterLimiter", True)
+    with pytest.raises(ConfigError, match="2 at once already"):
+        ray.get(elsewhere.remote(limiter, Limit(max_concurrent=3)))
+
+
+def test_the_actor_is_detached_and_keeps_no_idle_worker(cluster):
+    """The process that made it has ended, which an open call to the actor would prevent; it still keeps the limit."""
+
+    @ray.remote(num_cpus=0, max_calls=1, resources={"second": 1})
+    def make():
+        cluster_limiter("left", Limit(max_concurrent=1), lease_seconds=1.5).acquire_blocking(WAIT).release()
+        return os.getpid()
+
+    pid = ray.get(make.remote())
+    until(lambda: not os.path.exists(f"/proc/{pid}"), "the worker did not end")
+    limiter = cluster_limiter("left", Limit(max_concurrent=1), lease_seconds=1.5)
+    limiter.acquire_blocking(WAIT).release()
+    assert ray.get_actor("limit:left", namespace=NAMESPACE)
+    with pytest.raises(ConfigError):
+        cluster_limiter("left", Limit(max_concurrent=2), lease_seconds=1.5)
+
+
+class TestMultiNodeRateLimiterCase:
+    """Seed 003's case: workers on two nodes stay within one limit."""
+
+    def test_rate_limiter(self, cluster, witness):
+        workers = [
+            ray.remote(ExecutionWorker)
+            .options(num_cpus=0, max_concurrency=4, resources={node: 1})
+            .remote(rate_limit=3, name="across")
+            for node in ("first", "second")
+        ]
+        assert ray.get([worker.ping.remote() for worker in workers]) == [True, True]
+        visit = watched(witness)
+        values = ray.get([workers[i % 2].execute.remote(visit, i) for i in range(24)])
+        assert values == list(range(24))
+        most, seen, inside = ray.get(witness.report.remote())
+        assert (most <= 3, seen, inside) == (True, 24, 0)
+        assert most >= 2, "they do run beside each other"
+
+    def test_the_workers_are_on_different_nodes(self, holding):
+        first, second = holding("where", 1, node="first"), holding("where", 1, node="second")
+        assert ray.get(first.node.remote()) != ray.get(second.node.remote())
+
+    def test_an_idle_permit_of_another_node_is_recalled(self, holding):
+        here, there = holding("recall", 1, node="first"), holding("recall", 1, node="second")
+        for _ in range(3):
+            ray.get(here.use.remote(3))
+            ray.get(there.use.remote(3))
+
+    def test_a_holder_that_is_killed_gives_its_permits_back_within_its_lease(self, holding):
+        lease = 2.0
+        victim = holding("killed", 3, lease, actor=start_holding("first"))
+        heir = holding("killed", 3, lease, "second")
+        pid = ray.get(victim.take.remote(3))
+        waiting = heir.take.remote(3)
+        assert not ray.wait([waiting], timeout=0.2)[0]
+        os.kill(pid, signal.SIGKILL)
+        ray.get(waiting, timeout=WAIT)
+        assert ray.get(heir.info.remote()).owners == 1
+
+    def test_a_holder_that_was_stopped_cannot_release_what_others_hold_now(self, holding):
+        lease = 2.0
+        victim, heir = holding("stopped", 2, lease, "first"), holding("stopped", 2, lease, "second")
+        pid = ray.get(victim.take.remote(2))
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            ray.get(heir.take.remote(2), timeout=WAIT)
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        ray.get(victim.give.remote(), timeout=WAIT)
+        assert ray.get(heir.info.remote()).held == 2
+        again = victim.take.remote(1)
+        assert not ray.wait([again], timeout=0.2)[0], "both permits are the heir's"
+        ray.get(heir.give.remote())
+        ray.get(again, timeout=WAIT)
+
+
+class TestSingleNodeRateLimiterCase:
+    """Seed 003's case: one worker with more threads than permits."""
+
+    def test_rate_limiter(self, cluster, witness):
+        with init_execution_pool(8, rate_limit=3, name="single") as pool:
+            visit = watched(witness)
+            assert ray.get([pool.execute.remote(visit, i) for i in range(18)]) == list(range(18))
+        most, seen, inside = ray.get(witness.report.remote())
+        assert (most <= 3, seen, inside) == (True, 18, 0)
+
+    def test_rotten_execution(self, cluster):
+        """A function that fails gives its permit back, and its error reaches the caller."""
+
+        def rotten(value):
+            if value % 2:
+                raise ZeroDivisionError(f"rotten {value}")
+            return value
+
+        with init_execution_pool(4, rate_limit=1, name="rotten") as pool:
+            references = [pool.execute.remote(rotten, i) for i in range(10)]
+            assert ray.get(references[::2]) == [0, 2, 4, 6, 8]
+            for reference in references[1::2]:
+                with pytest.raises(ZeroDivisionError, match="rotten"):
+                    ray.get(reference)
+
+    def test_without_a_limit(self, cluster, witness):
+        with init_execution_pool(4, enable_global_rate_limit=False, rate_limit=1, name="rotten") as pool:
+            ray.get([pool.execute.remote(watched(witness, 0.2), i) for i in range(4)])
+        assert ray.get(witness.report.remote())[0] > 1
+
+
+def test_basic_multi_process_init(cluster):
+    """Seed 003's case: however many processes ask at once, there is one keeper."""
+
+    @ray.remote(num_cpus=0)
+    def worker_of(_):
+        bucket = TokenBucketWorker(7, name="basic")
+        bucket.acquire(WAIT)
+        count = bucket.get_current_count()
+        bucket.release()
+        return count, bucket.get_current_count(), ray.get_actor("limit:basic", namespace=NAMESPACE)._actor_id.hex()
+
+    results = ray.get([worker_of.remote(i) for i in range(4)])
+    assert {result[:2] for result in results} == {(1, 0)}
+    assert len({result[2] for result in results}) == 1
+
+
+async def test_a_pool_of_processes(cluster, witness):
+    with init_execution_pool(2, rate_limit=1, mode=PoolMode.ProcessMode, name="processes") as pool:
+        visit = watched(witness)
+
+        def who(value):
+            visit(value)
+            return os.getpid()
+
+        pids = await asyncio.gather(*(pool.execute.remote(who, i) for i in range(6)))
+        assert await pool.ping.remote()
+    assert len(set(pids)) == 2
+    assert ray.get(witness.report.remote()) == (1, 6, 0)
+
+
+def test_closing_a_pool_gives_its_permits_back_before_any_lease_runs_out(cluster):
+    with init_execution_pool(1, rate_limit=1, name="closed") as pool:
+        assert ray.get(pool.execute.remote(int)) == 0
+    limiter = cluster_limiter("closed", Limit(max_concurrent=1))
+    until(lambda: limiter.info().owners == 1, "the worker's part was not given back")
+
+
+async def test_waiters_are_cancelled_and_time_out_without_losing_a_permit(holding):
+    limiter = cluster_limiter("cancel", Limit(max_concurrent=2))
+    other = holding("cancel", 2, node="second")
+    await other.take.remote(2)
+    tasks = [asyncio.create_task(limiter.acquire()) for _ in range(6)]
+    await asyncio.sleep(0.05)
+    with pytest.raises(TimeoutError, match=r"no permit within 0\.05 s"):
+        await limiter.acquire(timeout=0.05)
+    with pytest.raises(TimeoutError):
+        await asyncio.to_thread(limiter.acquire_blocking, 0.05)
+    for task in tasks[:4]:
+        task.cancel()
+    await other.give.remote()
+    for permit in await asyncio.wait_for(asyncio.gather(*tasks[4:]), WAIT):
+        permit.release()
+    await asyncio.wait_for(other.take.remote(2), WAIT)
+
+
+def test_threads_and_tasks_of_one_process_share_its_permits(cluster):
+    limiter = cluster_limiter("shared", Limit(max_concurrent=3))
+    inside, most, lock = 0, 0, threading.Lock()
+
+    def thread():
+        nonlocal inside, most
+        for _ in range(50):
+            with limiter.permit(WAIT):
+                with lock:
+                    inside, most = inside + 1, max(most, inside + 1)
+                with lock:
+                    inside -= 1
+
+    async def tasks():
+        async def task():
+            for _ in range(20):
+                async with limiter.permit(WAIT):
+                    await asyncio.sleep(0)
+
+        await asyncio.gather(*(task() for _ in range(8)))
+
+    threads = [threading.Thread(target=thread) for _ in range(8)]
+    threads.append(threading.Thread(target=lambda: asyncio.run(tasks())))
+    for each in threads:
+        each.start()
+    for each in threads:
+        each.join()
+    assert most <= 3
+    assert (limiter.held, limiter.waiting) == (0, 0)
+
+
+async def test_a_rate_holds_across_processes(cluster):
+    limit = Limit(per_second=20, burst=1)
+    limiter = cluster_limiter("rate", limit)
+
+    @ray.remote(num_cpus=0)
+    def take(limit):
+        cluster_limiter("rate", limit)
+        for _ in range(3):
+            cluster_limiter("rate", limit).acquire_blocking(WAIT)
+
+    began = time.monotonic()
+    await asyncio.gather(take.remote(limit), take.remote(limit), *(limiter.acquire(WAIT) for _ in range(3)))
+    assert time.monotonic() - began >= 8 / 20  # a bound that no busy machine can break
+
+
+def test_the_keeper_starts_again_with_the_leases_that_are_out(holding):
+    """The actor's process dies; Ray starts it anew; who held still holds, nobody else gets in meanwhile."""
+    limiter = cluster_limiter("reborn", Limit(max_concurrent=1), lease_seconds=3)
+    permit = limiter.acquire_blocking(WAIT)
+    actor = ray.get_actor("limit:reborn", namespace=NAMESPACE)
+    ray.kill(actor, no_restart=False)
+    other = holding("reborn", 1, 3, "second")
+    waiting = other.take.remote(1)
+    until(lambda: limiter.info().waiting == 1, "the other's request did not arrive")
+    assert not ray.wait([waiting], timeout=4)[0]
+    assert limiter.info().held == 1
+    permit.release()
+    ray.get(waiting, timeout=WAIT)
+
+
+def test_a_keeper_that_was_removed_is_made_again(cluster):
+    limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1)
+    limiter.acquire_blocking(WAIT).release()
+    ray.kill(ray.get_actor("limit:removed", namespace=NAMESPACE))
+    time.sleep(1.1)  # what it kept expires
+    limiter.acquire_blocking(WAIT).release()
+
+
+def test_waiters_fail_when_the_limiter_is_closed(cluster):
+    limiter = cluster_limiter("closing", Limit(max_concurrent=1))
+    permit = limiter.acquire_blocking(WAIT)
+    errors = []
+
+    def wait():
+        try:
+            limiter.acquire_blocking(WAIT)
+        except InfrastructureError as error:
+            errors.append(str(error))
+
+    thread = threading.Thread(target=wait)
+    thread.start()
+    until(lambda: limiter.waiting == 1, "nobody waits")
+    limiter.close()
+    thread.join(WAIT)
+    assert errors == ["the limiter is gone: it was closed"]
+    permit.release()
+    again = cluster_limiter("closing", Limit(max_concurrent=1))
+    assert again is not limiter
+    again.acquire_blocking(WAIT).release()
+
+
+def test_a_driver_that_ends_gives_its_permits_back_at_once(cluster):
+    """In good order, that is: it need not wait for the lease."""
+    program = """
+        import sys
+        from etude.limits import Limit, cluster_limiter
+        import ray
+        ray.init(address=sys.argv[1], log_to_driver=False)
+        cluster_limiter("driver", Limit(max_concurrent=1), lease_seconds=600).acquire_blocking(60)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), cluster.address]
+    subprocess.run(command, check=True, timeout=2 * WAIT, capture_output=True)
+    limiter = cluster_limiter("driver", Limit(max_concurrent=1), lease_seconds=600)
+    limiter.acquire_blocking(WAIT).release()
+
+
+def test_the_class_cannot_be_left_half_open(cluster):
+    with pytest.raises(ConfigError, match="whole number"):
+        ClusterLimiter("bad", Limit(max_concurrent=0), 1.0, 1.0)
+    with pytest.raises(ConfigError, match="num_workers must be a whole number from 1"):
+        init_execution_pool(0)

@@ -1,0 +1,11 @@
+# Reaches for the kernel's programmable parts.
+block = ctypes.create_string_buffer(256)
+denied(lambda: syscall(number(321, 280), 0, block, 128), "bpf")
+denied(lambda: syscall(number(323, 282), 0), "userfaultfd")
+denied(lambda: syscall(number(298, 241), block, 0, -1, -1, 0), "perf_event_open")
+denied(lambda: syscall(number(300, 262), 0, 0), "fanotify_init")
+denied(lambda: syscall(number(135, 92), 0x0040000), "personality")
+denied(lambda: syscall(447, 0), "memfd_secret")
+denied(lambda: syscall(457, block, block, 256, 0), "statmount")
+denied(lambda: syscall(600, 0), "a call that does not exist")
+end()

@@ -1,0 +1,11 @@
+# Loads modules and kernels, reboots, sets the clock and the name, adds swap.
+block = ctypes.create_string_buffer(64)
+denied(lambda: syscall(number(175, 105), block, 64, b""), "init_module")
+denied(lambda: syscall(number(313, 273), 0, b"", 0), "finit_module")
+denied(lambda: syscall(number(246, 104), 0, 0, None, 0), "kexec_load")
+denied(lambda: syscall(number(169, 142), 0xFEE1DEAD, 672274793, 0, None), "reboot")
+denied(lambda: libc.swapon(b"/tmp/x", 0), "swapon")
+denied(lambda: libc.sethostname(b"x", 1), "sethostname")
+denied(lambda: syscall(number(227, 112), 0, block), "clock_settime")
+denied(lambda: syscall(number(163, 89), b"/tmp/x"), "acct")
+end()

@@ -1,0 +1,2 @@
+# session: closes the connection that its answers take.
+os.close(3)

@@ -1,0 +1,114 @@
+"""What is written into a delegated control group, and when. A plain folder stands for it: the kernel's part, that the
+written limits hold, cannot be tested without a delegated group."""
+
+import asyncio
+import os
+from pathlib import Path
+
+import pytest
+
+from etude.errors import ConfigError
+from etude.sandbox import Executor, ExecutorOptions, Limits, RunRequest, RunStatus, SandboxError
+from etude.sandbox.cgroup import Delegation, Group
+
+
+@pytest.fixture
+def folder(tmp_path):
+    root, delegated = tmp_path, tmp_path / "delegated"
+    delegated.mkdir()
+    for place in (root, delegated):
+        (place / "cgroup.controllers").write_text("cpuset cpu io memory pids\n")
+        (place / "cgroup.subtree_control").write_text("")
+    return delegated
+
+
+def test_the_controllers_are_turned_on_once(folder):
+    Delegation(str(folder))
+    assert (folder / "cgroup.subtree_control").read_text() == "+cpu +memory +pids"
+    (folder / "cgroup.subtree_control").write_text("cpu memory pids")
+    Delegation(str(folder))
+    assert (folder / "cgroup.subtree_control").read_text() == "cpu memory pids"
+
+
+def test_what_is_not_delegated_is_refused(folder, tmp_path):
+    with pytest.raises(ConfigError, match=r"no folder of cgroup v2"):
+        Delegation("/nowhere")
+    with pytest.raises(ConfigError, match="the root of all groups"):
+        Delegation(str(tmp_path))
+    (folder / "cgroup.controllers").write_text("cpu io")
+    with pytest.raises(ConfigError, match="no controller memory, pids"):
+        Delegation(str(folder))
+    (folder / "cgroup.controllers").write_text("cpu memory pids")
+    (folder / "cgroup.subtree_control").unlink()
+    with pytest.raises(ConfigError, match="not delegated"):
+        Delegation(str(folder))
+
+
+def test_limits_are_written(folder):
+    group = Delegation(str(folder)).group()
+    (path,) = [entry for entry in folder.iterdir() if entry.is_dir()]
+    (path / "memory.swap.max").write_text("max")
+    group.admit(4711)
+    group.limit(Limits(memory_mb=100, disk_mb=10, processes=5), cpus=0.5)
+    written = {entry.name: entry.read_text() for entry in path.iterdir()}
+    assert written == {
+        "cgroup.procs": "4711",
+        "memory.max": str(174 << 20),
+        "memory.swap.max": "0",
+        "pids.max": "7",
+        "cpu.max": "50000 100000",
+    }
+    assert not group.out_of_memory()
+    (path / "memory.events").write_text("low 0\noom 3\noom_kill 2\n")
+    assert group.out_of_memory()
+
+
+def test_an_empty_group_is_removed(folder):
+    Delegation(str(folder)).group().close()
+    assert not [entry for entry in folder.iterdir() if entry.is_dir()]
+
+
+def test_a_group_that_cannot_be_written_is_the_sandboxs_failure(tmp_path):
+    with pytest.raises(SandboxError, match=r"cgroup\.procs"):
+        Group(tmp_path / "gone").admit(1)
+
+
+def children_of(pid):
+    return Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+
+
+def test_each_box_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
+    async def run():
+        options = ExecutorOptions(cgroup=str(folder), cpus=2, spare=0)
+        async with await Executor.open(workers=1, options=options) as executor:
+            for old in folder.glob("etude-*"):
+                for file in old.iterdir():
+                    file.unlink()
+                old.rmdir()
+            task = asyncio.ensure_future(
+                executor.run(RunRequest("import time\ntime.sleep(1)", limits=Limits(memory_mb=99)))
+            )
+            while not (found := list(folder.glob("etude-*/memory.max"))):
+                await asyncio.sleep(0.01)
+            group = found[0].parent
+            children = children_of((group / "cgroup.procs").read_text())
+            limits = (group / "cpu.max").read_text(), (group / "memory.max").read_text()
+            (group / "memory.events").write_text("oom_kill 1")
+            return len(children), limits, await task
+
+    children, limits, result = asyncio.run(run())
+    assert children == 1
+    assert limits == ("200000 100000", str((99 + 256 + 64) << 20))
+    assert (result.status, result.return_code) == (RunStatus.MEMORY_LIMIT, None)
+
+
+def test_a_session_is_limited_as_well(folder):
+    async def run():
+        options = ExecutorOptions(cgroup=str(folder), spare=0)
+        async with await Executor.open(workers=1, options=options) as executor:
+            before = set(os.listdir(folder))
+            session = await executor.session(limits=Limits(memory_mb=77))
+            (group,) = set(os.listdir(folder)) - before
+            return (folder / group / "memory.max").read_text(), (await executor.run_cell(session, "1")).text
+
+    assert asyncio.run(run()) == (str((77 + 256 + 64) << 20), "1")

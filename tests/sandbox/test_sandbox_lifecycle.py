@@ -1,0 +1,204 @@
+"""Opening and closing executors: what is refused, what is left behind, what options do."""
+
+import asyncio
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import psutil
+import pytest
+
+from etude.sandbox import (
+    Executor,
+    ExecutorOptions,
+    Isolation,
+    RunRequest,
+    SandboxError,
+    SandboxUnavailableError,
+    launch,
+    scratch,
+    zygotes,
+)
+
+
+def test_closing_leaves_nothing(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))  # closed to other users: a root host must look elsewhere
+    folders = []
+    make = tempfile.mkdtemp
+    monkeypatch.setattr(
+        "tempfile.mkdtemp", lambda *args, **kwargs: folders.append(make(*args, **kwargs)) or folders[-1]
+    )
+
+    async def use(mode):
+        async with await Executor.open(mode, workers=2) as executor:
+            await executor.run(RunRequest("print(1)"))
+            await executor.session()
+            pending = asyncio.ensure_future(executor.run(RunRequest("import time; time.sleep(60)")))
+            await asyncio.sleep(0.1)
+        with pytest.raises((asyncio.CancelledError, SandboxError)):
+            await pending
+        with pytest.raises(SandboxError, match="closed"):
+            await executor.run(RunRequest("print(1)"))
+
+    before = len(psutil.Process().children(recursive=True))
+    mounts = Path("/proc/self/mountinfo").read_text()
+    descriptors = len(os.listdir("/proc/self/fd"))
+    for mode in (Isolation.AUTO, Isolation.NONE):
+        asyncio.run(use(mode))
+    assert len(psutil.Process().children(recursive=True)) == before
+    assert Path("/proc/self/mountinfo").read_text() == mounts
+    assert len(os.listdir("/proc/self/fd")) <= descriptors
+    assert len(folders) >= 3
+    assert not [folder for folder in folders if os.path.exists(folder)]
+
+
+def test_without_any_isolation_it_refuses_and_says_what_to_install(monkeypatch):
+    monkeypatch.setattr(launch, "_bubblewrap", lambda *_: ["/bin/false"])
+    monkeypatch.setattr(launch, "_as_nobody", lambda plan, kind, arguments: ["/bin/false"])
+    monkeypatch.setattr(launch, "_interpreted", lambda *_: ["/bin/false"])
+
+    with pytest.raises(SandboxUnavailableError, match="apt install bubblewrap"):
+        asyncio.run(Executor.open())
+
+
+def test_a_missing_bubblewrap_is_named(monkeypatch):
+    monkeypatch.setattr(launch.shutil, "which", lambda name, path=None: None)
+    with pytest.raises(SandboxUnavailableError, match=r"'bwrap' is not installed.*apt install bubblewrap"):
+        asyncio.run(Executor.open("bubblewrap"))
+
+    async def automatic():
+        async with await Executor.open() as executor:
+            return executor.isolation
+
+    assert asyncio.run(automatic()) is Isolation.NAMESPACES
+
+
+def test_a_bubblewrap_that_cannot_be_executed_is_named(monkeypatch):
+    monkeypatch.setattr(launch, "bubblewrap", lambda *_: ["/nowhere/bwrap"])
+    with pytest.raises(SandboxUnavailableError, match="nowhere"):
+        asyncio.run(Executor.open("bubblewrap"))
+
+
+def test_no_isolation_must_be_asked_for_and_warns(caplog):
+    async def run():
+        async with await Executor.open("none", workers=1) as executor:
+            return await executor.run(RunRequest("print(1)"))
+
+    assert asyncio.run(run()).stdout == "1\n"
+    assert "isolation is off" in caplog.text
+
+
+def test_a_jail_that_does_not_start_in_time(monkeypatch):
+    monkeypatch.setattr(zygotes, "START_SECONDS", 0.2)
+    monkeypatch.setattr(launch, "bare", lambda *_: ["/bin/sleep", "60"])
+
+    async def run():
+        async with await Executor.open("none", workers=1) as executor:
+            await executor.run(RunRequest("print(1)"))
+
+    with pytest.raises(SandboxError, match="did not start within"):
+        asyncio.run(run())
+
+
+def test_options_reach_the_programs():
+    async def run():
+        options = ExecutorOptions(environment={"MINE": "1"}, preload=("fractions",), libraries=())
+        async with await Executor.open(workers=1, options=options) as executor:
+            code = "import os, sys\nprint(os.environ['MINE'], 'fractions' in sys.modules)\nimport numpy"
+            return await executor.run(RunRequest(code))
+
+    result = asyncio.run(run())
+    assert result.stdout == "1 True\n"
+    assert "No module named 'numpy'" in result.stderr
+
+
+def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
+    async def run():
+        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+            assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
+            limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+            holes = [os.dup(0) for _ in range(64)]  # the limit is one of numbers, not of how many are open
+            descriptors = len(os.listdir("/proc/self/fd"))
+            for room in (1, 2, 3, 5, 7, 9):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (max(holes) + room, limits[1]))
+                try:
+                    with pytest.raises(SandboxError, match="descriptors"):
+                        await executor.run(RunRequest("print(1)"))
+                finally:
+                    resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+            assert len(os.listdir("/proc/self/fd")) == descriptors
+            for fd in holes:
+                os.close(fd)
+            return await executor.run(RunRequest("print(1)"))
+
+    assert asyncio.run(run()).stdout == "1\n"
+
+
+HOST = """
+import asyncio, os, sys
+from etude.sandbox import Executor, RunRequest
+
+async def main():
+    executor = await Executor.open(sys.argv[1], workers=2)
+    session = await executor.session()
+    program = RunRequest("import os\\nos.execvp('sleep', ['sleep', __import__('sys').argv[1]])",
+                         args=[sys.argv[2]])
+    running = asyncio.ensure_future(executor.run(program))
+    await executor.run_cell(session, "import subprocess; subprocess.Popen(['sleep', '%s'])" % sys.argv[2])
+    await asyncio.sleep(0.5)
+    print("ready", flush=True)
+    await running
+
+asyncio.run(main())
+"""
+
+
+def sleepers(seconds):
+    return [p.pid for p in psutil.process_iter(["cmdline"]) if seconds in (p.info["cmdline"] or [])[1:2]]
+
+
+@pytest.mark.parametrize(("mode", "seconds"), [("bubblewrap", "644.1"), ("namespaces", "644.2"), ("none", "644.3")])
+def test_a_killed_host_leaves_nothing(mode, seconds):
+    host = subprocess.Popen([sys.executable, "-c", HOST, mode, seconds], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    if host.stdout.readline() != b"ready\n":
+        pytest.skip(host.communicate()[1].decode()[-300:])
+    family = psutil.Process(host.pid).children(recursive=True)
+    assert len(sleepers(seconds)) == 2
+    host.kill()
+    host.wait()
+    host.stdout.close()
+    host.stderr.close()
+    _, alive = psutil.wait_procs(family, timeout=20)
+    assert alive == []
+    assert sleepers(seconds) == []
+
+
+def test_the_folders_of_a_killed_process_are_removed_by_the_next(tmp_path, monkeypatch):
+    tmp_path.chmod(0o755)
+    monkeypatch.setattr(scratch, "_passable", lambda folder: True)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    mine = scratch.Scratch.make()
+    pid = os.fork()
+    if pid == 0:
+        os.close(mine.lock)
+        scratch.Scratch.make()
+        os._exit(0)
+    os.waitpid(pid, 0)
+    left = {path.name for path in tmp_path.iterdir()} - {mine.folder.name}
+    assert len(left) == 1
+    (tmp_path / "etude-jail-other").mkdir()  # no lock: not ours to judge
+    new = scratch.Scratch.make()
+    assert {path.name for path in tmp_path.iterdir()} == {mine.folder.name, new.folder.name, "etude-jail-other"}
+    mine.remove()
+    new.remove()
+    assert [path.name for path in tmp_path.iterdir()] == ["etude-jail-other"]
+
+
+def test_a_root_host_needs_a_folder_that_others_can_pass(monkeypatch):
+    monkeypatch.setattr(scratch, "_passable", lambda folder: False)
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    with pytest.raises(SandboxError, match="TMPDIR"):
+        scratch.Scratch.make()

@@ -1,0 +1,336 @@
+"""The parts that need no box: frames, output, the filter's program, files, the census, the plan of a jail."""
+
+import asyncio
+import errno
+import json
+import os
+import struct
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.sandbox import jail, launch
+from etude.sandbox.guest import census, files, frames, seccomp
+from etude.sandbox.guest.settings import Settings
+from etude.sandbox.output import Capture, Feed
+from etude.sandbox.sessions import _error, _images
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=20),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=5), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+# frames
+
+
+@given(st.dictionaries(st.text(max_size=5), JSON, max_size=4), st.binary(max_size=1000))
+def test_a_frame_comes_back(message, payload):
+    reader, writer = os.pipe()
+    try:
+        frames.send(writer, message, payload)
+        os.close(writer)
+        assert frames.receive(reader) == (message, payload)
+        assert frames.receive(reader) is None
+    finally:
+        os.close(reader)
+
+
+@given(st.binary(max_size=200))
+def test_whatever_comes_is_a_frame_or_an_error(data):
+    reader, writer = os.pipe()
+    os.write(writer, data)
+    os.close(writer)
+    try:
+        received = frames.receive(reader)
+        assert received is None or isinstance(received[0], dict)
+    except frames.FrameError:
+        pass
+    finally:
+        os.close(reader)
+
+
+@pytest.mark.parametrize("text", [b"[1]", b"nope", b"\xff", b"[" * 100_000, b"1" * 10_000, b""])
+def test_what_is_no_json_object_is_refused(text):
+    with pytest.raises(frames.FrameError):
+        frames.decode(text)
+
+
+def test_a_length_beyond_the_limit_is_refused_before_it_is_allocated():
+    with pytest.raises(frames.FrameError, match="too long"):
+        frames.lengths(struct.pack("!II", 2**32 - 1, 0))
+    with pytest.raises(frames.FrameError, match="too long"):
+        frames.lengths(struct.pack("!II", 10, 10), max_json=100, max_payload=9)
+    with pytest.raises(frames.FrameError, match="too long"):
+        frames.encode({"x": "y" * (frames.MAX_JSON + 1)})
+
+
+# output
+
+
+def captured(chunks, limit):
+    async def read():
+        reader, writer = os.pipe()
+        capture = Capture(reader, limit)
+        loop = asyncio.get_running_loop()
+        for chunk in chunks:
+            await loop.run_in_executor(None, _write_all, writer, chunk)
+        os.close(writer)
+        await capture.ended
+        return capture.take()
+
+    return asyncio.run(read())
+
+
+def _write_all(fd, data):
+    while data:
+        data = data[os.write(fd, data) :]
+
+
+def test_output_within_its_limit_is_kept_whole():
+    assert captured([b"abc", "ü€".encode(), b"\xff"], 9) == ("abcü€\ufffd", False)
+
+
+def test_of_too_much_output_both_ends_are_kept():
+    text, cut = captured([b"a" * 100_000, b"b" * 400_000, b"c" * 100_000], 10)
+    assert cut
+    assert text == "aaaaa\n… [599990 bytes left out] …\nccccc"
+
+
+@given(st.text(min_size=1), st.integers(1, 40))
+def test_a_cut_never_invents_characters(text, limit):
+    data = text.encode("utf-8", "surrogatepass") if text.isascii() else text.encode("utf-8", "replace")
+    seen, cut = captured([data], limit)
+    if not cut:
+        assert seen == data.decode()
+        return
+    head, tail = seen.split("\n… [")[0], seen.split("left out] …\n")[-1]
+    assert data.decode().startswith(head)
+    assert data.decode().endswith(tail)
+    assert len(head.encode()) + len(tail.encode()) <= limit
+
+
+def test_what_is_not_read_does_not_block_a_feed():
+    async def feed():
+        reader, writer = os.pipe()
+        fed = Feed(writer, b"x" * 3_000_000)
+        total = 0
+        loop = asyncio.get_running_loop()
+        while part := await loop.run_in_executor(None, os.read, reader, 1 << 20):
+            total += len(part)
+        os.close(reader)
+        other_reader, other_writer = os.pipe()
+        unread = Feed(other_writer, b"x" * 3_000_000)
+        unread.close()
+        unread.close()
+        os.close(other_reader)
+        fed.close()
+        return total
+
+    assert asyncio.run(feed()) == 3_000_000
+
+
+# the filter: what its program decides, by an interpreter of classic BPF
+
+
+def decide(program, machine, call, *arguments):
+    data = struct.pack(
+        "=IIQ6Q", call, {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}[machine], 0, *(arguments + (0,) * 6)[:6]
+    )
+    accumulator, position = 0, 0
+    while True:
+        code, if_true, if_false, value = struct.unpack_from("=HBBI", program, 8 * position)
+        position += 1
+        if code == 0x20:
+            (accumulator,) = struct.unpack_from("=I", data, value)
+        elif code == 0x06:
+            return value
+        else:
+            holds = {
+                0x15: accumulator == value,
+                0x35: accumulator >= value,
+                0x25: accumulator > value,
+                0x45: bool(accumulator & value),
+            }[code]
+            position += if_true if holds else if_false
+
+
+ALLOW, KILL = 0x7FFF0000, 0x80000000
+
+
+def refusal(number):
+    return 0x00050000 | number
+
+
+@pytest.mark.parametrize("machine", ["x86_64", "aarch64"])
+class TestFilter:
+    def test_every_listed_call_is_denied(self, machine):
+        program = seccomp.assemble(machine)
+        for name, call in seccomp.denied_calls(machine).items():
+            assert decide(program, machine, call) == refusal(errno.EPERM), name
+
+    def test_all_others_up_to_the_last_known_are_allowed(self, machine):
+        program = seccomp.assemble(machine)
+        special = set(seccomp.denied_calls(machine).values()) | set(seccomp._CALLS_WITH_ARGUMENTS[machine].values())
+        for call in set(range(467)) - special:
+            assert decide(program, machine, call) == ALLOW, call
+
+    def test_unknown_calls_do_not_exist(self, machine):
+        program = seccomp.assemble(machine)
+        for call in (467, 600, 0x40000000 + 39, 0xFFFFFFFF):
+            assert decide(program, machine, call) == refusal(errno.ENOSYS)
+
+    def test_another_architecture_is_fatal(self, machine):
+        other = {"x86_64": "aarch64", "aarch64": "x86_64"}[machine]
+        assert decide(seccomp.assemble(machine), other, 39) == KILL
+
+    def test_clone_makes_processes_but_no_namespaces(self, machine):
+        program, calls = seccomp.assemble(machine), seccomp._CALLS_WITH_ARGUMENTS[machine]
+        assert decide(program, machine, calls["clone"], 0x1200011) == ALLOW
+        assert decide(program, machine, calls["clone"], 0x3D0F00) == ALLOW  # a thread
+        for bit in (17, 25, 26, 27, 28, 29, 30):
+            assert decide(program, machine, calls["clone"], 17 | 1 << bit) == refusal(errno.EPERM)
+        assert decide(program, machine, calls["clone3"], 0) == refusal(errno.ENOSYS)
+
+    def test_sockets_are_local_or_of_the_internet(self, machine):
+        program, calls = seccomp.assemble(machine), seccomp._CALLS_WITH_ARGUMENTS[machine]
+        for family in range(64):
+            expected = ALLOW if family in (1, 2, 10) else refusal(errno.EAFNOSUPPORT)
+            assert decide(program, machine, calls["socket"], family) == expected
+            assert decide(program, machine, calls["socket"], family | 1 << 32) == expected
+
+    def test_terminals_cannot_be_typed_into(self, machine):
+        program, calls = seccomp.assemble(machine), seccomp._CALLS_WITH_ARGUMENTS[machine]
+        assert decide(program, machine, calls["ioctl"], 0, 0x5401) == ALLOW
+        assert decide(program, machine, calls["ioctl"], 0, 0x5412) == refusal(errno.EPERM)
+        assert decide(program, machine, calls["ioctl"], 0, 0x541C) == refusal(errno.EPERM)
+
+    def test_the_supervisor_keeps_its_limits_and_priority(self, machine):
+        program = seccomp.assemble(machine)
+        for call in seccomp._CALLS_ON_A_PROCESS[machine].values():
+            assert decide(program, machine, call, 0) == ALLOW
+            assert decide(program, machine, call, 1) == refusal(errno.EPERM)
+            assert decide(program, machine, call, 1 | 1 << 32) == refusal(errno.EPERM)
+        for call, everybody in seccomp._CALLS_ON_MANY[machine].values():
+            assert decide(program, machine, call, 0, 0) == ALLOW
+            assert decide(program, machine, call, 0, 1) == refusal(errno.EPERM)
+            assert decide(program, machine, call, everybody, 0) == refusal(errno.EPERM)
+
+
+# files
+
+
+def test_files_are_written_beneath_and_read_back(tmp_path):
+    written = [("a", b"1"), ("deep/er/b", b"2"), ("deep/c", b"")]
+    files.write_files(str(tmp_path), written)
+    assert files.read_files(str(tmp_path), [path for path, _ in written] + ["none"], 100) == (written, {})
+    files.write_files(str(tmp_path), [("a", b"again")])
+    assert (tmp_path / "a").read_bytes() == b"again"
+
+
+def test_no_link_is_followed_in_either_direction(tmp_path):
+    inside, outside = tmp_path / "inside", tmp_path / "outside"
+    inside.mkdir()
+    outside.mkdir()
+    (outside / "secret").write_text("secret")
+    (inside / "link").symlink_to(outside / "secret")
+    (inside / "folder").symlink_to(outside)
+    (inside / "loop").symlink_to("loop")
+    os.mkfifo(inside / "pipe")
+    (inside / "directory").mkdir()
+    names = ["link", "folder/secret", "loop", "pipe", "directory"]
+    found, refused = files.read_files(str(inside), names, 1000)
+    assert found == []
+    assert sorted(refused) == sorted(names)
+    files.write_files(str(inside), [("link", b"mine")])  # replaces the link, not what it points to
+    assert (outside / "secret").read_text() == "secret"
+    assert (inside / "link").read_bytes() == b"mine"
+    with pytest.raises(OSError, match="folder"):
+        files.write_files(str(inside), [("folder/secret", b"mine")])
+    assert sorted(outside.iterdir()) == [outside / "secret"]
+
+
+def test_no_more_is_read_than_the_budget(tmp_path):
+    files.write_files(str(tmp_path), [("a", b"x" * 60), ("b", b"x" * 60), ("c", b"x" * 40)])
+    found, refused = files.read_files(str(tmp_path), ["a", "b", "c"], 100)
+    assert [path for path, _ in found] == ["a", "c"]
+    assert "60 bytes" in refused["b"]
+
+
+# what a run uses
+
+
+def test_the_census_counts_this_process():
+    me = os.getpid()
+    resident = census.resident_bytes([me], 1 << 60)
+    assert 1 << 20 < resident < 1 << 40
+    assert 0 < census.resident_bytes([me], 0) <= resident * 2
+    assert census.cpu_seconds([me]) > 0
+    assert census.resident_bytes([2**22 + 1], 0) == 0  # ended meanwhile
+    assert census.cpu_seconds([2**22 + 1]) == 0
+
+
+def test_the_census_finds_descendants():
+    pid = os.fork()
+    if pid == 0:
+        os.execvp("sleep", ["sleep", "30"])
+    try:
+        assert pid in list(census.processes(isolated=False))
+    finally:
+        os.kill(pid, 9)
+        os.waitpid(pid, 0)
+
+
+# the plan
+
+
+def test_a_plan_shows_nothing_private(tmp_path):
+    plan = jail.plan_of(tmp_path, ("/some/site-packages",))
+    inside = [target for _, target in plan.binds]
+    assert "/opt/etude/libraries-0" in inside
+    private = ("/home", "/var", "/run", "/sys", "/proc", "/tmp", "/mnt")
+    assert not [path for path in inside if path.startswith(private)]
+    assert not [path for path in inside if path in ("/", "/root", "/etc/passwd", "/etc/shadow")]
+    assert "sandbox" in (tmp_path / "etc" / "passwd").read_text()
+    assert json.dumps(plan.as_dict())
+
+
+def test_no_shell_is_between_us_and_the_interpreter(tmp_path, monkeypatch):
+    monkeypatch.setattr(launch.shutil, "which", lambda name: "/usr/bin/bwrap")
+    plan = jail.plan_of(tmp_path, ())
+    settings = Settings(True, "", (), {})
+    for command in (
+        launch.bubblewrap(plan, 5, settings),
+        launch.namespaces(plan, 5, settings),
+        launch.bare(5, settings),
+    ):
+        assert Path(command[0]).name.startswith(("python", "bwrap"))
+        assert not {"sh", "bash", "/bin/sh", "/bin/bash"} & set(command)
+    assert Settings.decode(settings.encode()) == settings
+
+
+# what an interpreter claims
+
+PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 10, 10, 8, 2, 0, 0, 0) + b"rest"
+
+
+@given(JSON)
+def test_whatever_an_interpreter_calls_images_or_error_is_checked(claim):
+    assert _images(claim) == ()
+    error = _error(claim)
+    assert error is None or all(isinstance(part, str) for part in vars(error).values())
+
+
+def test_only_reasonable_png_files_are_images():
+    import base64
+
+    def encoded(data):
+        return base64.b64encode(data).decode()
+
+    huge = PNG.replace(struct.pack(">II", 10, 10), struct.pack(">II", 30_000, 30_000))
+    claims = [encoded(PNG), encoded(huge), encoded(b"GIF89a"), encoded(PNG + bytes(3 << 20)), "!", 7, None]
+    assert _images(claims) == (PNG,)
+    assert len(_images([encoded(PNG)] * 100)) == 8

@@ -1,0 +1,205 @@
+"""Cells that share their variables: what they return, how they fail, when they end."""
+
+import asyncio
+
+import pytest
+
+from etude.sandbox import (
+    Executor,
+    ExecutorOptions,
+    Limits,
+    RunStatus,
+    SandboxError,
+    SandboxRequestError,
+    UnknownSessionError,
+)
+
+
+def cells(box, *codes, **options):
+    async def run():
+        session = await box.executor.session(**options)
+        results = [await box.executor.run_cell(session, code) for code in codes]
+        await box.executor.close_session(session)
+        return results
+
+    return box.do(run())
+
+
+def test_variables_survive_and_the_last_expression_is_shown(box):
+    first, second, third = cells(box, "x = 41\nprint('out')", "import sys\nsys.stderr.write('err')\nx + 1", "_ + 1")
+    assert (first.stdout, first.text, first.status) == ("out\n", None, RunStatus.FINISHED)
+    assert (second.stdout, second.stderr, second.text) == ("", "err", "42")
+    assert third.text == "43"
+
+
+def test_an_error_has_the_cells_own_traceback(box):
+    broken, after = cells(box, "def f():\n    return 1 / 0\nf()", "f.__name__")
+    assert broken.error.name == "ZeroDivisionError"
+    assert broken.error.value == "division by zero"
+    assert 'File "<cell 1>", line 3' in broken.error.traceback
+    assert "return 1 / 0" in broken.error.traceback
+    assert "guest" not in broken.error.traceback
+    assert broken.session_alive
+    assert after.text == "'f'"
+
+
+@pytest.mark.parametrize(
+    ("code", "text", "error"),
+    [
+        ("x = (", None, "SyntaxError"),
+        ("exit()", None, "SystemExit"),
+        ("None", None, None),
+        ("1; 2", "2", None),
+        ("", None, None),
+        ("import asyncio\nawait asyncio.sleep(0.001)\n5", "5", None),
+        ("await asyncio.sleep(0)\n1/0", None, "NameError"),
+        ("raise KeyboardInterrupt", None, "KeyboardInterrupt"),
+        ("class A:\n def __repr__(self): raise ValueError\nA()", None, "ValueError"),
+        ("'é' * 2", "'éé'", None),
+        ("'x' * 3_000_000", "'" + "x" * ((1 << 20) - 1) + "… [1951426 more characters]", None),
+    ],
+)
+def test_cells_of_every_kind(isolated_box, code, text, error):
+    (result,) = cells(isolated_box, code)
+    assert result.text == text
+    assert (result.error.name if result.error else None) == error
+    assert result.session_alive
+
+
+def test_figures_and_pictures_are_png(isolated_box):
+    figure, picture, shown, closed = cells(
+        isolated_box,
+        "import matplotlib.pyplot as plt\nplt.plot([1, 2])\nplt.figure()\nplt.plot([2, 1])\n'drawn'",
+        "from PIL import Image\nImage.new('RGB', (3, 2), 'red')",
+        "display(Image.new('RGB', (3, 3)), 5)",
+        "plt.get_fignums()",
+    )
+    assert (figure.text, len(figure.images)) == ("'drawn'", 2)
+    assert len(picture.images) == len(shown.images) == 1
+    assert shown.stdout == "5\n"
+    assert all(image.startswith(b"\x89PNG") for image in (*figure.images, *picture.images, *shown.images))
+    assert (closed.text, closed.images) == ("[]", ())
+
+
+def test_a_cell_that_takes_too_long_is_interrupted_and_the_session_lives(box):
+    async def run():
+        session = await box.executor.session()
+        await box.executor.run_cell(session, "x = 5")
+        late = await box.executor.run_cell(session, "print('a')\nimport time\ntime.sleep(60)", 0.3)
+        after = await box.executor.run_cell(session, "x")
+        await box.executor.close_session(session)
+        return late, after
+
+    late, after = box.do(run())
+    assert (late.status, late.stdout, late.error.name) == (RunStatus.TIME_LIMIT, "a\n", "KeyboardInterrupt")
+    assert late.session_alive
+    assert (after.status, after.text) == (RunStatus.FINISHED, "5")
+
+
+def test_a_cell_that_cannot_be_interrupted_ends_its_session(box):
+    async def run():
+        session = await box.executor.session()
+        stubborn = "import time\nprint('a', flush=True)\nwhile True:\n try: time.sleep(60)\n except BaseException: pass"
+        late = await box.executor.run_cell(session, stubborn, 0.2)
+        with pytest.raises(UnknownSessionError, match="no session"):
+            await box.executor.run_cell(session, "1")
+        return late
+
+    late = box.do(run())
+    assert (late.status, late.stdout, late.session_alive) == (RunStatus.TIME_LIMIT, "a\n", False)
+
+
+@pytest.mark.parametrize(
+    ("code", "status"),
+    [
+        ("import os\nprint('a', flush=True)\nos._exit(3)", RunStatus.FINISHED),
+        ("import os\nprint('a', flush=True)\nos.kill(os.getpid(), 11)", RunStatus.FINISHED),
+        ("import os\nprint('a', flush=True)\nos.write(3, b'x' * 100)", RunStatus.KILLED),
+    ],
+)
+def test_an_interpreter_that_dies_says_how(isolated_box, code, status):
+    (result,) = cells(isolated_box, code)
+    assert (result.status, result.stdout, result.session_alive) == (status, "a\n", False)
+
+
+def test_a_session_that_breaks_a_limit_ends(isolated_box):
+    memory = Limits(memory_mb=128)
+    hungry = (
+        "import os, time\nfor _ in range(4):\n  if os.fork() == 0: x = b'x' * (60 << 20); time.sleep(9)\ntime.sleep(9)"
+    )
+    (result,) = cells(isolated_box, hungry, limits=memory)
+    assert (result.status, result.session_alive) == (RunStatus.MEMORY_LIMIT, False)
+    (result,) = cells(isolated_box, "while True: pass", limits=Limits(cpu_seconds=0.3))
+    assert (result.status, result.session_alive) == (RunStatus.TIME_LIMIT, False)
+
+
+def test_cells_wait_for_each_other_and_sessions_do_not(isolated_box):
+    async def run():
+        one, other = await isolated_box.executor.session(), await isolated_box.executor.session()
+        run_cell = isolated_box.executor.run_cell
+        await run_cell(one, "import time\nlog = []")
+        slow = asyncio.ensure_future(run_cell(one, "time.sleep(0.4)\nlog.append(1)"))
+        await asyncio.sleep(0)
+        fast = asyncio.ensure_future(run_cell(one, "log.append(2)\nlog"))
+        elsewhere = await run_cell(other, "'log' in globals()")
+        overtaken = not slow.done()
+        results = await asyncio.gather(slow, fast)
+        for session in (one, other):
+            await isolated_box.executor.close_session(session)
+        return elsewhere.text, overtaken, results[1].text
+
+    assert isolated_box.do(run()) == ("False", True, "[1, 2]")
+
+
+def test_files_of_a_session(isolated_box):
+    async def run():
+        executor = isolated_box.executor
+        session = await executor.session("named", Limits(disk_mb=8), {"a.txt": b"1"})
+        with pytest.raises(SandboxRequestError, match="open already"):
+            await executor.session("named")
+        text = (await executor.run_cell(session, "open('a.txt').read()")).text
+        await executor.write_files(session, {"b/c.txt": b"2"})
+        await executor.run_cell(session, "open('d.txt', 'w').write(open('b/c.txt').read() * 2)")
+        fetched = await executor.fetch_files(session, ["d.txt", "none"])
+        with pytest.raises(SandboxRequestError, match="absolute"):
+            await executor.fetch_files(session, ["/etc/passwd"])
+        with pytest.raises(SandboxRequestError, match="No space"):
+            await executor.write_files(session, {"large": bytes(100 << 20)})
+        alive = (await executor.run_cell(session, "1")).text
+        await executor.close_session(session)
+        await executor.close_session(session)
+        with pytest.raises(UnknownSessionError):
+            await executor.fetch_files(session, ["d.txt"])
+        return text, fetched, alive
+
+    assert isolated_box.do(run()) == ("'1'", {"d.txt": b"22"}, "1")
+
+
+def test_a_cancelled_cell_ends_its_session(isolated_box):
+    async def run():
+        executor = isolated_box.executor
+        session = await executor.session()
+        task = asyncio.ensure_future(executor.run_cell(session, "import time\ntime.sleep(60)"))
+        await asyncio.sleep(0.2)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(UnknownSessionError):
+            await executor.run_cell(session, "1")
+
+    isolated_box.do(run())
+
+
+def test_idle_sessions_expire_and_busy_ones_do_not():
+    async def run():
+        options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2, spare=1)
+        async with await Executor.open(workers=1, options=options) as executor:
+            idle, busy = await executor.session(), await executor.session()
+            with pytest.raises(SandboxError, match="most allowed"):
+                await executor.session()
+            result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
+            with pytest.raises(UnknownSessionError):
+                await executor.run_cell(idle, "1")
+            return result.text
+
+    assert asyncio.run(run()) == "'still here'"
