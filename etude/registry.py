@@ -136,6 +136,13 @@ def import_object(target: str) -> Any:
     return getattr(module, name)
 
 
+def import_beside(target: str, file: Path) -> Any:
+    """As `import_object`, where `path/to/file.py:Name` may also be relative to the folder of `file`, which names it."""
+    path, colon, name = target.rpartition(":")
+    near = file.parent / Path(path).expanduser()
+    return import_object(f"{near}:{name}" if colon and near.is_file() else target)
+
+
 def load_plugins(targets: Iterable[str]) -> None:
     """Imports every entry of the `plugins` key, so that its `@register` lines take effect in this process."""
     for target in targets:

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from itertools import groupby
+from itertools import chain, groupby
 from typing import Any
 
 
@@ -33,7 +33,8 @@ class StopReason(str, Enum):
     MAX_USER_TURNS = "max_user_turns"
     RESPONSE_LENGTH = "response_length"  # no room left in data.max_response_length
     TOOL_RESPONSE_OVERFLOW = "tool_response_overflow"  # the next tool message would not have fitted
-    TIME_LIMIT = "time_limit"
+    TIME_LIMIT = "time_limit"  # multi_turn.max_seconds
+    MALFORMED_CALL = "malformed_call"  # where multi_turn.malformed_calls is "end"
     PROMPT_TOO_LONG = "prompt_too_long"
     INFRASTRUCTURE = "infrastructure"  # dropped after its retries: never trained on
     CANCELLED = "cancelled"
@@ -60,7 +61,11 @@ class Segment:
 
 @dataclass(frozen=True)
 class ToolCallRecord:
-    """One executed (or refused) tool call: what was asked, what was answered, how long it took."""
+    """One executed (or refused) tool call: what was asked, what was answered, how long it took.
+
+    `error` is None, "tool" (the tool told the model something), "exception", "invalid_arguments" (of a known tool),
+    "unknown_tool", "malformed", or, of a call that ended its trajectory, "timeout" or "infrastructure".
+    """
 
     turn: int
     name: str
@@ -68,8 +73,11 @@ class ToolCallRecord:
     response: str
     reward: float = 0.0
     seconds: float = 0.0
-    error: str | None = None  # None | "tool" | "exception" | "timeout" | "unknown_tool" | "malformed"
+    error: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
+    source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"
+    retries: int = 0  # attempts before the last, which infrastructure broke
+    timeouts: int = 0  # attempts that took too long
 
 
 @dataclass
@@ -93,7 +101,10 @@ class Rewards:
 
 @dataclass
 class Trajectory:
-    """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity."""
+    """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
+
+    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -106,6 +117,7 @@ class Trajectory:
     user_turns: int = 0
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
+    sampling: dict[str, float] = field(default_factory=dict)
 
     def append(
         self,
@@ -125,22 +137,25 @@ class Trajectory:
     @property
     def response_ids(self) -> list[int]:
         """All ids after the prompt."""
-        return [token for segment in self.segments for token in segment.token_ids]
+        return list(chain.from_iterable(segment.token_ids for segment in self.segments))
 
     @property
     def response_mask(self) -> list[int]:
         """1 where the policy sampled the token, 0 elsewhere."""
-        return [int(s.provenance is Provenance.SAMPLED) for s in self.segments for _ in s.token_ids]
+        mask: list[int] = []
+        for segment in self.segments:
+            mask += [int(segment.provenance is Provenance.SAMPLED)] * len(segment.token_ids)
+        return mask
 
     @property
     def response_log_probs(self) -> list[float]:
         """Log-probs of the sampled tokens, 0.0 elsewhere."""
-        return [p for s in self.segments for p in (s.log_probs or (0.0,) * len(s.token_ids))]
+        return list(chain.from_iterable(s.log_probs or (0.0,) * len(s.token_ids) for s in self.segments))
 
     @property
     def response_length(self) -> int:
         """Number of ids after the prompt."""
-        return sum(len(segment.token_ids) for segment in self.segments)
+        return sum([len(segment.token_ids) for segment in self.segments])
 
     @property
     def num_turns(self) -> int:
@@ -196,6 +211,7 @@ class Trajectory:
             "stop_reason": self.stop_reason.value,
             "num_turns": self.num_turns,
             "timings": self.timings,
+            "sampling": self.sampling,
         }
 
 

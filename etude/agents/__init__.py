@@ -1,11 +1,12 @@
 """Agent loops: how trajectories come about, and the manager that runs many at once."""
 
 from etude.agents.agent_data import AgentData, AgentState
-from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
+from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, AgentParts, register
 from etude.agents.batch import to_batch, token_level_scores
 from etude.agents.client import TrajectoryClient
+from etude.agents.environments.loop import EnvAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
-from etude.agents.options import MultiTurnOptions, RolloutOptions, ValSamplingOptions
+from etude.agents.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
@@ -19,7 +20,10 @@ __all__ = [
     "AgentLoopBase",
     "AgentLoopManager",
     "AgentLoopOutput",
+    "AgentOptions",
+    "AgentParts",
     "AgentState",
+    "EnvAgentLoop",
     "MultiTurnOptions",
     "RolloutOptions",
     "RolloutResult",

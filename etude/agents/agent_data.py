@@ -19,6 +19,7 @@ class AgentState(Enum):
     PENDING = "pending"
     GENERATING = "generating"
     PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
     TERMINATED = "terminated"
 
 

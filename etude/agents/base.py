@@ -8,19 +8,30 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 from etude.agents.client import TrajectoryClient
+from etude.agents.interactions import BaseInteraction
 from etude.agents.options import RolloutOptions
 from etude.chat import ChatTemplate, ToolParser
 from etude.registry import Registry
 from etude.tools import BaseTool
+from etude.trace import Tracer
 from etude.trajectory import AgentLoopOutput, Trajectory
 
-AGENT_LOOPS: Registry[type[AgentLoopBase]] = Registry("agent loop")
+AGENT_LOOPS: Registry[Callable[..., AgentLoopBase]] = Registry("agent loop")
 register = AGENT_LOOPS.register
+
+
+@dataclass(frozen=True)
+class AgentParts:
+    """What conversations are held with: loaded once a process, before any model, and shared by all trajectories."""
+
+    tools: Mapping[str, BaseTool] = field(default_factory=dict)
+    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
+    environment: Any = None  # an `environments.loop.Environment`, which stands above this module
 
 
 @dataclass(frozen=True)
@@ -33,6 +44,9 @@ class AgentContext:
     chat: ChatTemplate
     parser: ToolParser
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
+    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
+    environment: Any = None
+    tracer: Tracer | None = None
 
 
 class AgentLoopBase(ABC):

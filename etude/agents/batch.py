@@ -7,6 +7,7 @@ with an empty response: its mask is all zero, so that it changes no loss, no adv
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -23,25 +24,20 @@ def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
     with the `RolloutResult`s."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in results]
-    prompt_width = max([1, *(len(t.prompt_ids) for t in trajectories)])
-    response_width = max([1, *(t.response_length for t in trajectories)])
-    prompts = _pad([t.prompt_ids for t in trajectories], prompt_width, pad_token_id, left=True)
-    responses = _pad([t.response_ids for t in trajectories], response_width, pad_token_id)
-    attention = torch.cat(
-        [
-            _pad([[1] * len(t.prompt_ids) for t in trajectories], prompt_width, 0, left=True),
-            _pad([[1] * t.response_length for t in trajectories], response_width, 0),
-        ],
-        dim=1,
-    )
+    responses = _padded([t.response_ids for t in trajectories], pad_token_id)
+    prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
+    lengths = torch.tensor([[len(t.prompt_ids), t.response_length] for t in trajectories]).reshape(-1, 2)
+    before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
+    after = torch.arange(responses.shape[1]) < lengths[:, 1:]
+    attention = torch.cat([before, after], dim=1).long()
     rollouts = np.empty(len(results), dtype=object)
     rollouts[:] = list(results)
     return DataProto.from_single_dict(
         {
             "prompts": prompts,
             "responses": responses,
-            "response_mask": _pad([t.response_mask for t in trajectories], response_width, 0),
-            "rollout_log_probs": _pad([t.response_log_probs for t in trajectories], response_width, 0.0),
+            "response_mask": _padded([t.response_mask for t in trajectories], 0),
+            "rollout_log_probs": _padded([t.response_log_probs for t in trajectories], 0.0),
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
@@ -59,14 +55,16 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 def token_level_scores(results: Sequence[RolloutResult], width: int, tool_weight: float, score_weight: float) -> Tensor:
     """(batch, width) rewards where they belong (`Trajectory.token_level_scores`); zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in results]
-    return _pad(rows, width, 0.0)
+    return _padded(rows, 0.0, width=width)
 
 
-def _pad(rows: Sequence[Sequence[float]], width: int, fill: float, left: bool = False) -> Tensor:
-    out = torch.full((len(rows), width), fill)
-    for i, row in enumerate(rows):
-        if row:
-            out[i, slice(width - len(row), None) if left else slice(None, len(row))] = torch.tensor(
-                row, dtype=out.dtype
-            )
-    return out
+def _padded(rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False) -> Tensor:
+    """(rows, longest or `width`) of `fill`'s type, int64 or float32: one conversion for the whole batch."""
+    lengths = np.array([len(row) for row in rows])
+    width = max(width, int(lengths.max(initial=0)))
+    kind = np.float32 if isinstance(fill, float) else np.int64
+    matrix = np.full((len(rows), width), fill, dtype=kind)
+    places = np.arange(width)
+    filled = places >= (width - lengths)[:, None] if left else places < lengths[:, None]
+    matrix[filled] = np.fromiter(chain.from_iterable(rows), dtype=kind, count=int(lengths.sum()))
+    return torch.from_numpy(matrix)

@@ -7,12 +7,13 @@ sampled after something else, is a bug, never a warning. A loop may still drop a
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.trace import TraceSpan, span
 from etude.trajectory import AgentLoopOutput
 
 
@@ -26,9 +27,10 @@ class TrajectoryClient:
         outputs: what the engine returned, turn by turn.
     """
 
-    def __init__(self, engine: Engine, request_id: str) -> None:
-        self._engine, self.request_id = engine, request_id
-        self._prompts: list[list[int]] = []
+    def __init__(self, engine: Engine, request_id: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
+        """`decode` gives the texts of a traced generation's span; without it, the span has lengths only."""
+        self._engine, self.request_id, self._decode = engine, request_id, decode
+        self._histories: list[_History] = []
         self._ended = False
         self.outputs: list[TokenOutput] = []
 
@@ -52,12 +54,27 @@ class TrajectoryClient:
         params = SamplingParams.of(sampling_params)
         seed = (params.seed * 1_000_003 + 97 * len(self.outputs)) & 0x7FFFFFFFFFFFFFFF
         asked = list(prompt_ids)
-        output = await self._engine.generate(self.request_id, asked, replace(params, seed=seed), **_images(media))
+        with span("generation", "generate") as recorded:
+            output = await self._engine.generate(self.request_id, asked, replace(params, seed=seed), **_images(media))
+            if recorded is not None:
+                self._describe(recorded, asked, output)
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
-        self._prompts.append(asked)
+        if not self._histories or not self._histories[-1].grows_to(asked):
+            self._histories.append(_History(asked))
+        self._histories[-1].add(asked, output)
         self.outputs.append(output)
         return output
+
+    def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
+        recorded.set(
+            turn=len(self.outputs),
+            prompt_tokens=len(asked),
+            response_tokens=len(output.token_ids),
+            stop_reason=output.stop_reason,
+        )
+        if self._decode is not None:
+            recorded.set(prompt=self._decode(asked), response=self._decode(output.token_ids))
 
     def end(self) -> None:
         """Nothing more may be sampled."""
@@ -65,33 +82,60 @@ class TrajectoryClient:
 
     def check(self, output: AgentLoopOutput) -> None:
         """Raises EtudeError when the output marks a token as sampled that the engine did not sample there."""
-        drawn = self._drawn(output)
-        for place, (token, mask) in enumerate(zip(output.response_ids, output.response_mask)):
-            if mask and place not in drawn:
-                raise EtudeError(
-                    f"the agent loop marked response token {place} (id {token}) of {self.request_id} as sampled, but the "
-                    "engine did not sample it after the ids before it: keep token_ids as generate() returned them"
-                )
+        mask = bytes(map(bool, output.response_mask))
+        drawn = bytearray(len(mask))
+        for place, log_probs in self._drawn(output):
+            drawn[place : place + len(log_probs)] = bytes([1]) * len(log_probs)
+        wrong = next((i for i, (claimed, ours) in enumerate(zip(mask, drawn)) if claimed > ours), None)
+        if wrong is not None and wrong < len(output.response_ids):
+            raise EtudeError(
+                f"the agent loop marked response token {wrong} (id {output.response_ids[wrong]}) of {self.request_id} as "
+                "sampled, but the engine did not sample it after the ids before it: keep token_ids as generate() "
+                "returned them"
+            )
 
     def log_probs(self, output: AgentLoopOutput) -> list[float]:
         """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
-        drawn = self._drawn(output)
-        return [drawn.get(place, 0.0) for place in range(len(output.response_ids))]
+        found = [0.0] * len(output.response_ids)
+        for place, log_probs in self._drawn(output):
+            found[place : place + len(log_probs)] = log_probs
+        return found
 
-    def _drawn(self, output: AgentLoopOutput) -> dict[int, float]:
-        """Response positions whose token the engine drew right there, with its log-prob."""
+    def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float]]]:
+        """(response position, log-probs) of every run of tokens that the engine drew right there."""
         start = len(output.prompt_ids)
         context = [*output.prompt_ids, *output.response_ids]
-        drawn: dict[int, float] = {}
-        for asked, turn in zip(self._prompts, self.outputs):
-            if context[: len(asked)] != asked:
-                continue
-            following = context[len(asked) :]
-            for offset, (token, log_prob) in enumerate(zip(turn.token_ids, turn.log_probs)):
-                if offset >= len(following) or following[offset] != token:
-                    break
-                drawn[len(asked) + offset - start] = log_prob
-        return drawn
+        for history in self._histories:
+            shared = common_beginning(history.context, context)
+            for place, log_probs in history.turns:
+                first, last = max(place, start), min(place + len(log_probs), shared)
+                if first < last:
+                    yield first - start, log_probs[first - place : last - place]
+
+
+class _History:
+    """A context that grew turn by turn: its ids, and where in it the engine drew with which log-probs."""
+
+    def __init__(self, prompt: list[int]) -> None:
+        self.context = list(prompt)
+        self.turns: list[tuple[int, list[float]]] = []
+
+    def grows_to(self, asked: list[int]) -> bool:
+        """Whether `asked` begins with this context."""
+        return asked[: len(self.context)] == self.context
+
+    def add(self, asked: list[int], output: TokenOutput) -> None:
+        self.context += asked[len(self.context) :]
+        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)])))
+        self.context += output.token_ids
+
+
+def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
+    """Length of the longest common beginning of two lists."""
+    shortest = min(len(a), len(b))
+    if a[:shortest] == b[:shortest]:
+        return shortest
+    return next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
 
 
 def _images(media: Mapping[str, Any]) -> dict[str, Any]:

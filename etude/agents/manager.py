@@ -17,19 +17,22 @@ import asyncio
 import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
+from etude.agents.collector import calm_collector
 from etude.agents.crew import Crew
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import Scorer, score_result
 from etude.bounded import GRACE_SECONDS, called, result_of
 from etude.errors import ConfigError, EtudeError, is_infrastructure, one_line
 from etude.inference import Engine
-from etude.tools import CallPolicy
-from etude.trajectory import AgentLoopOutput, StopReason, Trajectory
+from etude.tools import BrokenCall, CallPolicy
+from etude.trace import TraceSpan
+from etude.trajectory import AgentLoopOutput, StopReason, ToolCallRecord, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -82,18 +85,23 @@ class AgentLoopManager:
             EtudeError, Exception: a loop, tool or scorer failed for a reason that is not infrastructure.
         """
         run = _Run(self, [dict(row) for row in rows], sampling)
-        return await run.all()
+        with calm_collector():
+            return await run.all()
 
     def loop_name(self, row: Mapping[str, Any]) -> str:
-        """The agent loop of a row: its `agent_name`, or `tool_agent` if it has tools, else `single_turn_agent`.
+        """The agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` where an
+        environment is configured, or `tool_agent` if the row has tools or an interaction, else `single_turn_agent`.
 
         With `multi_turn.enable=false` a row that asks for `tool_agent` gets its single turn.
         """
-        chosen, enabled = row.get("agent_name"), self.context.options.multi_turn.enable
+        options = self.context.options
+        chosen, enabled = row.get("agent_name") or options.agent.default_agent_loop, options.multi_turn.enable
         if chosen and (enabled or chosen != "tool_agent"):
             return str(chosen)
-        active = row.get("active_tools", list(self.context.tools))
-        return "tool_agent" if active and enabled else "single_turn_agent"
+        if self.context.environment is not None and enabled and not chosen:
+            return "env_agent"
+        several_turns = row.get("active_tools", list(self.context.tools)) or row.get("interaction_kwargs")
+        return "tool_agent" if several_turns and enabled else "single_turn_agent"
 
     def _report(self, done: int, total: int) -> None:
         if self.on_progress is not None:
@@ -120,6 +128,7 @@ class _Run:
         self._results: list[RolloutResult | None] = [None] * len(rows)
         self._opened: set[str] = set()
         self._crew = Crew()
+        self._to_trace: set[int] = set()
         self._done = 0
 
     async def all(self) -> list[RolloutResult]:
@@ -129,6 +138,8 @@ class _Run:
                 AGENT_LOOPS.get(self._manager.loop_name(row))
             except ConfigError as error:
                 raise ConfigError(f"row {row['request_id']}: agent_name: {error}") from error
+        if (tracer := self._manager.context.tracer) is not None:
+            self._to_trace = tracer.chosen([str(row.get("uid", i)) for i, row in enumerate(self._rows)])
         lanes = min(self._options.max_concurrent_trajectories, len(self._rows))
         follow = self._followers(lanes)
         try:
@@ -170,17 +181,21 @@ class _Run:
             self._results[index] = result
             done, index = index, next(following, None)
             self._close(last_id, None if index is None else self._id(index, 0))
-            self._crew.start(self._finish(done))
+            if self._manager.scorer is None:
+                self._count()
+            else:
+                self._crew.start(self._finish(done, self._manager.scorer))
 
     async def _attempts(self, index: int) -> tuple[RolloutResult, str]:
         """Runs a row until it succeeds or its retries are spent; the last request is left open for the lane to close."""
         limit = self._options.infrastructure_retries + 1
         cause = ""
+        broken: list[ToolCallRecord] = []
         for attempt in range(limit):
             request_id = self._id(index, attempt)
             if attempt:
                 self._close(self._id(index, attempt - 1), request_id)
-            client = TrajectoryClient(self._engine, request_id)
+            client = self._client(request_id)
             task = asyncio.ensure_future(called(self._run_once, index, client))
             try:
                 trajectory = await result_of(task, self._options.trajectory_timeout, self._manager._clean_up_seconds)
@@ -188,14 +203,15 @@ class _Run:
                 if not is_infrastructure(error):
                     raise
                 self._manager._log_failure(request_id, error)
+                broken += [error.record] if isinstance(error, BrokenCall) else []
                 cause = f"{type(error).__name__}: {one_line(error)}"
                 continue
             finally:
                 client.end()
             if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
-                return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG, cause), request_id
-            return RolloutResult(trajectory, attempt + 1, attempt, cause=cause), request_id
-        return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE, cause), request_id
+                return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG, cause, broken), request_id
+            return RolloutResult(trajectory, attempt + 1, attempt, None, cause, broken), request_id
+        return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE, cause, broken), request_id
 
     async def _run_once(self, index: int, client: TrajectoryClient) -> Trajectory:
         context, row = self._manager.context, self._rows[index]
@@ -205,8 +221,26 @@ class _Run:
         )
         number = int(row.get("rollout_index", index))
         params = self._sampling.params(number, self._options.response_length, context.chat.stop_token_ids)
-        output = await loop.run(params, **{**row, "request_id": client.request_id})
-        return self._accepted(output, client, name)
+        with self._traced(index, client.request_id) as whole:
+            output = await loop.run(params, **{**row, "request_id": client.request_id})
+            if whole is not None:
+                _describe(whole, output)
+        trajectory = self._accepted(output, client, name)
+        trajectory.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        return trajectory
+
+    def _client(self, request_id: str) -> TrajectoryClient:
+        context = self._manager.context
+        texts = context.tracer is not None and context.tracer.token2text
+        return TrajectoryClient(self._engine, request_id, context.tokenizer.decode if texts else None)
+
+    def _traced(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
+        tracer, row = self._manager.context.tracer, self._rows[index]
+        if tracer is None or index not in self._to_trace:
+            return nullcontext()
+        names = ("step", "uid", "index", "rollout_index", "validate", "data_source")
+        named = {name: row[name] for name in names if row.get(name) is not None}
+        return tracer.trajectory(request_id, {"request_id": request_id, **named})
 
     def _accepted(self, output: AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
         """The trajectory in what a loop returned.
@@ -231,18 +265,34 @@ class _Run:
             )
         return trajectory
 
-    async def _finish(self, index: int) -> None:
-        """Scores a finished trajectory, unless scoring is left to a later stage."""
-        result, scorer = self._results[index], self._manager.scorer
+    async def _finish(self, index: int, scorer: Scorer) -> None:
+        """Scores a finished trajectory."""
+        result = self._results[index]
         assert result is not None
-        if scorer is not None:
-            await score_result(
-                result,
-                self._rows[index],
-                scorer,
-                retries=self._options.infrastructure_retries,
-                timeout=self._options.trajectory_timeout,
-                on_failure=self._manager._log_failure,
-            )
+        await score_result(
+            result,
+            self._rows[index],
+            scorer,
+            retries=self._options.infrastructure_retries,
+            timeout=self._options.trajectory_timeout,
+            on_failure=self._manager._log_failure,
+        )
+        self._count()
+
+    def _count(self) -> None:
         self._done += 1
         self._manager._report(self._done, len(self._rows))
+
+
+def _describe(whole: TraceSpan, output: object) -> None:
+    """What a trajectory's span says of its end, where the loop returned one."""
+    trajectory = output.trajectory if isinstance(output, AgentLoopOutput) else None
+    if trajectory is not None:
+        rewards = trajectory.rewards
+        whole.set(
+            stop_reason=trajectory.stop_reason.value,
+            turns=trajectory.num_turns,
+            response_tokens=trajectory.response_length,
+            step_rewards=[value for _, _, value in rewards.steps],
+            final_rewards=rewards.final,
+        )

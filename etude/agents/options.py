@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from etude.errors import ConfigError
+from etude.trace import TraceOptions
 
 
 @dataclass(frozen=True)
@@ -15,10 +18,15 @@ class MultiTurnOptions:
     format: str = "hermes"
     tool_config_path: str | list[str] | None = None
     function_tool_path: str | list[str] | None = None
+    interaction_config_path: str | None = None
     max_assistant_turns: int | None = None
     max_user_turns: int | None = None
     max_parallel_calls: int = 8
     max_tool_response_length: int = 2048
+    min_answer_tokens: int = 1
+    max_seconds: float | None = None
+    malformed_calls: str = "tell"
+    malformed_call_penalty: float = 0.1
     tool_response_truncate_side: str = "middle"
 
     def __post_init__(self) -> None:
@@ -27,10 +35,28 @@ class MultiTurnOptions:
                 "multi_turn.tool_response_truncate_side must be left, middle or right, "
                 f"not '{self.tool_response_truncate_side}'"
             )
-        for name in ("max_assistant_turns", "max_user_turns", "max_parallel_calls", "max_tool_response_length"):
+        if self.malformed_calls not in ("tell", "penalise", "end"):
+            raise ConfigError(f"multi_turn.malformed_calls must be tell, penalise or end, not '{self.malformed_calls}'")
+        if self.malformed_call_penalty < 0 or (self.max_seconds is not None and not self.max_seconds > 0):
+            raise ConfigError("multi_turn.malformed_call_penalty must be at least 0 and max_seconds positive")
+        for name in (
+            "max_assistant_turns",
+            "max_user_turns",
+            "max_parallel_calls",
+            "max_tool_response_length",
+            "min_answer_tokens",
+        ):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise ConfigError(f"multi_turn.{name} must be at least 1, not {value}")
+
+
+@dataclass(frozen=True)
+class AgentOptions:
+    """Which agent loops there are beside the registered ones, and which a row without `agent_name` gets."""
+
+    default_agent_loop: str | None = None
+    agent_loop_config_path: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,11 +86,27 @@ class RolloutOptions:
     max_model_len: int | None = None
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 8192
+    kv_cache_memory_mb: int | None = None
+    enable_prefix_caching: bool = True
+    dtype: str | None = None
     seed: int = 1
     infrastructure_retries: int = 1
     trajectory_timeout: float = 600.0
     max_concurrent_trajectories: int = 1024
+    server_urls: tuple[str, ...] = ()
+    server_model: str | None = None
+    server_api_key_env: str | None = None
+    server_timeout: float = 300.0
+    weight_transfer: str = "folder"
+    weight_sync_dir: str | None = None
+    weight_sync_timeout: float = 600.0
+    weight_probe: bool = True
+    weight_probe_tolerance: float | None = None
+    free_cache_engine: bool = False
+    engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
     multi_turn: MultiTurnOptions = field(default_factory=MultiTurnOptions)
+    agent: AgentOptions = field(default_factory=AgentOptions)
+    trace: TraceOptions = field(default_factory=TraceOptions)
     val_kwargs: ValSamplingOptions = field(default_factory=ValSamplingOptions)
 
     def __post_init__(self) -> None:
@@ -76,5 +118,14 @@ class RolloutOptions:
             raise ConfigError(
                 "rollout.prompt_length, response_length, max_num_seqs and max_num_batched_tokens must be >= 1"
             )
-        if not self.trajectory_timeout > 0:
-            raise ConfigError(f"rollout.trajectory_timeout must be a positive number, not {self.trajectory_timeout}")
+        if self.kv_cache_memory_mb is not None and self.kv_cache_memory_mb < 1:
+            raise ConfigError(f"rollout.kv_cache_memory_mb must be at least 1, not {self.kv_cache_memory_mb}")
+        for name in ("trajectory_timeout", "server_timeout", "weight_sync_timeout"):
+            if not getattr(self, name) > 0:
+                raise ConfigError(f"rollout.{name} must be a positive number, not {getattr(self, name)}")
+        if self.weight_probe_tolerance is not None and not self.weight_probe_tolerance > 0:
+            raise ConfigError(
+                f"rollout.weight_probe_tolerance must be a positive number, not {self.weight_probe_tolerance}"
+            )
+        if self.weight_transfer not in ("folder", "cuda_ipc"):
+            raise ConfigError(f"rollout.weight_transfer must be folder or cuda_ipc, not '{self.weight_transfer}'")

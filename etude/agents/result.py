@@ -5,18 +5,20 @@ Invariant: there is a trajectory, or a reason why there is none; a dropped row n
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from etude.trajectory import StopReason, Trajectory
+from etude.trajectory import StopReason, ToolCallRecord, Trajectory
 
 
 @dataclass
 class RolloutResult:
     """A row's trajectory, or why there is none. `attempts` counts runs, `failures` what infrastructure broke (runs, and
-    scorings of a finished one), `cause` is the last of these failures in one line."""
+    scorings of a finished one), `cause` is the last of these failures in one line, `broken_calls` are the tool calls that
+    ended a run, whose trajectory is gone."""
 
     trajectory: Trajectory | None
     attempts: int = 1
     failures: int = 0
     dropped: StopReason | None = None
     cause: str = ""
+    broken_calls: list[ToolCallRecord] = field(default_factory=list)

@@ -35,8 +35,14 @@ from etude.registry import did_you_mean
 
 DEFAULT_ROOT = "ppo_trainer"
 
-_ALIASES = {"actor_rollout_ref.rollout.tool_config": "actor_rollout_ref.rollout.multi_turn.tool_config_path"}
-"""Alias → the key it stands for."""
+_ALIASES = {
+    "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
+        "actor_rollout_ref.rollout.tool_config",
+        "actor_rollout_ref.env.config_path",
+    ),
+    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": ("actor_rollout_ref.rollout.max_turns",),
+}
+"""Key → its other names."""
 
 
 @dataclass(frozen=True)
@@ -146,23 +152,24 @@ def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[L
         ConfigError: they were set to different values; names both places.
     """
     merged = _leaves(config, resolve=False)
-    for alias, key in _ALIASES.items():
-        if alias not in merged:
+    for key, aliases in _ALIASES.items():
+        names = [name for name in (key, *aliases) if name in merged]
+        if len(names) < 2:
             continue
-        value, source = _last_setting(alias, key, user) or (merged[key], sources[key])
-        for name in (alias, key):
+        value, source = _last_setting(names, user) or (merged[key], sources[key])
+        for name in names:
             OmegaConf.update(config, name, value)
             sources[name] = source
 
 
-def _last_setting(alias: str, key: str, user: Sequence[Layer]) -> tuple[Any, str] | None:
-    """(value, source) that `user` gives last under either name; a file or command line with only null clears both."""
+def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[Any, str] | None:
+    """(value, source) that `user` gives last under one of `names`; a file or command line with only null clears all."""
     held: tuple[str, Any, str] | None = None
     for layer in user:
-        here = [(name, value) for name, value in flatten(plain(layer)) if name in (alias, key)]
+        here = [(name, value) for name, value in flatten(plain(layer)) if name in names]
         given = [(name, value, layer.source) for name, value in here if value is not None]
         if here and not given:
-            held = (key, None, layer.source)
+            held = (names[0], None, layer.source)
         for setting in given:
             if held and held[1] is not None and held[0] != setting[0] and _as_list(held[1]) != _as_list(setting[1]):
                 both = f"{held[0]} ({held[2]}) and {setting[0]} ({setting[2]})"

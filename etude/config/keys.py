@@ -12,6 +12,7 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from etude.config.layers import Layer, flatten, plain
+from etude.config.refused import why_refused
 from etude.config.values import coerce, mismatch
 from etude.errors import ConfigError
 
@@ -41,9 +42,31 @@ _KINDS: dict[str, Any] = {
     "*optim.lr_scheduler_type": Literal["constant", "linear", "cosine"],
     "*.rollout.mode": Literal["async", "sync"],
     "*.rollout.max_model_len": int | None,
+    "*.rollout.kv_cache_memory_mb": int | None,
+    "*.rollout.dtype": str | None,
     "*.rollout.trajectory_timeout": float,
+    "*.rollout.server_urls": list[str],
+    "*.rollout.server_model": str | None,
+    "*.rollout.server_api_key_env": str | None,
+    "*.rollout.server_timeout": float,
+    "*.rollout.weight_transfer": Literal["folder", "cuda_ipc"],
+    "*.rollout.weight_sync_dir": str | None,
+    "*.rollout.weight_sync_timeout": float,
+    "*.rollout.weight_probe_tolerance": float | None,
+    "*.trace.backend": str | None,
+    "*.max_samples_per_step_per_worker": int | None,
     "*.max_assistant_turns": int | None,
     "*.max_user_turns": int | None,
+    "*.max_seconds": float | None,
+    "*.interaction_config_path": str | None,
+    "*.malformed_calls": Literal["tell", "penalise", "end"],
+    "*.agent.default_agent_loop": str | None,
+    "*.agent.agent_loop_config_path": str | None,
+    "*.rollout.max_turns": int | None,
+    "actor_rollout_ref.env.timeout": float,
+    "actor_rollout_ref.env.use_process_reward": bool,
+    "actor_rollout_ref.env.config_path": _Paths,
+    "actor_rollout_ref.env.*": str | None,
     "*.tool_response_truncate_side": Literal["left", "right", "middle"],
     "algorithm.kl_ctrl.type": Literal["fixed", "adaptive"],
 }
@@ -86,7 +109,10 @@ class KeyTable:
                 leaf = next((part for part in _ancestors(key) if part in self._defaults), None)
                 if leaf:
                     raise _at(layer.source, mismatch("a section", self.kind(leaf), leaf))
-                raise ConfigError(f"unknown key {self._unknown_part(key)} ({layer.source}){self._nearest(key)}")
+                unknown = self._unknown_part(key)
+                if reason := why_refused(unknown):
+                    raise ConfigError(f"{unknown} does not exist here ({layer.source}): {reason}")
+                raise ConfigError(f"unknown key {unknown} ({layer.source}){self._nearest(key)}")
 
     def convert(self, values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
         """The entries of `values` (dotted key → value) whose type had to change, with the right type.

@@ -174,6 +174,7 @@ def rollout_record(
     input: str,
     output: str,
     score: float | None,
+    reward_weights: Mapping[str, float] | None = None,
     texts: Sequence[str] | None = None,
 ) -> dict[str, JsonValue]:
     """One line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and to read it by eye.
@@ -183,6 +184,7 @@ def rollout_record(
             infrastructure retries before this one, 0 for the first try.
         input, output: decoded prompt and response, special tokens kept.
         score: the weighted total reward; None for a trajectory that was dropped.
+        reward_weights: the weights behind it, `tool` and `score`.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
 
     Raises:
@@ -202,6 +204,7 @@ def rollout_record(
         "user_turns": trajectory.user_turns,
         "metrics": trajectory.metrics,
         "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
+        "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
     }
     known = {key: row[key] for key in _ROW_KEYS if key in row}
     return cast("dict[str, JsonValue]", json_safe(head | {"uid": None} | known | flat | record))
@@ -237,6 +240,7 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         user_turns=_field(record, "user_turns", int, max(user_turns, 0)),
         timings=_field(record, "timings", dict, {}),
         metrics=_field(record, "metrics", dict, {}),
+        sampling=_field(record, "sampling", dict, {}),
     )
 
 

@@ -1,7 +1,8 @@
 """A step's data as named scalars.
 
 Invariant: pure functions; a padding row (`response_mask` all zero) changes no number, a quantity that has no data has
-no name, and every metric name is built from the configuration or from fixed words, never from what a model wrote.
+no name, and every metric name is built from the configuration, a tool's code or fixed words, never from what a model
+wrote.
 
 Names that peers use mean the same here; the rest say what they are. Losses and gradients are named where they arise.
 """
@@ -9,6 +10,7 @@ Names that peers use mean the same here; the rest say what they are. Losses and 
 from __future__ import annotations
 
 import math
+import re
 import resource
 import sys
 from collections import Counter, defaultdict
@@ -27,7 +29,9 @@ if TYPE_CHECKING:
 Metrics = dict[str, float]
 
 _DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)
-_NOT_A_TOOL = ("unknown_tool", "malformed")  # the model invented the name
+_NOT_A_TOOL = ("unknown_tool", "malformed")  # the model invented the name, or nothing says whose call it was
+_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's figures stay readable
+_METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
@@ -101,19 +105,22 @@ def _length_metrics(attention_mask: torch.Tensor, width: int, max_response_lengt
     return metrics
 
 
-def tool_metrics(trajectories: Sequence[Trajectory]) -> Metrics:
+def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[ToolCallRecord] = ()) -> Metrics:
     """What the tools did, and how trajectories ended.
 
-    `tool/<name>/{calls,errors,timeouts}` count calls (a timeout is an error too), latencies are in seconds,
-    `tool/<name>/reward` is the mean of what the tool gave a trajectory that called it or was scored by it. Rates,
-    `num_turns` and `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
+    `tool/<name>/{calls,errors,timeouts}` count calls and those of them that went wrong or took too long; `broken_calls`,
+    which ended trajectories that are not there any more, are counted with them. Latencies are in seconds, as the trajectory
+    waited, over calls that were made (not those whose arguments were refused). `tool/<name>/reward` is the mean of what
+    the tool gave a trajectory that called it or was scored by it; `retries`, `cache_hits` and `faults` are counts, and
+    `metrics/<key>` means of the numbers that the tool returned, each only where there are any. Rates, `num_turns` and
+    `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
     """
-    if not trajectories:
-        return {}
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     metrics: Metrics = {}
-    for name, group in _by_tool(calls).items():
+    for name, group in _by_tool([*calls, *broken_calls]).items():
         metrics |= _call_metrics(name, group)
+    if not trajectories:
+        return metrics
     kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
     metrics |= _tool_rewards(kept)
     metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
@@ -137,14 +144,34 @@ def _by_tool(calls: Iterable[ToolCallRecord]) -> dict[str, list[ToolCallRecord]]
 
 
 def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
-    p50, p95 = np.percentile([call.seconds for call in calls], (50, 95))
-    return {
+    metrics: Metrics = {
         f"tool/{name}/calls": len(calls),
         f"tool/{name}/errors": sum(call.error is not None for call in calls),
-        f"tool/{name}/timeouts": sum(call.error == "timeout" for call in calls),
-        f"tool/{name}/latency_p50": float(p50),
-        f"tool/{name}/latency_p95": float(p95),
+        f"tool/{name}/timeouts": sum(max(call.timeouts, int(call.error == "timeout")) for call in calls),
     }
+    counts = {
+        "retries": sum(call.retries for call in calls),
+        "cache_hits": sum(call.source in ("cache", "shared") for call in calls),
+        "faults": sum(call.source == "fault" for call in calls),
+    }
+    metrics |= {f"tool/{name}/{what}": count for what, count in counts.items() if count}
+    waited = [call.seconds for call in calls if call.error != "invalid_arguments"]
+    if waited:
+        p50, p95 = np.percentile(waited, (50, 95))
+        metrics |= {f"tool/{name}/latency_p50": float(p50), f"tool/{name}/latency_p95": float(p95)}
+    return metrics | {f"tool/{name}/metrics/{key}": mean for key, mean in _own_metrics(calls).items()}
+
+
+def _own_metrics(calls: Iterable[ToolCallRecord]) -> Metrics:
+    """Means of the finite numbers among the metrics that a tool returned, of at most `_MAX_OWN_METRICS` names."""
+    values: dict[str, list[float]] = {}
+    for call in calls:
+        for key, value in call.metrics.items():
+            number = isinstance(value, (bool, int, float)) and math.isfinite(value)
+            known = key in values or (len(values) < _MAX_OWN_METRICS and _METRIC_NAME.fullmatch(key))
+            if number and known:
+                values.setdefault(key, []).append(float(value))
+    return {key: float(np.mean(given)) for key, given in sorted(values.items())}
 
 
 def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:

@@ -43,7 +43,9 @@ class Rollouts:
         """`rollout.n` trajectories of each row; `attempt` counts the batches of one step."""
         n = self._setup.roles.rollout.n
         seed = self._seed(step, attempt)
-        return self._generate(rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False))
+        prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
+        prompts.meta_info["step"] = step
+        return self._generate(prompts)
 
     def validation(self, dataset: RLDataset) -> DataProto:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same seeds."""
@@ -84,7 +86,8 @@ class Rollouts:
 
     def _figures(self, batch: DataProto) -> Figures:
         reward, trajectories = self._setup.roles.reward, trajectories_of(batch)
-        figures = failure_metrics(batch) | tool_metrics(trajectories)
+        broken = [call for result in results_of(batch) for call in result.broken_calls]
+        figures = failure_metrics(batch) | tool_metrics(trajectories, broken)
         return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
 
     def _seed(self, step: int, attempt: int) -> int:
@@ -178,6 +181,7 @@ def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, op
                 input=decode(trajectory.prompt_ids),
                 output=decode(trajectory.response_ids),
                 score=trajectory.rewards.total(options.tool_reward_weight, options.score_weight),
+                reward_weights={"tool": options.tool_reward_weight, "score": options.score_weight},
                 texts=[decode(segment.token_ids) for segment in trajectory.segments],
             )
         )

@@ -11,6 +11,7 @@ from omegaconf import DictConfig
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, EtudeError
+from etude.inference import check_trainable
 from etude.trainer.dumps import written_atomically
 from etude.trainer.metrics import is_success, wilson_interval
 from etude.trainer.ppo import PPOTrainer
@@ -21,8 +22,14 @@ from etude.workers import ActorRolloutRefWorker, RewardWorker
 
 
 def train(config: DictConfig) -> dict[str, float]:
-    """A whole reinforcement-learning run; returns the figures of the last validation."""
-    trainer = PPOTrainer(prepare(config))
+    """A whole reinforcement-learning run; returns the figures of the last validation.
+
+    Raises:
+        ConfigError: before any model is loaded, among others for an engine that can only evaluate.
+    """
+    setup = prepare(config)
+    check_trainable(setup.roles.rollout.name)
+    trainer = PPOTrainer(setup)
     trainer.init_workers()
     return trainer.fit()
 
@@ -51,7 +58,8 @@ def evaluate(
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
     reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
-    policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, replace(setup.roles, needs_ref=False), setup.tools)
+    roles = replace(setup.roles, needs_ref=False)
+    policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
     policy.init_model()
     batch = Rollouts(setup, policy, reward_group).validation(dataset)
     trajectories = trajectories_of(batch)

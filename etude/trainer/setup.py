@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from etude.agents import MultiTurnOptions, RolloutOptions
+from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions
+from etude.agents.environments import EnvOptions, load_environment
+from etude.agents.interactions import load_interactions
+from etude.agents.loops import register_agent_loops
 from etude.chat import ChatTemplate
 from etude.config import to_options
 from etude.data import DataOptions, RLDataset
@@ -17,7 +20,7 @@ from etude.errors import ConfigError
 from etude.models import load_tokenizer
 from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
-from etude.tools import BaseTool, load_function_tools, load_tools
+from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
 from etude.trainer.options import AlgorithmOptions, RunOptions, TrainerOptions
 from etude.workers.options import (
     ActorOptions,
@@ -38,7 +41,7 @@ class RunSetup:
     algorithm: AlgorithmOptions
     trainer: TrainerOptions
     roles: RoleOptions
-    tools: dict[str, BaseTool]
+    parts: AgentParts
     tokenizer: Any
     chat: ChatTemplate
     config: DictConfig
@@ -48,7 +51,7 @@ class RunSetup:
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
         if not self.roles.rollout.multi_turn.enable:
             return None
-        return {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
+        return {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.parts.tools.items()}
 
     def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
         """The rows of `files`, checked against the tools and the scorers.
@@ -57,7 +60,14 @@ class RunSetup:
             ConfigError: no scorer is known for a row's data source.
             DataError: something is wrong with a file or row.
         """
-        rows = RLDataset(files, chat=self.chat, tool_schemas=self.schemas, options=self.data, max_samples=max_samples)
+        rows = RLDataset(
+            files,
+            chat=self.chat,
+            tool_schemas=self.schemas,
+            interactions=list(self.parts.interactions),
+            options=self.data,
+            max_samples=max_samples,
+        )
         reward = self.roles.reward
         if reward.enable and reward.reward_manager == "naive" and self.roles.custom_reward.path is None:
             for source in sorted(rows.data_sources):
@@ -78,36 +88,40 @@ def prepare(config: DictConfig) -> RunSetup:
     """
     load_plugins(config.plugins)
     part = config.actor_rollout_ref
-    rollout = to_options(RolloutOptions, part.rollout, "actor_rollout_ref.rollout", ignore=("tool_config",))
+    rollout = to_options(RolloutOptions, part.rollout, "actor_rollout_ref.rollout", ignore=("tool_config", "max_turns"))
     actor = to_options(ActorOptions, part.actor, "actor_rollout_ref.actor")
     algorithm = to_options(AlgorithmOptions, config.algorithm, "algorithm")
     trainer = to_options(TrainerOptions, config.trainer, "trainer")
     data = to_options(DataOptions, config.data, "data")
+    env = to_options(EnvOptions, part.env, "actor_rollout_ref.env")
     apply_run_options(trainer)
-    roles = RoleOptions(
+    if rollout.agent.agent_loop_config_path is not None:
+        register_agent_loops(rollout.agent.agent_loop_config_path)
+    if rollout.agent.default_agent_loop is not None:
+        AGENT_LOOPS.get(rollout.agent.default_agent_loop)
+    roles = role_options(
+        trainer,
+        config,
         model=to_options(ModelOptions, part.model, "actor_rollout_ref.model"),
         actor=actor,
         ref=to_options(RefOptions, part.ref, "actor_rollout_ref.ref"),
         rollout=rollout,
         critic=to_options(CriticOptions, config.critic, "critic"),
-        reward=to_options(RewardOptions, config.reward_model, "reward_model"),
+        reward=_reward_options(config, env),
         custom_reward=to_options(CustomRewardOptions, config.custom_reward_function, "custom_reward_function"),
         chat_template_kwargs=data.apply_chat_template_kwargs,
         needs_ref=actor.use_kl_loss or algorithm.use_kl_in_reward,
-        deterministic=trainer.deterministic,
-        device=resolve_device(trainer.device),
-        config=config,
     )
-    _check_together(rollout, algorithm, roles)
+    _check_together(rollout, algorithm, roles, env)
     if roles.model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
-    tools = collect_tools(rollout.multi_turn)
+    parts = collect_parts(rollout, env)
     tokenizer = load_tokenizer(roles.model.path, trust_remote_code=roles.model.trust_remote_code)
     chat = ChatTemplate(tokenizer, **dict(data.apply_chat_template_kwargs))
-    return RunSetup(data, algorithm, trainer, roles, tools, tokenizer, chat, config)
+    return RunSetup(data, algorithm, trainer, roles, parts, tokenizer, chat, config)
 
 
-def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles: RoleOptions) -> None:
+def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles: RoleOptions, env: EnvOptions) -> None:
     """Settings that are fine alone and wrong together."""
     restricted = rollout.top_p < 1 or rollout.top_k > 0
     if algorithm.rollout_correction.bypass_mode and restricted:
@@ -115,10 +129,50 @@ def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles:
             "algorithm.rollout_correction.bypass_mode=true needs rollout.top_p=1 and top_k=-1: the engine's log-probs "
             "are those of the restricted distribution, the actor's are not"
         )
+    if roles.deterministic and rollout.multi_turn.max_seconds is not None:
+        raise ConfigError(
+            "rollout.multi_turn.max_seconds ends trajectories by the clock: trainer.deterministic forbids it"
+        )
+    if roles.deterministic and rollout.mode == "sync" and env.chosen:
+        raise ConfigError(
+            "rollout.mode=sync steps environments together, for which trajectories wait for each other; "
+            "trainer.deterministic does not go with that: set rollout.mode=async"
+        )
     if algorithm.adv_estimator == "grpo" and rollout.n < 2:
         raise ConfigError("algorithm.adv_estimator=grpo compares answers to one prompt: set rollout.n to 2 or more")
     if roles.custom_reward.path and not roles.reward.enable:
         raise ConfigError("custom_reward_function.path is set, but reward_model.enable=false never calls it")
+
+
+def _reward_options(config: DictConfig, env: EnvOptions) -> RewardOptions:
+    """`reward_model`, where RL-Factory's reward manager `parallel` stands for the score that the environment gives."""
+    options = to_options(RewardOptions, config.reward_model, "reward_model")
+    if options.reward_manager != "parallel":
+        return options
+    if not env.chosen:
+        raise ConfigError(
+            "reward_model.reward_manager=parallel is the environment's score: set actor_rollout_ref.env.name"
+        )
+    return replace(options, enable=False, reward_manager="naive")
+
+
+def collect_parts(rollout: RolloutOptions, env: EnvOptions) -> AgentParts:
+    """What agents talk to: the configured tools, interactions and environment.
+
+    Raises:
+        ConfigError: one of them cannot be loaded.
+    """
+    options = rollout.multi_turn
+    tools = collect_tools(options)
+    if not options.enable:
+        return AgentParts()
+    users = options.interaction_config_path
+    environment = load_environment(env, tools, lockstep=rollout.mode == "sync")
+    return AgentParts(
+        tools if environment is None else {**tools, **environment.tools},
+        load_interactions(users) if users else {},
+        environment,
+    )
 
 
 def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
@@ -137,6 +191,7 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
         for tool in load(path):
             if tool.name in tools:
                 raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
+            ToolCalls.of(tool)  # its limits, schema and recordings make sense
             tools[tool.name] = tool
     return tools
 
@@ -155,6 +210,11 @@ def apply_run_options(options: RunOptions) -> None:
     if options.deterministic and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+def role_options(run: RunOptions, config: DictConfig, **sections: Any) -> RoleOptions:
+    """The options of the roles: what every kind of run sets alike, and the sections that this one has."""
+    return RoleOptions(**sections, deterministic=run.deterministic, device=resolve_device(run.device), config=config)
 
 
 def resolve_device(name: str) -> str:

@@ -14,7 +14,7 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from etude.agents import MultiTurnOptions, RolloutOptions
+from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
 from etude.chat import ChatTemplate
 from etude.config import to_options
 from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
@@ -30,7 +30,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics
 from etude.trainer.options import RunOptions
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
-from etude.trainer.setup import apply_run_options, collect_tools, plain_config, resolve_device
+from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.training import OptimOptions, demonstrations_to_batch
@@ -38,10 +38,7 @@ from etude.training.sft import Demonstration
 from etude.workers import (
     ActorOptions,
     ActorRolloutRefWorker,
-    CriticOptions,
-    CustomRewardOptions,
     ModelOptions,
-    RefOptions,
     RewardOptions,
     RoleOptions,
 )
@@ -133,19 +130,14 @@ class SFTTrainer:
             multi_turn=self.multi_turn,
             seed=self.options.seed,
         )
-        return RoleOptions(
+        return role_options(
+            self.options,
+            self.config,
             model=self.model,
             actor=ActorOptions(optim=optim),
-            ref=RefOptions(),
             rollout=rollout,
-            critic=CriticOptions(),
-            reward=RewardOptions(),
-            custom_reward=CustomRewardOptions(),
             chat_template_kwargs=self.data.apply_chat_template_kwargs or {},
             total_steps=self.total_steps,
-            deterministic=self.options.deterministic,
-            device=resolve_device(self.options.device),
-            config=self.config,
         )
 
     def fit(self) -> Path:
@@ -159,7 +151,7 @@ class SFTTrainer:
         run_dir = Path(self.options.default_local_dir)
         with written_atomically(run_dir / "config.yaml") as file:
             file.write(plain_config(self.config).encode())
-        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self.roles, self.tools)
+        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self.roles, AgentParts(self.tools))
         self.group.init_model()
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, run_dir, experiment)

@@ -78,7 +78,7 @@ def options(*, multi_turn=None, **given):
     return RolloutOptions(multi_turn=MultiTurnOptions(**(multi_turn or {})), **given)
 
 
-def context(tools=(), config=None, **given):
+def context(tools=(), config=None, interactions=(), environment=None, **given):
     return AgentContext(
         config=config,
         options=options(**given),
@@ -86,6 +86,8 @@ def context(tools=(), config=None, **given):
         chat=CHAT,
         parser=HermesToolParser(TOKENIZER),
         tools={tool.name: tool for tool in tools},
+        interactions={each.name: each for each in interactions},
+        environment=environment,
     )
 
 

@@ -4,6 +4,8 @@ import asyncio
 
 import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, encode, says
+from hypothesis import given
+from hypothesis import strategies as st
 
 from etude.agents import AgentLoopOutput, TrajectoryClient
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
@@ -119,3 +121,55 @@ def test_an_aborted_request_is_broken_infrastructure_and_a_finished_trajectory_a
     client.end()
     with pytest.raises(InfrastructureError, match="trajectory r is over"):
         asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
+
+
+_IDS = st.lists(st.integers(1, 2), max_size=4)
+
+
+@given(
+    turns=st.lists(st.tuples(_IDS, st.integers(0, 9), _IDS), min_size=1, max_size=5),
+    prompt=st.integers(0, 4),
+    noise=_IDS,
+)
+def test_what_was_drawn_is_found_wherever_a_context_goes(turns, prompt, noise):
+    """Turns asked with any part of what came before; against the rule, read off token by token."""
+    asked, drawn, context = [], [], [1]
+    for added, kept, sampled in turns:
+        context = [1, *context[1 : 1 + kept], *added]
+        asked.append(list(context))
+        drawn.append(list(sampled))
+        context += sampled
+
+    class Engine(Recorder):
+        async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+            turn = len(self.asked)
+            self.asked.append(prompt_ids)
+            return TokenOutput(drawn[turn], [-float(turn + 1)] * len(drawn[turn]), "stop")
+
+    client = TrajectoryClient(Engine([]), "r")
+
+    async def main():
+        for ids in asked:
+            await client.generate(prompt_ids=ids, sampling_params=PARAMS)
+
+    asyncio.run(main())
+    whole = [*context, *noise]
+    split = min(1 + prompt, len(whole))
+    expected = [0.0] * (len(whole) - split)
+    for turn, (ids, sampled) in enumerate(zip(asked, drawn)):
+        for offset in range(len(sampled)):
+            end = len(ids) + offset + 1
+            if whole[:end] != ids + sampled[: offset + 1]:
+                break
+            if end > split:
+                expected[end - 1 - split] = -float(turn + 1)
+    made = AgentLoopOutput(prompt_ids=whole[:split], response_ids=whole[split:], response_mask=[0] * len(expected))
+    assert client.log_probs(made) == expected
+    made.response_mask = [int(p != 0) for p in expected]
+    client.check(made)
+    for place, p in enumerate(expected):
+        if p == 0:
+            made.response_mask[place] = 1
+            with pytest.raises(EtudeError, match=f"marked response token {place} "):
+                client.check(made)
+            break

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
-from etude.agents.truncation import shorten
 from etude.errors import DataError, InfrastructureError
 from etude.tools import ToolResponse
+from etude.tools.truncation import shorten
 from etude.trajectory import Provenance, StopReason
 
 SAMPLED = Provenance.SAMPLED
@@ -383,3 +383,31 @@ def test_what_is_trained_on_is_what_was_sampled_after_what_the_engine_saw(turns,
             assert not {CHAT.end_of_turn_id, *TOKENIZER.all_special_ids} & set(segment.token_ids)
         before += segment.token_ids
     assert drawn == [token for token, m in zip(response, mask) if m]
+
+
+# -- malformed calls, and time ---------------------------------------------------------------------------------------
+
+BROKEN = '<tool_call>\n{"name": "echo"\n</tool_call>'
+
+
+def test_a_malformed_call_can_cost_a_reward():
+    trajectory, engine = roll([says(BROKEN + BROKEN), says("5")], [Echo()], multi_turn={"malformed_calls": "penalise"})
+    assert trajectory.rewards.steps == [(0, "malformed", pytest.approx(-0.2))]
+    assert len(engine.asked) == 2
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_a_malformed_call_can_end_the_trajectory():
+    tool = Echo()
+    trajectory, engine = roll([says(BROKEN + call())], [tool], multi_turn={"malformed_calls": "end"})
+    assert trajectory.stop_reason is StopReason.MALFORMED_CALL
+    assert [c.error for c in trajectory.tool_calls] == ["malformed"]
+    assert len(engine.asked) == 1
+    assert tool.log["execute"] == 0
+
+
+def test_a_trajectory_that_took_too_long_ends_with_what_it_has():
+    trajectory, engine = roll([says(call(text="x")), says("5")], [Echo(reward=0.5)], multi_turn={"max_seconds": 1e-9})
+    assert trajectory.stop_reason is StopReason.TIME_LIMIT
+    assert len(engine.asked) == 1
+    assert trajectory.rewards.steps == [(0, "echo", 0.5)]

@@ -1,0 +1,26 @@
+"""Environments: RL-Factory's `Env` and `ToolManager`, and Gymnasium's manner, as one agent loop."""
+
+from etude.agents.environments.env import ENVIRONMENTS, Env, register_env
+from etude.agents.environments.gym import TextEnv
+from etude.agents.environments.setup import EnvOptions, load_environment
+from etude.agents.environments.tool_manager import (
+    TOOL_MANAGERS,
+    QwenManager,
+    RenderedPrompt,
+    ToolManager,
+    register_tool_manager,
+)
+
+__all__ = [
+    "ENVIRONMENTS",
+    "TOOL_MANAGERS",
+    "Env",
+    "EnvOptions",
+    "QwenManager",
+    "RenderedPrompt",
+    "TextEnv",
+    "ToolManager",
+    "load_environment",
+    "register_env",
+    "register_tool_manager",
+]

@@ -1,0 +1,152 @@
+"""`Env`: RL-Factory's environment: what happens between the model's turns, and what they are worth.
+
+A subclass in a file of the user's, registered with `@register_env("name")` and chosen by `actor_rollout_ref.env.name`,
+overrides what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`.
+
+Invariant: an Env is shared by all trajectories of a process; what belongs to one of them is kept in its tools. `step`
+takes a batch; an agent loop calls it with a batch of one, the synchronous form with all trajectories at once.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, ToolManager
+from etude.errors import ConfigError
+from etude.registry import Registry
+from etude.tools import BaseTool
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
+
+Step = tuple[list[Any], list[bool], list[int], list[int]]
+"""Observations, whether each trajectory is over, whether its action was valid, whether it called a tool."""
+
+
+class Env:
+    """Base of all environments, itself complete: it runs the tools that are called and ends with an answer.
+
+    Attributes:
+        config: the section `actor_rollout_ref.env` as a mapping.
+        tool_manager: reads responses and runs their tools.
+        use_verify_tool: whether `verify_tool` is asked before a score is computed.
+        use_process_reward: whether `get_step_reward` counts, at the token where each turn ends.
+    """
+
+    use_verify_tool = False
+
+    def __init__(self, config: Mapping[str, Any], centralized_actor: Any = None) -> None:
+        """`centralized_actor` is accepted for RL-Factory's signature and must be None.
+
+        Raises:
+            ConfigError: `config.tool_manager` names none.
+        """
+        if centralized_actor is not None:
+            raise ConfigError("a centralized tool actor is not needed: a tool's config limits it across processes")
+        self.config = config
+        self.tool_manager = self._make_tool_manager(config.get("_tools"))
+        self.use_process_reward = bool(config.get("use_process_reward"))
+
+    def _make_tool_manager(self, tools: Mapping[str, BaseTool] | None) -> ToolManager:
+        return TOOL_MANAGERS.get(self.config.get("tool_manager") or "adaptive")(self.config, tools)
+
+    # -- turns -----------------------------------------------------------------------------------------------------
+
+    def step(self, responses: Sequence[str], tokenizer: Any = None) -> Step:
+        """What happens after each response of a batch.
+
+        Returns:
+            next_obs: what the model sees next: the result of `tool_manager.get_prompt`, a list of messages, or a plain
+                text, which becomes a user message; "" where a trajectory is over.
+            dones, valid_action, is_tool: one a response.
+
+        Raises:
+            InfrastructureError: the world broke; the trajectory is retried from fresh state.
+        """
+        return self.observed(*self.tool_manager.execute_actions(responses=responses), tokenizer)
+
+    async def astep(self, responses: Sequence[str], tokenizer: Any = None) -> Step:
+        """`step` without a thread, for loops whose Env does not override `step`."""
+        actions, tools = self.tool_manager.parsed(responses)
+        return self.observed(actions, await self.tool_manager.execute_all_tools(actions, tools), tokenizer)
+
+    def observed(self, actions: Sequence[str], results: Sequence[Any], tokenizer: Any = None) -> Step:
+        """The four lists of `step` from actions and their results.
+
+        Raises:
+            ValueError: an action is neither "answer", "error" nor "actions".
+        """
+        next_obs: list[Any] = []
+        dones, valid_action, is_tool = [], [], []
+        for action, result in zip(actions, results):
+            if action not in (ANSWER, ACTIONS, "error"):
+                raise ValueError(f"unknown action '{action}': it must be answer, error or actions")
+            over = action == ANSWER
+            next_obs.append("" if over else self._observation(result, tokenizer))
+            dones.append(over)
+            valid_action.append(int(action != "error"))
+            is_tool.append(int(action == ACTIONS))
+        return next_obs, dones, valid_action, is_tool
+
+    def _observation(self, result: Any, tokenizer: Any) -> Any:
+        if tokenizer is None:
+            return result
+        return self.tool_manager.get_prompt(
+            input_data=result, tokenizer=tokenizer, mode="tool_call", add_generation_prompt=True
+        )
+
+    # -- rewards ---------------------------------------------------------------------------------------------------
+
+    def get_step_reward(self, responses: Sequence[str], format_score: float = 0.1) -> list[float]:
+        """One reward a response, where `use_process_reward`; NaN for none."""
+        return [1.0] * len(responses)
+
+    def verify_tool(
+        self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
+    ) -> Any:
+        """A judgement of the whole response by a tool of the user's, where `use_verify_tool`; it is found under
+        `reward_model.ground_truth['verified_results']` when the score is computed."""
+        raise NotImplementedError(f"{type(self).__name__} sets use_verify_tool and does not define verify_tool")
+
+    def compute_score(
+        self,
+        reward_rollout_wg: Any,
+        reward_tokenizer: Any,
+        tokenizer: Any,
+        data: DataProto,
+        if_val: bool = False,
+        use_process_reward: bool = False,
+    ) -> list[list[float]]:
+        """Scores of each row of `data`: those of its turns, if any, and last the final one.
+
+        Raises:
+            ConfigError: a worker group of a judge is handed in: a judge is a reward manager here.
+        """
+        if reward_rollout_wg is not None:
+            raise ConfigError("a judge model is a reward manager here: see reward_model in the documentation")
+        final = self._compute_score_with_rules(data, tokenizer, if_val)
+        if not use_process_reward:
+            return final
+        steps: Any = data.non_tensor_batch.get("tool_use_scores", [[]] * len(final))
+        return [[*(s for s in row if not math.isnan(s)), *scores] for row, scores in zip(steps, final)]
+
+    def _compute_score_with_rules(self, data: DataProto, tokenizer: Any, if_val: bool = False) -> list[list[float]]:
+        """A list of one score for each row; `data` has `prompts`, `responses`, `attention_mask`, `response_mask` and the
+        rows' columns. The base class scores nothing: 0.0."""
+        return [[0.0] for _ in range(len(data))]
+
+    @property
+    def scores(self) -> bool:
+        """Whether this class has rules of its own for a score."""
+        own = type(self)
+        return (
+            own._compute_score_with_rules is not Env._compute_score_with_rules
+            or own.compute_score is not Env.compute_score
+        )
+
+
+ENVIRONMENTS: Registry[Any] = Registry("environment")
+register_env = ENVIRONMENTS.register
+register_env("base")(Env)

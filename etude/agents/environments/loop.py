@@ -1,0 +1,275 @@
+"""`env_agent`: the agent loop of environments: generate, let the environment answer, generate again, until it says stop.
+
+Rows without an `agent_name` get it where `actor_rollout_ref.env` configures an environment. An `Env` (RL-Factory's
+interface) and a `TextEnv` (Gymnasium's) are both driven here; tools run in the trajectory's `ToolSession`.
+
+Invariant: as in `tool_agent`: the context is the prompt followed by the segments, token for token; an observation is
+appended as messages through the chat template, never as text that has to be found again. Every turn is sampled. The
+environment's reward is where the turn ended; its final score is the trajectory's, unless a reward manager gives one.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+import math
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from etude.agents.agent_data import AgentState
+from etude.agents.base import register
+from etude.agents.environments.env import Env
+from etude.agents.environments.lockstep import LockStep
+from etude.agents.environments.scores import environment_score
+from etude.agents.environments.tool_manager import RenderedPrompt, Turn, bound
+from etude.agents.tool_agent import Conversation, ToolAgentLoop, add_time, append_to_last_user, end, record
+from etude.bounded import BlockingCalls, uninterrupted, within
+from etude.errors import EtudeError, InfrastructureError, is_infrastructure, one_line
+from etude.rewards.number import as_reward
+from etude.tools import BaseTool
+from etude.trajectory import StopReason
+
+SOURCE = "env"  # of the rewards
+
+logger = logging.getLogger(__name__)
+_threads = BlockingCalls("etude-env", limit=64)
+
+
+@dataclass(frozen=True)
+class Environment:
+    """The environment of a run: an `Env`, or what makes a `TextEnv` for each trajectory.
+
+    `timeout` in seconds for each call of its methods; `lockstep` joins the steps of all trajectories in flight.
+    """
+
+    name: str
+    target: Env | Callable[[], Any]
+    timeout: float = 60.0
+    lockstep: LockStep | None = None
+
+    @property
+    def tools(self) -> Mapping[str, BaseTool]:
+        """The tools of an `Env`'s manager, those that it made itself among them."""
+        return self.target.tool_manager.all_tools if isinstance(self.target, Env) else {}
+
+
+@dataclass(frozen=True)
+class Observed:
+    """What the environment made of a turn: the messages to show, whether it is over, the turn's reward (None: none)."""
+
+    messages: list[dict[str, Any]]
+    over: bool
+    reward: float | None = None
+    metrics: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Stage(Protocol):
+    """One trajectory's side of an environment."""
+
+    async def begin(self, data: Conversation, row: dict[str, Any]) -> str: ...
+
+    async def step(self, data: Conversation, text: str) -> Observed: ...
+
+    async def score(self, data: Conversation, row: dict[str, Any]) -> float | None: ...
+
+    async def close(self) -> None: ...
+
+
+@register("env_agent")
+class EnvAgentLoop(ToolAgentLoop):
+    """See the module's docstring."""
+
+    async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
+        """See `ToolAgentLoop.converse`.
+
+        Raises:
+            EtudeError: the environment raised something that is not infrastructure, or observed control tokens.
+        """
+        environment = self.context.environment
+        if environment is None:
+            raise EtudeError("the agent loop 'env_agent' needs actor_rollout_ref.env.name")
+        self._stage: Stage = _stage_of(self, environment)
+        try:
+            if greeting := await self._stage.begin(data, row):
+                append_to_last_user(data.trajectory.messages, self.chat.disarmed(greeting))
+            await super().converse(data, row)
+            if data.trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
+                data.trajectory.rewards.score = await self._stage.score(data, row)
+        finally:
+            await uninterrupted(self._stage.close())
+
+    async def _handle_generating(self, data: Conversation) -> AgentState:
+        output = await self.sample(data)
+        if output.stop_reason != "stop" or self.room(data.trajectory) < 1:
+            return end(data, StopReason.RESPONSE_LENGTH)
+        return AgentState.PROCESSING_TOOLS
+
+    async def _handle_tools(self, data: Conversation) -> AgentState:
+        trajectory = data.trajectory
+        started = time.perf_counter()
+        observed = await self._stage.step(data, trajectory.messages[-1]["content"])
+        add_time(trajectory, "tool_calls", started)
+        turn = trajectory.assistant_turns - 1
+        if observed.reward is not None and not math.isnan(observed.reward):
+            trajectory.rewards.steps.append((turn, SOURCE, as_reward(observed.reward, "the environment")))
+        if observed.over:
+            return end(data, StopReason.COMPLETED)
+        return self.feed_back(data, observed.messages)
+
+    def as_messages(self, observation: Any) -> list[dict[str, Any]]:
+        """An observation as messages.
+
+        Raises:
+            EtudeError: it is neither text nor messages, or text that spells control tokens out.
+        """
+        if isinstance(observation, RenderedPrompt):
+            return observation.messages
+        if isinstance(observation, str):
+            if self.chat.disarmed(observation) != observation:
+                raise EtudeError(
+                    "an environment observed rendered text with control tokens: return messages, or what "
+                    "tool_manager.get_prompt returned"
+                )
+            return [{"role": "user", "content": observation}]
+        if isinstance(observation, Sequence) and all(isinstance(m, Mapping) and "role" in m for m in observation):
+            return [dict(message) for message in observation]
+        raise EtudeError(f"an environment must observe text or messages, not {type(observation).__name__}")
+
+
+class EnvStage:
+    """An `Env` seen from one trajectory."""
+
+    def __init__(self, loop: EnvAgentLoop, environment: Environment, env: Env) -> None:
+        self._loop, self._environment, self._env = loop, environment, env
+        self._joined = False
+
+    async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
+        """Takes its place where the steps of all trajectories go together."""
+        if self._environment.lockstep is not None:
+            self._environment.lockstep.join()
+            self._joined = True
+        return ""
+
+    async def step(self, data: Conversation, text: str) -> Observed:
+        """One step of a batch of one, or of all."""
+        outcomes: list[Any] = []
+        turn = Turn(data.session, data.trajectory.assistant_turns - 1, self._loop.loop, outcomes)
+        if self._environment.lockstep is None:
+            observation, over = (await self._steps([(text, turn)]))[0]
+        else:
+            observation, over = await self._environment.lockstep.step((text, turn), self._steps)
+        for outcome in outcomes:
+            record(data.trajectory, outcome, outcome.response.text or "")
+        reward = None
+        if self._env.use_process_reward:
+            rewards = await _called(self._environment, "get_step_reward", self._env.get_step_reward, [text])
+            reward = float(rewards[0])
+        return Observed([] if over else self._loop.as_messages(observation), over, reward)
+
+    async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool]]:
+        """(observation, over) of each of several trajectories' turns."""
+        texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
+        env = self._env
+        own = type(env).step is not Env.step
+        with bound(turns):
+            returned = await _called(
+                self._environment, "step", env.step if own else env.astep, texts, self._loop.tokenizer, limited=own
+            )
+        try:
+            observations, dones, _, _ = returned
+            return [(observation, bool(done)) for _, observation, done in zip(texts, observations, dones, strict=True)]
+        except (TypeError, ValueError) as error:
+            name = self._environment.name
+            raise EtudeError(
+                f"environment '{name}': step must return next_obs, dones, valid_action, is_tool, each with one entry a "
+                f"response: {one_line(error)}"
+            ) from error
+
+    async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
+        """The environment's final score, where it has rules for one."""
+        if not self._env.scores:
+            return None
+        return await _called(
+            self._environment, "compute_score", environment_score, self._env, data.trajectory, row, self._loop.tokenizer
+        )
+
+    async def close(self) -> None:
+        """Leaves its place."""
+        if self._joined and self._environment.lockstep is not None:
+            self._environment.lockstep.leave()
+
+
+class TextStage:
+    """A `TextEnv` of one trajectory."""
+
+    def __init__(self, loop: EnvAgentLoop, environment: Environment) -> None:
+        self._loop, self._environment = loop, environment
+        self._env: Any = None
+
+    async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
+        """Makes the environment and resets it; its first observation."""
+        data.tool_schemas = []
+        make: Any = self._environment.target
+        self._env = await _called(self._environment, "__init__", make)
+        options = dict(row.get("extra_info") or {})
+        observation, _ = await _called(
+            self._environment, "reset", self._env.reset, seed=data.sampling.seed & 0x7FFFFFFF, options=options
+        )
+        return str(observation)
+
+    async def step(self, data: Conversation, text: str) -> Observed:
+        """One step."""
+        returned = await _called(self._environment, "step", self._env.step, text)
+        try:
+            observation, reward, terminated, truncated, info = returned
+        except (TypeError, ValueError) as error:
+            raise EtudeError(
+                f"environment '{self._environment.name}': step must return observation, reward, terminated, truncated, "
+                f"info: {one_line(error)}"
+            ) from error
+        over = bool(terminated or truncated)
+        return Observed([] if over else self._loop.as_messages(observation), over, reward, dict(info or {}))
+
+    async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
+        """None: a text environment's rewards are those of its steps."""
+        return None
+
+    async def close(self) -> None:
+        """Closes the environment, if it was made; a failure costs nothing."""
+        closing = getattr(self._env, "close", None)
+        if closing is not None:
+            try:
+                await _called(self._environment, "close", closing)
+            except EtudeError as error:
+                logger.warning("%s", error)
+
+
+def _stage_of(loop: EnvAgentLoop, environment: Environment) -> Stage:
+    target = environment.target
+    return EnvStage(loop, environment, target) if isinstance(target, Env) else TextStage(loop, environment)
+
+
+async def _called(
+    environment: Environment, method: str, function: Any, *args: Any, limited: bool = True, **kwargs: Any
+) -> Any:
+    """What the user's method returns: awaited, or from a thread, within `timeout`.
+
+    Raises:
+        InfrastructureError: it raised one, or took too long.
+        EtudeError: it raised anything else.
+    """
+    try:
+        if inspect.iscoroutinefunction(function):
+            return await (
+                within(environment.timeout, function, *args, **kwargs) if limited else function(*args, **kwargs)
+            )
+        return await within(environment.timeout, _threads.run, function, *args, **kwargs)
+    except Exception as error:
+        line = f"environment '{environment.name}': {method} failed: {type(error).__name__}: {one_line(error)}"
+        if is_infrastructure(error):
+            raise InfrastructureError(line) from error
+        if isinstance(error, EtudeError):
+            raise
+        raise EtudeError(line) from error

@@ -1,0 +1,267 @@
+"""`ToolManager`: RL-Factory's reading and running of the tools that responses call.
+
+    parse_response → ("answer", text) | ("actions", [{"name", "args"}, …])
+    execute_actions(responses) → (actions, results)
+
+Invariant: a tool runs through a `ToolSession`, with its limits and lifecycle: that of the trajectory at hand where an
+agent loop has bound one, else one that lasts for the call. A response is one turn: its tools run at the same time and are
+answered in order.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from etude.chat.parsers.rl_factory import EMPTY_TOOL, final_answer, read_tools
+from etude.errors import ConfigError, InfrastructureError
+from etude.registry import Registry
+from etude.schemas import FunctionCall, ToolResponse
+from etude.tools import BaseTool, ToolOutcome, ToolSession, load_tools
+
+ACTIONS, ANSWER = "actions", "answer"
+Called = list[dict[str, str]]
+
+_THREAD_SECONDS = 600.0  # of a synchronous `step` that waits for its tools
+
+
+@dataclass(frozen=True)
+class Turn:
+    """A trajectory's turn in hand, which the loop that rolls it out binds."""
+
+    session: ToolSession
+    number: int
+    loop: asyncio.AbstractEventLoop
+    outcomes: list[ToolOutcome] = field(default_factory=list)
+
+
+_TURNS: ContextVar[Sequence[Turn]] = ContextVar("etude_environment_turns", default=())
+
+
+@contextmanager
+def bound(turns: Sequence[Turn]) -> Iterator[None]:
+    """Within the block, the i-th response's tools run in the i-th turn's session."""
+    token = _TURNS.set(turns)
+    try:
+        yield
+    finally:
+        _TURNS.reset(token)
+
+
+class RenderedPrompt(str):
+    """Text as a chat template renders it, with the messages behind it: a loop appends those, token for token."""
+
+    messages: list[dict[str, Any]]
+
+    @classmethod
+    def of(cls, text: str, messages: Sequence[Mapping[str, Any]]) -> RenderedPrompt:
+        """`text` and its messages."""
+        made = cls(text)
+        made.messages = [dict(message) for message in messages]
+        return made
+
+
+class ToolManager:
+    """Base of all managers; a subclass may override any of the `parse_…` methods, `_build_tools` and `get_prompt`.
+
+    Attributes:
+        verl_config: the section `actor_rollout_ref.env` as a mapping.
+        tool_map: the tools by name, as `server-tool` for those of an MCP server.
+        functions: their OpenAI schemas' `function` parts, in order.
+    """
+
+    def __init__(self, verl_config: Mapping[str, Any], tools: Mapping[str, BaseTool] | None = None) -> None:
+        """`tools` are those that the run has configured already; without them `config_path` is read."""
+        self.verl_config = verl_config
+        self.tool_map: dict[str, BaseTool] = {}
+        self.functions: list[dict[str, Any]] = []
+        self._given = tools
+        self._build_tools()
+
+    def _build_tools(self) -> None:
+        """Fills `tool_map` and `functions`."""
+        path = self.verl_config.get("config_path")
+        for tool in list(self._given.values()) if self._given is not None else load_tools(path) if path else []:
+            self._init_tool(tool)
+
+    def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
+        """Adds a tool: an object, the name of a registered one, or an item as in `mcp_tools.pydata`."""
+        made = [tool] if isinstance(tool, BaseTool) else _described(tool)
+        for each in made:
+            self.tool_map[each.name] = each
+            self.functions.append(each.get_openai_tool_schema().to_openai()["function"])
+
+    def get_tool(self, name_or_short_name: str) -> BaseTool | None:
+        """The tool of that name, or the first one of a server whose own name it is (`query_rag` of `search-query_rag`)."""
+        name = self.full_name(name_or_short_name)
+        return self.tool_map.get(name)
+
+    def full_name(self, name_or_short_name: str) -> str:
+        """The name in `tool_map` that is meant; the given one where there is none."""
+        if name_or_short_name in self.tool_map:
+            return name_or_short_name
+        matches = (name for name in self.tool_map if name.endswith(f"-{name_or_short_name}"))
+        return next(matches, name_or_short_name)
+
+    @property
+    def all_tools(self) -> dict[str, BaseTool]:
+        """The tools by name."""
+        return self.tool_map
+
+    # -- reading ---------------------------------------------------------------------------------------------------
+
+    def parse_response(self, response_content: str) -> tuple[str, str | Called]:
+        """("answer", the answer) or ("actions", the tools called); a response without either is its own answer."""
+        if self.parse_end_flag(response_content):
+            return ANSWER, final_answer(response_content) or response_content
+        tools = self.parse_tools(response_content)
+        return (ANSWER, tools) if isinstance(tools, str) else (ACTIONS, tools)
+
+    def parse_end_flag(self, response_content: str) -> bool:
+        """Whether the response holds an answer, which ends the conversation."""
+        return final_answer(response_content) is not None
+
+    def parse_tools(self, response: str) -> str | Called:
+        """The tools called, each `{"name", "args"}`; one that cannot be read is `<empty>`. The response, if none is."""
+        return read_tools(response) or response
+
+    # -- running ---------------------------------------------------------------------------------------------------
+
+    def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
+        """Parses and runs a batch of responses, all of them at the same time.
+
+        Returns:
+            The actions and, for each, the answer (a text) or the tools' messages.
+
+        Raises:
+            InfrastructureError: a tool is broken.
+        """
+        actions, tools = self.parsed(responses)
+        turns = _TURNS.get()
+        work = self.execute_all_tools(actions, tools)
+        if not turns:
+            return actions, asyncio.run(work)
+        future = asyncio.run_coroutine_threadsafe(work, turns[0].loop)
+        try:
+            return actions, future.result(_THREAD_SECONDS)
+        except TimeoutError as error:
+            future.cancel()
+            raise InfrastructureError(f"tools gave no answer within {_THREAD_SECONDS:g} s") from error
+
+    def parsed(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
+        """`parse_response` of each."""
+        pairs = [self.parse_response(response_content=response) for response in responses]
+        return [action for action, _ in pairs], [what for _, what in pairs]
+
+    async def execute_all_tools(self, actions: Sequence[str], tool_list: Sequence[Any]) -> list[Any]:
+        """The results of all responses, which run at the same time."""
+        turns: Sequence[Turn | None] = _TURNS.get() or [None] * len(actions)
+        if len(turns) != len(actions):
+            raise ValueError(f"{len(actions)} responses for the {len(turns)} trajectories at hand")
+        batches = [self._execute_tool_batch(a, tools, turn) for a, tools, turn in zip(actions, tool_list, turns)]
+        return list(await asyncio.gather(*batches))
+
+    async def _execute_tool_batch(self, action: str, tools: Any, turn: Turn | None) -> Any:
+        """An answer as it is; otherwise one message for each tool."""
+        if action != ACTIONS:
+            return tools
+        known = [(self.full_name(tool["name"]), tool["args"]) for tool in tools]
+        calls = [FunctionCall(name=name, arguments=args) for name, args in known if name in self.tool_map]
+        if turn is not None:
+            outcomes = await turn.session.execute(calls, turn.number)
+        else:
+            async with ToolSession(self.tool_map, request_id="env.step") as session:
+                outcomes = await session.execute(calls, 0)
+        found = iter(outcomes)
+        number = 0 if turn is None else turn.number
+        whole = [next(found) if n in self.tool_map else self._missing(n, args, number) for n, args in known]
+        if turn is not None:
+            turn.outcomes.extend(whole)
+        return [{"role": "tool", "content": self.result_text(outcome)} for outcome in whole]
+
+    def _missing(self, name: str, args: str, turn: int) -> ToolOutcome:
+        error = "malformed" if name == EMPTY_TOOL["name"] else "unknown_tool"
+        response = ToolResponse(text=self.missing_text(name))
+        return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, error=error)
+
+    def result_text(self, outcome: ToolOutcome) -> str:
+        """What the model reads of a tool that ran or refused the call."""
+        return outcome.response.text or ""
+
+    def missing_text(self, name: str) -> str:
+        """What the model reads of a tool that there is not."""
+        if name == EMPTY_TOOL["name"]:
+            example = '{"name": "...", "arguments": {...}}'
+            return f"The tool call was not read: write <tool_call>{example}</tool_call>."
+        return f"Failed to find the tool '{name}'. Available tools: {', '.join(self.tool_map) or 'none'}."
+
+    # -- prompts ---------------------------------------------------------------------------------------------------
+
+    def get_prompt(
+        self,
+        input_data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]],
+        tokenizer: Any,
+        mode: str = "initial",
+        add_generation_prompt: bool = True,
+    ) -> str:
+        """Messages as the model's chat template renders them.
+
+        Args:
+            input_data: one message, a list of them, or a text: the user's in mode `initial`, the tool's in mode
+                `tool_call`, the assistant's in mode `assistant_response`.
+            mode: `initial` renders a whole prompt with the tools; the other two what follows a conversation.
+
+        Raises:
+            ConfigError: there is no such mode.
+        """
+        roles = {"initial": "user", "tool_call": "tool", "assistant_response": "assistant"}
+        if mode not in roles:
+            raise ConfigError(f"get_prompt: mode must be one of {', '.join(roles)}, not '{mode}'")
+        messages = _messages(input_data, roles[mode])
+
+        def render(conversation: list[dict[str, Any]], **options: Any) -> str:
+            return str(tokenizer.apply_chat_template(conversation, tokenize=False, **options))
+
+        if mode == "initial":
+            tools = [{"type": "function", "function": function} for function in self.functions] or None
+            text = render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
+        else:
+            base = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+            if mode == "tool_call":
+                base.append({"role": "assistant", "content": "."})
+            whole = render([*base, *messages], add_generation_prompt=add_generation_prompt)
+            text = whole.removeprefix(render(base))
+        return RenderedPrompt.of(text, messages)
+
+
+TOOL_MANAGERS: Registry[type[ToolManager]] = Registry("tool manager")
+register_tool_manager = TOOL_MANAGERS.register
+
+
+@register_tool_manager("adaptive", "qwen3", "qwen2_5", "llama3")
+class QwenManager(ToolManager):
+    """RL-Factory's manager: `<tool_call>` blocks of JSON5, `<answer>` ends. The chat template says how they look, so that
+    one manager serves every family of models."""
+
+
+def _described(item: str | Mapping[str, Any]) -> list[BaseTool]:
+    from etude.tools.entry import load_servers
+    from etude.tools.registered import registered_tools
+
+    if isinstance(item, Mapping) and "mcpServers" in item:
+        return load_servers(item, Path.cwd(), "mcpServers")
+    config = {key: value for key, value in item.items() if key != "name"} if isinstance(item, Mapping) else {}
+    return registered_tools(item["name"] if isinstance(item, Mapping) else item, config, "tool")
+
+
+def _messages(data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:
+    if isinstance(data, str):
+        return [{"role": role, "content": data}]
+    if isinstance(data, Mapping):
+        return [dict(data)]
+    return [dict(message) for message in data]

@@ -1,0 +1,52 @@
+"""`BaseInteraction`: a user that answers the policy, with the documents' four methods.
+
+    start_interaction → generate_response* → finalize_interaction
+
+Invariant (kept by `InteractionSession`): one start, then any number of answers, then exactly one `finalize_interaction`
+in every ending. An interaction object is shared by all trajectories; what belongs to one of them is kept by instance id.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+from uuid import uuid4
+
+
+class BaseInteraction:
+    """Base of all interactions; subclasses override at least `generate_response`.
+
+    Attributes:
+        config: the mapping under `config` in the YAML. Two of its keys are the session's: `timeout` (seconds for each
+            call, default 60) and `max_response_chars` (default 100,000).
+        name: what a row's `extra_info.interaction_kwargs.name` picks.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        self.config = config
+        self.name: str = config.get("name", "interaction_agent")
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Begins a conversation; `kwargs` are the row's `interaction_kwargs` without the name. Returns the id to use."""
+        return instance_id or str(uuid4())
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """Answers the conversation so far.
+
+        Returns:
+            Whether the conversation is over, the user's next words (unused when it is), the reward of the assistant's
+            last turn, and figures to keep.
+
+        Raises:
+            InfrastructureError: the trajectory is retried from fresh state; any other exception is treated likewise,
+                because an interaction's failure is never the model's.
+        """
+        raise NotImplementedError
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """The score of the conversation as it stands, for `generate_response` to call; the loop does not."""
+        return 0.0
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Lets go of what the conversation held."""

@@ -1,0 +1,53 @@
+"""`gsm8k`: a user who says whether the answer is right, until it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etude.agents.interactions.base import BaseInteraction
+from etude.rewards.gsm8k import compute_score
+
+CORRECT = "Your response is correct!"
+INCORRECT = "Your response is incorrect! You need to reflect on your answer and try again."
+
+
+class Gsm8kInteraction(BaseInteraction):
+    """Judges the assistant's last message; the row's `interaction_kwargs` hold the `ground_truth`.
+
+    The conversation ends with the first right answer, which is worth 1.0; a wrong one is worth 0.0. `config.method` is
+    `strict` (the answer stands behind `####`; one that is written without is read as if it did) or `flexible` (the last
+    number counts).
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        super().__init__(config)
+        self._method = config.get("method", "strict")
+        self._conversations: dict[str, dict[str, str]] = {}
+
+    async def start_interaction(
+        self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
+    ) -> str:
+        """Remembers the `ground_truth`; ValueError without one."""
+        if ground_truth is None:
+            raise ValueError("the row's interaction_kwargs need a 'ground_truth'")
+        instance_id = await super().start_interaction(instance_id)
+        self._conversations[instance_id] = {"response": "", "ground_truth": str(ground_truth)}
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """See the class."""
+        said = next((str(m.get("content") or "") for m in reversed(messages) if m.get("role") == "assistant"), "")
+        self._conversations[instance_id]["response"] = said if "####" in said else f"#### {said}"
+        score = await self.calculate_score(instance_id)
+        return (True, CORRECT, 1.0, {}) if score == 1.0 else (False, INCORRECT, 0.0, {})
+
+    async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
+        """1.0 for the right answer, else 0.0."""
+        conversation = self._conversations[instance_id]
+        return compute_score(conversation["response"], conversation["ground_truth"], method=self._method)
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Forgets the conversation."""
+        self._conversations.pop(instance_id, None)

@@ -1,0 +1,124 @@
+"""`simulated_user`: a language model behind an OpenAI-compatible endpoint plays the user.
+
+    - name: customer
+      class_name: etude.agents.interactions.simulated_user.SimulatedUser
+      config:
+        base_url: http://127.0.0.1:8000/v1     # of the endpoint; /chat/completions is added
+        model: some-model
+        api_key: ${OPENAI_API_KEY}             # left out where none is needed
+        system_prompt: You are a customer who wants a refund for order {order}. …
+
+Invariant: the user's model sees what a user sees: the words of the assistant, neither its reasoning nor its tools. The
+endpoint is asked within bounds of time and size, and whatever goes wrong there is infrastructure.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+from urllib.parse import urlsplit
+
+from etude.agents.interactions.base import BaseInteraction
+from etude.errors import ConfigError, InfrastructureError
+from etude.registry import did_you_mean
+from etude.tools.builtin.http import JsonService
+
+STOP = "###STOP###"
+INSTRUCTIONS = (
+    "You play a user who talks to an assistant. Answer with the user's next message only. "
+    f"When your request has been met, or cannot be met, answer {STOP} and nothing else."
+)
+_KEYS = (
+    "name",
+    "timeout",
+    "max_response_chars",
+    "base_url",
+    "model",
+    "api_key",
+    "system_prompt",
+    "stop",
+    "temperature",
+    "max_tokens",
+    "connections",
+)
+_THOUGHT = re.compile(r"\A.*</think>", re.DOTALL)
+_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
+
+
+class SimulatedUser(BaseInteraction):
+    """Its turns are worth 0.0; what the conversation was worth is the reward manager's to say.
+
+    `config`: `base_url`, `model`; `api_key`, `system_prompt` (with `{name}` where one of the row's `interaction_kwargs`
+    belongs), `stop` (the words that end the conversation, default `###STOP###`), `temperature` (1.0), `max_tokens`
+    (512), `connections` (at once, 100), and the session's `timeout` and `max_response_chars`.
+    """
+
+    def __init__(self, config: dict[str, Any]) -> None:
+        """Reads the config.
+
+        Raises:
+            ConfigError: a key is missing, unknown or malformed.
+        """
+        super().__init__(config)
+        for key in config:
+            if key not in _KEYS:
+                raise ConfigError(f"unknown key '{key}'{did_you_mean(key, _KEYS)}")
+        url = str(config.get("base_url", ""))
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            raise ConfigError("config.base_url must be an http address, such as http://127.0.0.1:8000/v1")
+        if not config.get("model"):
+            raise ConfigError("config.model is missing: the name of the endpoint's model")
+        self._prompt = str(config.get("system_prompt") or INSTRUCTIONS)
+        self._stop = str(config.get("stop", STOP))
+        self._seconds = float(config.get("timeout") or 60.0)
+        self._options = {
+            "model": config["model"],
+            "temperature": float(config.get("temperature", 1.0)),
+            "max_tokens": int(config.get("max_tokens", 512)),
+        }
+        headers = {"Authorization": f"Bearer {config['api_key']}"} if config.get("api_key") else {}
+        self._service = JsonService(
+            url.rstrip("/") + "/chat/completions", connections=int(config.get("connections", 100)), headers=headers
+        )
+
+    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
+        """Opens the way to the endpoint."""
+        instance_id = await super().start_interaction(instance_id)
+        self._service.hold(instance_id)
+        return instance_id
+
+    async def generate_response(
+        self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
+    ) -> tuple[bool, str, float, dict[str, Any]]:
+        """The next message of the user's model; the conversation is over when it holds the words that end it."""
+        prompt = re.sub(r"\{(\w+)\}", lambda place: str(kwargs.get(place[1], place[0])), self._prompt)
+        asked = [{"role": "system", "content": prompt}, *_seen_by_the_user(messages)]
+        answer = await self._service.request("POST", seconds=self._seconds, body={**self._options, "messages": asked})
+        text = _text_of(answer)
+        return self._stop in text, text.replace(self._stop, "").strip(), 0.0, {}
+
+    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
+        """Gives the way back."""
+        await self._service.drop(instance_id)
+
+
+def _seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """The conversation with its roles exchanged: the assistant's words are what the user's model answers."""
+    seen = []
+    for message in messages:
+        text = str(message.get("content") or "")
+        if message.get("role") == "assistant" and (said := _CALL.sub("", _THOUGHT.sub("", text)).strip()):
+            seen.append({"role": "user", "content": said})
+        elif message.get("role") == "user":
+            seen.append({"role": "assistant", "content": text})
+    return seen
+
+
+def _text_of(answer: Any) -> str:
+    try:
+        text = answer["choices"][0]["message"]["content"]
+    except (KeyError, IndexError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise InfrastructureError("the endpoint's answer holds no choices[0].message.content")
+    return text

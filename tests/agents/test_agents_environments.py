@@ -1,0 +1,428 @@
+"""Environments: RL-Factory's surface and Gymnasium's manner, turn by turn, alone, together, and when they break."""
+
+import asyncio
+from collections import Counter
+from typing import ClassVar
+
+import pytest
+from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
+
+from etude.agents import AgentLoopManager, EnvAgentLoop, Sampling
+from etude.agents.environments import (
+    ENVIRONMENTS,
+    Env,
+    EnvOptions,
+    QwenManager,
+    RenderedPrompt,
+    TextEnv,
+    load_environment,
+    register_env,
+)
+from etude.errors import ConfigError, EtudeError, InfrastructureError
+from etude.trajectory import Provenance, StopReason
+
+
+@pytest.fixture(autouse=True)
+def registry(monkeypatch):
+    monkeypatch.setattr(ENVIRONMENTS, "_items", dict(ENVIRONMENTS._items))
+
+
+def environment(cls=Env, tools=(), *, lockstep=False, **options):
+    ENVIRONMENTS._items.pop("mine", None)
+    register_env("mine")(cls)
+    return load_environment(EnvOptions("mine", **options), {t.name: t for t in tools}, lockstep=lockstep)
+
+
+def play(script, cls=Env, tools=(), *, row=None, options=None, **given):
+    env = environment(cls, tools, **(options or {}))
+    return roll(script, tools, row=row, loop_class=EnvAgentLoop, environment=env, **given)
+
+
+# -- RL-Factory's manager --------------------------------------------------------------------------------------------
+
+
+def manager(*tools):
+    return QwenManager({}, {tool.name: tool for tool in tools})
+
+
+@pytest.mark.parametrize(
+    ("response", "action", "what"),
+    [
+        ("just words", "answer", "just words"),
+        ("so <answer> 4 </answer>", "answer", "4"),
+        (call(text="x") + "<answer>4</answer>", "answer", "4"),
+        (call(text="x"), "actions", [{"name": "echo", "args": '{"text": "x"}'}]),
+        ("<tool_call>{'name': 'echo', 'arguments': {text: 'x',},}</tool_call>", "actions", "echo"),
+        ("<tool_call>{broken", "actions", "<empty>"),
+        ("<tool_call></tool_call>", "actions", "<empty>"),
+        ('<tool_call>{"arguments": {}}</tool_call>', "actions", "<empty>"),
+        ('<tool_call>{"name": "echo"}</tool_call>', "actions", "<empty>"),
+        ("<think><answer>no</answer></think>" + call(), "actions", "echo"),
+    ],
+)
+def test_responses_are_read_by_rl_factorys_rules(response, action, what):
+    found, tools = manager(Echo()).parse_response(response)
+    assert found == action
+    if isinstance(what, str) and action == "actions":
+        assert [tool["name"] for tool in tools] == [what]
+    else:
+        assert tools == what
+
+
+def test_a_short_name_means_the_first_servers_tool():
+    tools = manager(Echo("search-query_rag"), Echo("other-query_rag"))
+    assert tools.get_tool("query_rag") is tools.tool_map["search-query_rag"]
+    assert tools.get_tool("nothing") is None
+
+
+def test_execute_actions_runs_a_batch_without_any_loop():
+    echo = Echo()
+    actions, results = manager(echo).execute_actions(
+        [call(text="a") + call(text="b"), "<answer>4</answer>", call("nobody"), "<tool_call>{"]
+    )
+    assert actions == ["actions", "answer", "actions", "actions"]
+    assert [m["content"] for m in results[0]] == ["a", "b"]
+    assert results[1] == "4"
+    assert "Failed to find the tool 'nobody'" in results[2][0]["content"]
+    assert "not read" in results[3][0]["content"]
+    assert echo.log == {"create": 1, "execute": 2, "release": 1}
+
+
+def test_get_prompt_renders_as_the_template_does_and_keeps_the_messages():
+    tools = manager(Echo())
+    first = tools.get_prompt(QUESTION, TOKENIZER)
+    assert TOKENIZER.encode(first, add_special_tokens=False) == CHAT.initial_ids(
+        QUESTION, [{"type": "function", "function": f} for f in tools.functions]
+    )
+    answer = tools.get_prompt("4", TOKENIZER, mode="tool_call")
+    assert isinstance(answer, RenderedPrompt)
+    assert answer.messages == [{"role": "tool", "content": "4"}]
+    runs = CHAT.context_ids(answer.messages, after_stop=True)
+    assert TOKENIZER.decode([t for ids, _ in runs for t in ids]).endswith(answer)
+    with pytest.raises(ConfigError, match="mode must be one of"):
+        tools.get_prompt("4", TOKENIZER, mode="tol_call")
+
+
+def test_step_gives_the_four_lists():
+    env = Env({"_tools": {"echo": Echo()}})
+    observations, dones, valid, is_tool = env.step([call(text="a"), "<answer>4</answer>"], TOKENIZER)
+    assert "a" in observations[0]
+    assert observations[1] == ""
+    assert (dones, valid, is_tool) == ([False, True], [1, 1], [1, 0])
+    assert env.observed(["error"], ["try again"])[1:] == ([False], [0], [0])
+    with pytest.raises(ValueError, match="unknown action 'walk'"):
+        env.observed(["walk"], [""])
+
+
+# -- an Env as an agent loop -----------------------------------------------------------------------------------------
+
+
+def test_the_base_env_runs_tools_until_the_answer():
+    echo = Echo(reward=0.5, final=0.25)
+    trajectory, engine = play([says(call(text="5")), says("<answer>5</answer>")], tools=[echo])
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert [m["role"] for m in trajectory.messages] == ["system", "user", "assistant", "tool", "assistant"]
+    assert trajectory.rewards.steps == [(0, "echo", 0.5)]
+    assert trajectory.rewards.final == {"echo": 0.25}
+    assert [c.response for c in trajectory.tool_calls] == ["5"]
+    assert echo.log == {"create": 1, "execute": 1, "calc_reward": 1, "release": 1}
+    assert engine.asked[1][1] == [*trajectory.prompt_ids, *trajectory.response_ids[: -len(says("<answer>5</answer>"))]]
+    assert sum(trajectory.response_mask) == len(says(call(text="5"))) + len(says("<answer>5</answer>"))
+
+
+def test_every_turn_is_sampled_with_the_runs_temperature():
+    _, engine = play([says(call(text="5")), says("<answer>5</answer>")], tools=[Echo()])
+    assert [params.temperature for _, _, params in engine.asked] == [1.0, 1.0]
+
+
+class Strict(Env):
+    """RL-Factory's documented step, written out; process rewards, verification and a rule."""
+
+    use_verify_tool = True
+
+    def step(self, responses, tokenizer=None):
+        actions, tool_results = self.tool_manager.execute_actions(responses=responses)
+        next_obs, dones, valid, is_tool = [], [], [], []
+        for action, result in zip(actions, tool_results):
+            done = action == "answer"
+            prompt = (
+                "" if done else self.tool_manager.get_prompt(input_data=result, tokenizer=tokenizer, mode="tool_call")
+            )
+            next_obs.append(prompt)
+            dones.append(done)
+            valid.append(1)
+            is_tool.append(int(not done))
+        return next_obs, dones, valid, is_tool
+
+    def get_step_reward(self, responses, format_score=0.1):
+        return [float("nan") if "<answer>" in r else format_score for r in responses]
+
+    def verify_tool(self, data_source, solution_str, ground_truth, extra_info):
+        return {"seen": "<answer>" in solution_str, "source": data_source}
+
+    def _compute_score_with_rules(self, data, tokenizer, if_val=False):
+        item = data[0]
+        truth = item.non_tensor_batch["reward_model"]["ground_truth"]
+        assert truth["verified_results"] == {"seen": True, "source": "s"}
+        text = tokenizer.decode(item.batch["responses"].tolist())
+        return [[1.0 if f"<answer>{truth['target']}</answer>" in text else 0.0]]
+
+
+def test_an_env_written_for_rl_factory_runs_unchanged():
+    row = {"data_source": "s", "reward_model": {"ground_truth": "5"}}
+    trajectory, _ = play(
+        [says(call(text="5")), says("<answer>5</answer>")],
+        Strict,
+        [Echo(final=0.25)],
+        row=row,
+        options={"use_process_reward": True},
+    )
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert trajectory.rewards.steps == [(0, "echo", 0.0), (0, "env", 0.1)]
+    assert trajectory.rewards.final == {"echo": 0.25}
+    assert trajectory.rewards.score == 1.0
+
+
+def test_turns_are_bounded_and_the_last_ones_tools_count():
+    echo = Echo(reward=0.5)
+    trajectory, engine = play([says(call())] * 3, tools=[echo], multi_turn={"max_assistant_turns": 2})
+    assert trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    assert len(engine.asked) == 2
+    assert echo.log["execute"] == 2
+
+
+class Says(Env):
+    """Observes whatever `said` is."""
+
+    said: object = "Try again."
+
+    def step(self, responses, tokenizer=None):
+        done = ["stop" in r for r in responses]
+        return [self.said] * len(responses), done, [1] * len(responses), [0] * len(responses)
+
+
+def test_plain_text_becomes_a_user_message():
+    trajectory, _ = play([says("4"), says("stop")], Says)
+    assert trajectory.messages[-2] == {"role": "user", "content": "Try again."}
+    assert Provenance.USER in {s.provenance for s in trajectory.segments}
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        ("<|im_end|>\n<|im_start|>user\nTry", "control tokens"),
+        (7, "text or messages, not int"),
+        ([{"content": "x"}], "text or messages, not list"),
+    ],
+)
+def test_an_observation_that_cannot_be_exact_is_refused(said, message):
+    cls = type("Odd", (Says,), {"said": said})
+    with pytest.raises(EtudeError, match=message):
+        play([says("4")], cls)
+
+
+@pytest.mark.parametrize("returned", [None, ([""], [False]), ([], [], [], [])])
+def test_a_step_that_returns_something_else_is_named(returned):
+    class Odd(Env):
+        def step(self, responses, tokenizer=None):
+            return returned
+
+    with pytest.raises(EtudeError, match="environment 'mine': step must return next_obs"):
+        play([says("4")], Odd)
+
+
+def test_what_a_step_raises_is_a_bug_and_what_breaks_is_infrastructure():
+    def raising(error):
+        class Broken(Env):
+            def step(self, responses, tokenizer=None):
+                raise error
+
+        return Broken
+
+    with pytest.raises(EtudeError, match="environment 'mine': step failed: KeyError") as raised:
+        play([says("4")], raising(KeyError("x")))
+    assert not isinstance(raised.value, InfrastructureError)
+    with pytest.raises(InfrastructureError, match="step failed: ConnectionError"):
+        play([says("4")], raising(ConnectionError("gone")))
+
+
+def test_a_step_that_hangs_is_infrastructure():
+    class Slow(Env):
+        async def step(self, responses, tokenizer=None):
+            await asyncio.sleep(3600)
+
+    with pytest.raises(InfrastructureError, match="step failed: TimeoutError"):
+        play([says("4")], Slow, options={"timeout": 0.05})
+
+
+def test_a_tool_that_breaks_inside_a_step_is_infrastructure_and_released():
+    def gone(parameters):
+        raise ConnectionError("gone")
+
+    for cls in (Env, Strict):
+        echo = Echo(respond=gone)
+        with pytest.raises(InfrastructureError, match="echo"):
+            play([says(call())], cls, [echo])
+        assert echo.log["release"] == 1
+        assert echo.log["calc_reward"] == 0
+
+
+# -- together --------------------------------------------------------------------------------------------------------
+
+
+class Batched(Env):
+    """Notes how many responses each step saw."""
+
+    sizes: Counter
+
+    def step(self, responses, tokenizer=None):
+        self.sizes[len(responses)] += 1
+        return (
+            [f"again {r}" for r in responses],
+            ["stop" in r for r in responses],
+            [1] * len(responses),
+            [0] * len(responses),
+        )
+
+
+@pytest.mark.parametrize("lockstep", [False, True])
+def test_the_synchronous_form_steps_all_trajectories_at_once(lockstep):
+    cls = type("Sized", (Batched,), {"sizes": Counter()})
+    env = environment(cls, lockstep=lockstep)
+
+    def script(request_id, prompt, turn):
+        row = int(request_id.split("/")[1])
+        return says("stop" if turn == row else f"row {row}")  # row r ends in turn r
+
+    engine = Recorder(script)
+    agents = AgentLoopManager(context(environment=env), engine)
+    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": i} for i in range(3)]
+    results = asyncio.run(agents.generate(rows, Sampling(1.0, 1.0, -1, seed=1)))
+    assert agents.loop_name(rows[0]) == "env_agent"
+    assert [r.trajectory.assistant_turns for r in results] == [1, 2, 3]
+    assert results[2].trajectory.messages[-2]["content"] == "again row 2"
+    assert cls.sizes == ({3: 1, 2: 1, 1: 1} if lockstep else {1: 6})
+
+
+def test_one_broken_trajectory_does_not_hold_up_the_others():
+    cls = type("Sized", (Batched,), {"sizes": Counter()})
+    env = environment(cls, lockstep=True)
+
+    def script(request_id, prompt, turn):
+        if "/1/" in request_id:
+            raise InfrastructureError("gone")
+        return says("stop" if turn == 1 else "more")
+
+    agents = AgentLoopManager(context(environment=env, infrastructure_retries=0), Recorder(script))
+    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": i} for i in range(3)]
+    results = asyncio.run(agents.generate(rows, Sampling(1.0, 1.0, -1, seed=1)))
+    assert [r.trajectory is not None for r in results] == [True, False, True]
+
+
+# -- Gymnasium's manner ----------------------------------------------------------------------------------------------
+
+
+class Guess(TextEnv):
+    """Guess a number; `log` counts calls of all its objects."""
+
+    log: ClassVar[Counter] = Counter()
+
+    def __init__(self):
+        self.log["made"] += 1
+
+    def reset(self, *, seed=None, options=None):
+        self.log["reset"] += 1
+        self.number = options["number"]
+        assert isinstance(seed, int)
+        return "Guess a number.", {}
+
+    def step(self, action):
+        self.log["step"] += 1
+        guess = int(action)
+        over = guess == self.number
+        return ("Yes" if over else "Higher" if guess < self.number else "Lower"), float(over), over, False, {}
+
+    def close(self):
+        self.log["close"] += 1
+
+
+ROW = {"extra_info": {"number": 5}}
+
+
+def test_a_text_environment_plays_an_episode():
+    Guess.log.clear()
+    trajectory, _ = play([says("4"), says("5")], Guess, row=ROW)
+    assert trajectory.messages[1]["content"].endswith("Guess a number.")
+    assert [m["content"] for m in trajectory.messages[2:]] == ["4", "Higher", "5"]
+    assert trajectory.rewards.steps == [(0, "env", 0.0), (1, "env", 1.0)]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert Guess.log == {"made": 1, "reset": 1, "step": 2, "close": 1}
+
+
+@pytest.mark.parametrize("broken", ["reset", "step", "close"])
+def test_a_text_environment_is_closed_in_every_ending(broken, caplog):
+    def fail(self, *args, **kwargs):
+        Guess.close(self)
+        raise RuntimeError("broken")
+
+    Guess.log.clear()
+    cls = type("Broken", (Guess,), {broken: fail})
+    if broken == "close":
+        assert play([says("5")], cls, row=ROW)[0].stop_reason is StopReason.COMPLETED
+        assert "close failed" in caplog.text
+    else:
+        with pytest.raises(EtudeError, match=f"environment 'mine': {broken} failed: RuntimeError: broken"):
+            play([says("4")], cls, row=ROW)
+        assert Guess.log["close"] == 2  # its own note, and the loop's
+
+
+def test_asynchronous_methods_are_awaited():
+    class Later(TextEnv):
+        async def reset(self, *, seed=None, options=None):
+            return "", {}
+
+        async def step(self, action):
+            await asyncio.sleep(0)
+            return "", 1.0, False, True, {}
+
+    trajectory, _ = play([says("4")], Later)
+    assert trajectory.rewards.steps == [(0, "env", 1.0)]
+
+
+# -- configuration ---------------------------------------------------------------------------------------------------
+
+
+def test_no_name_is_no_environment_and_a_tool_manager_alone_means_base():
+    assert load_environment(EnvOptions(), {}, lockstep=False) is None
+    assert type(load_environment(EnvOptions(tool_manager="qwen3"), {}, lockstep=False).target) is Env
+
+
+@pytest.mark.parametrize(
+    ("cls", "options", "message"),
+    [
+        (Env, {"tool_manager": "qwen4"}, "unknown tool manager 'qwen4'.*did you mean 'qwen3'"),
+        (type("Nothing", (), {}), {}, "environment 'mine' is neither an Env"),
+        (type("Fails", (Env,), {"__init__": lambda self, config: 1 / 0}), {}, "environment 'mine': ZeroDivisionError"),
+    ],
+)
+def test_a_wrong_environment_is_one_line(cls, options, message):
+    with pytest.raises(ConfigError, match=message):
+        environment(cls, **options)
+    with pytest.raises(ConfigError, match="unknown environment 'yours'"):
+        load_environment(EnvOptions("yours"), {}, lockstep=False)
+
+
+def test_a_manager_may_make_tools_of_its_own():
+    from etude.agents.environments import TOOL_MANAGERS, ToolManager, register_tool_manager
+
+    class Own(ToolManager):
+        def _build_tools(self):
+            super()._build_tools()
+            self._init_tool(Echo("own"))
+
+    register_tool_manager("own")(Own)
+    try:
+        env = load_environment(EnvOptions(tool_manager="own"), {"echo": Echo()}, lockstep=False)
+        assert list(env.tools) == ["echo", "own"]
+    finally:
+        TOOL_MANAGERS._items.pop("own")

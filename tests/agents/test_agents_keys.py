@@ -1,0 +1,223 @@
+"""The documented keys of conversations (`rollout.multi_turn`, `rollout.agent`): each changes what a rollout does, or is
+refused with the reason. There is no third kind, and no key of ours that is missing here."""
+
+import json
+
+import pytest
+import yaml
+from agents_stage import QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
+
+from etude.agents import AGENT_LOOPS, AgentLoopManager
+from etude.agents.environments import EnvOptions
+from etude.agents.loops import register_agent_loops
+from etude.agents.options import RolloutOptions
+from etude.chat import ToolParser
+from etude.config import compose, to_options
+from etude.errors import ConfigError
+from etude.trainer.setup import collect_parts
+from etude.trajectory import StopReason
+
+ROLLOUT = "actor_rollout_ref.rollout"
+LONG = " ".join(map(str, range(60)))
+BROKEN = '<tool_call>\n{"name": "echo"\n</tool_call>'
+TWO_CALLS = [says(call(text="a") + call(text="b")), says("5")]
+THREE_TURNS = [says(call(text="a")), says(call(text="b")), says("5")]
+
+
+def rollout_options(*overrides):
+    """What the trainer makes of command-line settings below `rollout`."""
+    section = compose("ppo_trainer", [f"{ROLLOUT}.{each}" for each in overrides]).actor_rollout_ref.rollout
+    return to_options(RolloutOptions, section, ROLLOUT, ignore=("tool_config", "max_turns"))
+
+
+def played(*overrides, script=THREE_TURNS, row=None, respond=None, tools=None, interactions=()):
+    """The only trajectory of a row, rolled out by a scripted model with a tool that repeats its text."""
+    import asyncio
+
+    options = rollout_options(*overrides)
+    tools = [Echo(respond=respond)] if tools is None else tools
+    shared = context(tools, interactions=interactions)
+    shared = type(shared)(**{**vars(shared), "options": options})
+    manager = AgentLoopManager(shared, Recorder(script))
+    batch = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0, **(row or {})}]
+    [result] = asyncio.run(asyncio.wait_for(manager.generate(batch, SAMPLING), 60))
+    return result.trajectory
+
+
+def answers(*overrides, **given):
+    """What the tools are shown to have said."""
+    return [m["content"] for m in played(*overrides, **given).messages if m["role"] == "tool"]
+
+
+def enable(folder):
+    assert played("multi_turn.enable=true").tool_calls
+    assert not played("multi_turn.enable=false").tool_calls
+
+
+def tool_config_path(folder):
+    (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [{"config": {"type": "sandbox_fusion"}}]}))
+    for key in ("multi_turn.tool_config_path", "tool_config"):  # the second is its other name
+        options = rollout_options(f"{key}={folder}/tools.yaml")
+        assert set(collect_parts(options, EnvOptions()).tools) == {"code_interpreter"}
+    assert collect_parts(rollout_options(), EnvOptions()).tools == {}
+
+
+def function_tool_path(folder):
+    (folder / "mine.py").write_text(
+        'from etude.tools import function_tool\n\n\n@function_tool\ndef twice(x: int) -> int:\n    """Doubles.\n\n'
+        '    Args:\n        x: a number\n    """\n    return 2 * x\n'
+    )
+    tools = collect_parts(rollout_options(f"multi_turn.function_tool_path={folder}/mine.py"), EnvOptions()).tools
+    script = [says(call("twice", x=4)), says("8")]
+    assert [r.response for r in played(script=script, tools=list(tools.values())).tool_calls] == ["8"]
+
+
+def interaction_config_path(folder):
+    entry = {"name": "gsm8k", "class_name": "etude.agents.interactions.gsm8k.Gsm8kInteraction", "config": {}}
+    (folder / "users.yaml").write_text(yaml.safe_dump({"interaction": [entry]}))
+    parts = collect_parts(rollout_options(f"multi_turn.interaction_config_path={folder}/users.yaml"), EnvOptions())
+    row = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "5"}}
+    turns = [says("#### 4"), says("#### 5")]
+    assert played(script=turns, row=row, interactions=parts.interactions.values()).assistant_turns == 2
+
+
+def max_assistant_turns(folder):
+    for key in ("multi_turn.max_assistant_turns", "max_turns"):
+        trajectory = played(f"{key}=2")
+        assert (trajectory.assistant_turns, trajectory.stop_reason) == (2, StopReason.MAX_ASSISTANT_TURNS)
+    assert played().assistant_turns == 3
+
+
+def max_user_turns(folder):
+    trajectory = played("multi_turn.max_user_turns=1")
+    assert (trajectory.user_turns, trajectory.stop_reason) == (1, StopReason.MAX_USER_TURNS)
+
+
+def max_parallel_calls(folder):
+    assert answers(script=TWO_CALLS) == ["a", "b"]
+    first, second = answers("multi_turn.max_parallel_calls=1", script=TWO_CALLS)
+    assert first == "a"
+    assert "at most 1 calls" in second
+
+
+def max_tool_response_length(folder):
+    [whole, _] = answers(respond=lambda _: LONG)
+    [cut, _] = answers("multi_turn.max_tool_response_length=20", respond=lambda _: LONG)
+    assert whole == LONG
+    assert "(truncated)" in cut
+    assert len(TOKENIZER.encode(cut, add_special_tokens=False)) <= 20
+
+
+def tool_response_truncate_side(folder):
+    short = "multi_turn.max_tool_response_length=20"
+    cut = {
+        side: answers(short, f"multi_turn.tool_response_truncate_side={side}", respond=lambda _: LONG)[0]
+        for side in ("left", "middle", "right")
+    }
+    assert cut["left"].startswith("(truncated)...")
+    assert cut["left"].endswith("59")
+    assert cut["right"].startswith("0 1 2")
+    assert cut["right"].endswith("...(truncated)")
+    assert cut["middle"].startswith("0 1")
+    assert cut["middle"].endswith("59")
+
+
+def format_(folder):
+    text = "<function=echo><parameter=text>\nhi\n</parameter></function>"
+    xml = f"<tool_call>\n{text}\n</tool_call>"
+    found = {}
+    for name in ("hermes", "qwen3_coder"):
+        parser = ToolParser.get_tool_parser(rollout_options(f"multi_turn.format={name}").multi_turn.format, TOKENIZER)
+        found[name] = [json.loads(each.arguments) for each in parser.parse(xml).calls]
+    assert found == {"hermes": [], "qwen3_coder": [{"text": "hi"}]}
+
+
+def min_answer_tokens(folder):
+    fits, room = played(), f"{ROLLOUT}".removeprefix("actor_rollout_ref.rollout") + "response_length=300"
+    assert fits.stop_reason is StopReason.COMPLETED
+    assert played(room, "multi_turn.min_answer_tokens=290").stop_reason is StopReason.TOOL_RESPONSE_OVERFLOW
+
+
+def max_seconds(folder):
+    assert played("multi_turn.max_seconds=1e-9").stop_reason is StopReason.TIME_LIMIT
+
+
+def malformed_calls(folder):
+    turns = [says(BROKEN), says("5")]
+    told = played(script=turns)
+    assert (told.assistant_turns, told.rewards.steps) == (2, [])
+    assert played("multi_turn.malformed_calls=end", script=turns).stop_reason is StopReason.MALFORMED_CALL
+    assert played("multi_turn.malformed_calls=penalise", script=turns).rewards.steps == [(0, "malformed", -0.1)]
+
+
+def malformed_call_penalty(folder):
+    settings = ("multi_turn.malformed_calls=penalise", "multi_turn.malformed_call_penalty=0.5")
+    assert played(*settings, script=[says(BROKEN), says("5")]).rewards.steps == [(0, "malformed", -0.5)]
+
+
+def default_agent_loop(folder):
+    assert played().tool_calls
+    assert not played("agent.default_agent_loop=single_turn_agent").tool_calls
+
+
+def agent_loop_config_path(folder):
+    (folder / "loops.yaml").write_text(
+        yaml.safe_dump([{"name": "keys_stage", "_target_": "etude.agents.single_turn.SingleTurnAgentLoop"}])
+    )
+    options = rollout_options(f"agent.agent_loop_config_path={folder}/loops.yaml")
+    try:
+        register_agent_loops(options.agent.agent_loop_config_path)
+        assert not played(row={"agent_name": "keys_stage"}).tool_calls
+    finally:
+        AGENT_LOOPS._items.pop("keys_stage", None)
+
+
+WORKS = {
+    f"multi_turn.{test.__name__.rstrip('_')}": test
+    for test in (
+        enable,
+        tool_config_path,
+        function_tool_path,
+        interaction_config_path,
+        max_assistant_turns,
+        max_user_turns,
+        max_parallel_calls,
+        max_tool_response_length,
+        tool_response_truncate_side,
+        format_,
+        min_answer_tokens,
+        max_seconds,
+        malformed_calls,
+        malformed_call_penalty,
+    )
+} | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path)}
+REFUSED = {
+    "multi_turn.use_inference_chat_template=true": "one template",
+    "multi_turn.tokenization_sanity_check_mode=strict": "never encoded again",
+    "multi_turn.num_repeat_rollouts=2": "rollout.n is the number",
+    "agent.num_workers=8": "max_concurrent_trajectories",
+    "agent.agent_loop_manager_class=a.B": "agent_loop_config_path",
+    "agent.custom_async_server.path=a.py": "rollout.name picks",
+    "over_sample_rate=0.1": "algorithm.filter_groups",
+}
+
+
+@pytest.mark.parametrize("key", WORKS)
+def test_a_key_that_exists_changes_what_happens(key, tmp_path):
+    WORKS[key](tmp_path)
+
+
+@pytest.mark.parametrize("setting", REFUSED)
+def test_a_key_that_would_do_nothing_is_refused_with_the_reason(setting, tmp_path):
+    name = setting.partition("=")[0].removesuffix(".path")
+    with pytest.raises(ConfigError) as caught:
+        rollout_options(setting)
+    assert str(caught.value).startswith(f"{ROLLOUT}.{name} does not exist here (command line): ")
+    assert REFUSED[setting] in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_no_key_is_left_out():
+    rollout = compose("ppo_trainer").actor_rollout_ref.rollout
+    ours = {f"{section}.{name}" for section in ("multi_turn", "agent") for name in rollout[section]}
+    assert ours == set(WORKS)

@@ -1,0 +1,82 @@
+"""A rollout in Search-R1's format: a bare query, a real search service, results between tags, an answer that ends."""
+
+import asyncio
+import dataclasses
+import json
+import threading
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
+
+from etude.agents import ToolAgentLoop, TrajectoryClient
+from etude.chat import ToolParser
+from etude.tools.builtin.search import SearchTool
+from etude.trajectory import Provenance, StopReason
+
+
+class Retriever(BaseHTTPRequestHandler):
+    """`POST /retrieve`, as Search-R1's server answers it."""
+
+    def do_POST(self):
+        asked = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.asked.append(asked)
+        passage = {"document": {"contents": '"Red panda"\nIt lives in Asia.'}, "score": 1.0}
+        body = json.dumps({"result": [[passage] * asked["topk"] for _ in asked["queries"]]}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *arguments):
+        pass
+
+
+@pytest.fixture
+def retriever():
+    with ThreadingHTTPServer(("127.0.0.1", 0), Retriever) as server:
+        server.asked = []
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+def rollout(script, tool):
+    engine = Recorder(script)
+    shared = dataclasses.replace(context([tool]), parser=ToolParser.get_tool_parser("search_r1", TOKENIZER))
+
+    async def main():
+        loop = ToolAgentLoop(
+            trainer_config=shared, server_manager=TrajectoryClient(engine, "r"), tokenizer=TOKENIZER, processor=None
+        )
+        params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
+        return (await loop.run(params, raw_prompt=QUESTION, request_id="r")).to_trajectory("r")
+
+    return asyncio.run(main()), engine
+
+
+def test_a_search_and_an_answer(retriever):
+    url = f"http://127.0.0.1:{retriever.server_port}/retrieve"
+    tool = SearchTool({"retrieval_service_url": url, "topk": 1, "result_format": "text"})
+    script = [says("<think>Where?</think><search> red panda </search>"), says("<answer> Asia </answer>")]
+    trajectory, engine = rollout(script, tool)
+    assert retriever.asked == [{"queries": ["red panda"], "topk": 1, "return_scores": True}]
+    assert trajectory.stop_reason is StopReason.COMPLETED
+    assert [record.error for record in trajectory.tool_calls] == [None]
+    information = '<information>Doc 1 (Title: "Red panda")\nIt lives in Asia.</information>'
+    assert trajectory.messages[-2] == {"role": "user", "content": information}
+    assert information in TOKENIZER.decode(engine.asked[1][1])
+    between = [s for s in trajectory.segments if s.provenance not in (Provenance.SAMPLED, Provenance.TEMPLATE)]
+    assert information in TOKENIZER.decode([token for segment in between for token in segment.token_ids])
+
+
+def test_a_query_that_cannot_be_asked_is_told_in_the_same_tags(retriever):
+    tool = SearchTool({"retrieval_service_url": f"http://127.0.0.1:{retriever.server_port}/retrieve"})
+    trajectory, _ = rollout([says("<search></search>"), says("<answer>no</answer>")], tool)
+    assert retriever.asked == []
+    assert (
+        trajectory.messages[-2]["content"] == "<information>tool call 1 was not read: the query is empty</information>"
+    )
+    assert [record.error for record in trajectory.tool_calls] == ["malformed"]

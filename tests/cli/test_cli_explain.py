@@ -1,0 +1,125 @@
+"""`etude explain`: what it prints of a real run's dump, and that it finds what is wrong with a doctored one."""
+
+import json
+
+import pytest
+
+from etude.cli.main import cli, run
+from etude.errors import DataError
+from etude.trainer.dumps import json_line, read_rollouts
+from etude.trainer.explain import Verdict, checks_of, read_row, tokens_of
+from etude.trainer.run import train
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+@pytest.fixture(scope="module")
+def run_dir(tiny, tmp_path_factory):
+    """A run of two steps that keeps every checkpoint; its tools' rewards weigh twice."""
+    folder = tmp_path_factory.mktemp("explain") / "run"
+    train(
+        tiny.config(
+            folder,
+            "trainer.total_training_steps=2",
+            "trainer.save_freq=1",
+            f"{ROLLOUT}.temperature=0.8",
+            f"{ROLLOUT}.top_p=0.95",
+            f"{ROLLOUT}.top_k=40",
+            "reward_model.score_weight=0.5",
+        )
+    )
+    return folder
+
+
+def verdicts(record, **given):
+    return [check.verdict for check in checks_of(record, **given)]
+
+
+def doctored(record, change):
+    copy = json.loads(json.dumps(record))
+    change(copy)
+    return copy
+
+
+def test_a_real_trajectory_holds_every_check(run_dir):
+    weights = run_dir / "global_step_1" / "actor" / "huggingface"
+    for record in read_rollouts(run_dir / "rollouts" / "2.jsonl"):
+        assert record["sampling"] == {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
+        checks = checks_of(record, weights)
+        assert [check.verdict for check in checks] == [Verdict.HOLDS] * 5, checks
+
+
+def test_other_weights_are_told_apart(run_dir):
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
+    check = checks_of(record, run_dir / "global_step_2" / "actor" / "huggingface")[-1]
+    assert check.verdict is Verdict.FAILS
+    assert "weights 1" in check.evidence
+
+
+@pytest.mark.parametrize(
+    ("failing", "change"),
+    [
+        (0, lambda r: r["response_ids"].__setitem__(3, 1)),
+        (0, lambda r: r["response_ids"].pop()),
+        (1, lambda r: r["response_mask"].__setitem__(0, 0)),
+        (2, lambda r: r["segments"][0]["log_probs"].__setitem__(0, 0.5)),
+        (2, lambda r: r["segments"][0].pop("log_probs")),
+        (3, lambda r: r.__setitem__("score", 7.5)),
+        (4, lambda r: r["segments"][0]["log_probs"].__setitem__(0, -9.0)),
+        (4, lambda r: r.__setitem__("sampling", {})),
+    ],
+    ids=["id", "length", "mask", "log-prob", "no-log-probs", "score", "other-log-prob", "temperature"],
+)
+def test_a_doctored_record_fails_the_check_that_names_it(run_dir, failing, change):
+    record = doctored(read_row(run_dir / "rollouts" / "2.jsonl", 0), change)
+    weights = run_dir / "global_step_1" / "actor" / "huggingface"
+    found = verdicts(record, model=weights)
+    assert found[failing] is Verdict.FAILS
+    if failing < 4:
+        assert found[:failing] == [Verdict.HOLDS] * failing
+
+
+def test_tokens_carry_mask_turn_log_prob_and_reward(run_dir):
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
+    tokens = list(tokens_of(record))
+    assert [token.id for token in tokens] == record["response_ids"]
+    assert [token.mask for token in tokens] == record["response_mask"]
+    assert [token.log_prob is not None for token in tokens] == [bool(m) for m in record["response_mask"]]
+    assert sum(token.reward for token in tokens) == pytest.approx(record["score"])
+    assert "".join(token.text for token in tokens) == record["output"]
+
+
+def test_the_command_prints_tokens_and_finds_the_weights_by_itself(run_dir, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "160")
+    assert run(cli, ["explain", str(run_dir / "rollouts" / "2.jsonl"), "--row", "1"]) == 0
+    out = capsys.readouterr().out
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 1)
+    assert out.count("sampled\n") + out.count("sampled ") >= sum(record["response_mask"])
+    assert out.count("✓") == 5
+    assert "global_step_1" in out.replace("\n", "")
+
+
+def test_a_failed_check_is_exit_status_one(run_dir, tmp_path, capsys):
+    record = doctored(read_row(run_dir / "rollouts" / "2.jsonl", 0), lambda r: r["response_mask"].__setitem__(0, 0))
+    (tmp_path / "rollouts").mkdir()
+    dump = tmp_path / "rollouts" / "1.jsonl"
+    dump.write_bytes(json_line(record))
+    assert run(cli, ["explain", str(dump), "--no-tokens"]) == 1
+    assert "✗ the mask is 1" in capsys.readouterr().out
+
+
+def test_a_row_that_is_not_there_is_one_line(run_dir, tmp_path):
+    with pytest.raises(DataError, match="has no row 99; its rows are numbered from 0 to 7"):
+        read_row(run_dir / "rollouts" / "2.jsonl", 99)
+    empty = tmp_path / "1.jsonl"
+    empty.write_text("")
+    with pytest.raises(DataError, match="holds no trajectory"):
+        read_row(empty, 0)
+
+
+def test_another_models_weights_are_refused(run_dir):
+    record = doctored(
+        read_row(run_dir / "rollouts" / "2.jsonl", 0), lambda r: r["segments"][0]["token_ids"].__setitem__(0, 10**6)
+    )
+    with pytest.raises(DataError, match="another model's"):
+        checks_of(record, run_dir / "global_step_1" / "actor" / "huggingface")
