@@ -44,3 +44,20 @@ def tiny(tmp_path_factory):
     from house_stage import Tiny
 
     return Tiny.build(tmp_path_factory.mktemp("tiny"))
+
+
+@pytest.fixture(scope="session")
+def isolation():
+    """For tests that run code in the sandbox as it is by default: skips them where no isolated mode works."""
+    import asyncio
+
+    from etude.sandbox import Executor, SandboxUnavailableError
+
+    async def mode():
+        async with await Executor.open(workers=1) as executor:
+            return executor.isolation
+
+    try:
+        return asyncio.run(mode())
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))

@@ -113,3 +113,31 @@ def test_a_function_that_never_returns_does_not_keep_the_process():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "gave up\n"), done.stderr
+
+
+async def test_the_time_of_a_call_begins_when_it_starts():
+    threads, release = BlockingCalls("test", limit=1), threading.Event()
+    first = asyncio.ensure_future(threads.run_within(30.0, release.wait, 20.0))
+    second = asyncio.ensure_future(threads.run_within(0.2, int, "7"))
+    await asyncio.sleep(0.5)  # more than the second call's limit, all of it spent waiting for the thread
+    assert not second.done()
+    release.set()
+    assert await first
+    assert await second == 7
+
+
+async def test_a_call_that_takes_too_long_is_given_up_and_so_are_those_that_no_thread_is_left_for():
+    threads, release = BlockingCalls("test", limit=1), threading.Event()
+    with pytest.raises(TimeoutError, match=r"no answer within 0\.05 s"):
+        await threads.run_within(0.05, release.wait, 20.0)
+    with pytest.raises(TimeoutError, match="no thread is free"):
+        await threads.run_within(0.05, int, "7")
+    release.set()
+    assert await threads.run_within(5.0, int, "7") == 7  # the thread came back
+    assert await threads.run_within(5.0, int, "8") == 8
+
+
+async def test_a_timed_call_raises_what_its_function_raises():
+    threads = BlockingCalls("test", limit=1)
+    with pytest.raises(ValueError, match="invalid literal"):
+        await threads.run_within(5.0, int, "seven")

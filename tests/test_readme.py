@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from etude.agents import AGENT_LOOPS
+from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.rewards import REWARD_MANAGERS
@@ -95,7 +96,7 @@ def output_of(words: list[str]) -> str:
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
     """The present folder for a test; what snippets register, and the level of logging, is undone after it."""
-    for registry in (AGENT_LOOPS, FUNCTION_TOOLS, REWARD_MANAGERS):
+    for registry in (AGENT_LOOPS, FUNCTION_TOOLS, REWARD_MANAGERS, TOOL_PARSERS):
         monkeypatch.setattr(registry, "_items", dict(registry._items))
     level = logging.getLogger("etude").level
     monkeypatch.chdir(tmp_path)

@@ -36,7 +36,11 @@ COMMANDS = {
     "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
     "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
     "data": LazyCommand("etude.cli.data:data", "Make training data."),
+    "tools": LazyCommand("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
+    "sandbox": LazyCommand("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
+    "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
+    "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 

@@ -1,0 +1,122 @@
+"""`etude explain ROLLOUTS.jsonl`: one trajectory, token by token, with the proofs that it is token-exact.
+
+Invariant: exit status 0 means that no check failed; 1 that one did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from etude.trainer.explain import Check, Token
+
+_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
+_MARKS = {"holds": ("✓", "green"), "fails": ("✗", "bold red"), "skipped": ("–", "bright_black")}
+
+
+@click.command()
+@click.argument("rollouts", type=click.Path(exists=True, dir_okay=False, path_type=Path))
+@click.option("--row", type=click.IntRange(min=0), default=0, show_default=True, help="Which trajectory, from 0.")
+@click.option(
+    "--model",
+    type=click.Path(exists=True, file_okay=False, path_type=Path),
+    help="Folder of the weights that sampled it; default the run's own checkpoint of that version, if it was kept.",
+)
+@click.option("--tolerance", type=float, default=1e-4, show_default=True, help="Largest log-prob difference, in nats.")
+@click.option("--tokens/--no-tokens", default=True, help="Whether to print the table of tokens.")
+def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, tokens: bool) -> int:
+    """Print trajectory ROW of a rollout dump token by token, and verify it.
+
+    Each response token stands with its mask, turn, log-prob and reward; green was sampled by the policy, cyan came from
+    a tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of
+    the context, that the mask is provenance, that log-probs and rewards are where they belong, and, with the weights
+    at hand, that a full forward pass gives the engine's log-probs.
+    """
+    from rich.console import Console
+
+    from etude.trainer.dumps import trajectory_from_record
+    from etude.trainer.explain import checks_of, read_row, sampled_by, tokens_of
+
+    console = Console(highlight=False, soft_wrap=False)
+    record = read_row(rollouts, row)
+    trajectory = trajectory_from_record(record)
+    folder = model or _own_checkpoint(rollouts, sampled_by(trajectory))
+    _print_head(console, rollouts, row, record)
+    if tokens:
+        _print_tokens(console, tokens_of(record, _tokenizer(folder or _any_checkpoint(rollouts))))
+    checks = checks_of(record, folder, tolerance)
+    _print_checks(console, checks)
+    return int(any(check.verdict.value == "fails" for check in checks))
+
+
+def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
+    """The run's checkpoint of the one version that sampled the whole trajectory."""
+    if len(versions) != 1:
+        return None
+    folder = rollouts.absolute().parents[1] / f"global_step_{versions[0]}" / "actor" / "huggingface"
+    return folder if folder.is_dir() else None
+
+
+def _any_checkpoint(rollouts: Path) -> Path | None:
+    """Any checkpoint of the run: all of them have its tokenizer."""
+    return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
+
+
+def _tokenizer(folder: Path | None) -> Any:
+    from etude.models import load_tokenizer
+
+    return None if folder is None else load_tokenizer(folder)
+
+
+def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, Any]) -> None:
+    from rich.text import Text
+
+    facts = {
+        "step": record.get("step"),
+        "stop": record.get("stop_reason"),
+        "prompt": f"{len(record.get('prompt_ids', []))} tokens",
+        "turns": record.get("num_turns"),
+        "score": record.get("score"),
+    }
+    console.print(Text(f"{rollouts} row {row}", style="bold"))
+    console.print(Text(" · ".join(f"{name} {value}" for name, value in facts.items() if value is not None)))
+
+
+def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
+    from rich.table import Table
+    from rich.text import Text
+
+    from etude.trainer.conversations import readable
+
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in ("token", "id", "mask", "turn", "log-prob", "reward"):
+        table.add_column(name, justify="right")
+    for name in ("from", "text"):
+        table.add_column(name, overflow="fold")
+    for token in tokens:
+        table.add_row(
+            str(token.position),
+            str(token.id),
+            str(token.mask),
+            str(token.turn),
+            "" if token.log_prob is None else f"{token.log_prob:.4f}",
+            f"{token.reward:g}" if token.reward else "",
+            token.provenance.value,
+            Text(readable(token.text).replace("\n", "⏎").replace("\t", "⇥")),
+            style=_COLOURS[token.provenance.value],
+        )
+    console.print(table)
+
+
+def _print_checks(console: Console, checks: list[Check]) -> None:
+    from rich.text import Text
+
+    for check in checks:
+        mark, colour = _MARKS[check.verdict.value]
+        console.print(Text.assemble((f"{mark} {check.statement}", colour), (f"  {check.evidence}", "default")))
