@@ -130,7 +130,7 @@ async def uninterrupted(work: Awaitable[R]) -> R:
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
         try:
-            await asyncio.wait({task})
+            await ended(task, None)
         except asyncio.CancelledError as error:
             cancelled = error
     if cancelled is not None:

@@ -8,7 +8,7 @@ import threading
 
 import pytest
 
-from etude.bounded import BlockingCalls, called, within
+from etude.bounded import BlockingCalls, called, uninterrupted, within
 from etude.errors import InfrastructureError
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -141,3 +141,29 @@ async def test_a_timed_call_raises_what_its_function_raises():
     threads = BlockingCalls("test", limit=1)
     with pytest.raises(ValueError, match="invalid literal"):
         await threads.run_within(5.0, int, "seven")
+
+
+async def test_uninterrupted_work_runs_to_its_end_and_the_cancellation_comes_after():
+    log = []
+
+    async def work():
+        await asyncio.sleep(0.05)
+        log.append("done")
+        return 7
+
+    assert await uninterrupted(work()) == 7
+    task = asyncio.ensure_future(uninterrupted(work()))
+    for _ in range(3):
+        await asyncio.sleep(0.005)
+        task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert log == ["done", "done"]
+
+
+async def test_uninterrupted_work_hands_its_error_on():
+    async def work():
+        raise ValueError("own")
+
+    with pytest.raises(ValueError, match="own"):
+        await uninterrupted(work())

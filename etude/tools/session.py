@@ -22,7 +22,7 @@ from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
 from typing import Any, NamedTuple, TypeVar
 
-from etude.bounded import GRACE_SECONDS, ended, settle
+from etude.bounded import GRACE_SECONDS, settle, uninterrupted
 from etude.errors import DataError, is_infrastructure, one_line
 from etude.registry import did_you_mean
 from etude.schemas import FunctionCall, ToolResponse
@@ -236,15 +236,7 @@ class ToolSession:
         """Runs `_close_all` to its end, however often the caller is cancelled meanwhile."""
         if self._closing is None:
             self._closing = asyncio.ensure_future(self._close_all())
-        cancelled: asyncio.CancelledError | None = None
-        while not self._closing.done():
-            try:
-                await ended(self._closing, None)
-            except asyncio.CancelledError as error:
-                cancelled = error
-        if cancelled is not None:
-            raise cancelled
-        self._closing.result()
+        await uninterrupted(self._closing)
 
     async def _close_all(self) -> None:
         instances = list(self._instances.values())
