@@ -1,10 +1,12 @@
-# Every target sets itself up from a bare clone. PYTHON picks the interpreter, ARGS goes to the command, PIP_ARGS to pip:
+# Every target sets itself up from a bare clone. PYTHON picks the interpreter, ARGS goes to the command, PIP_ARGS to pip,
+# JOBS is how many processes run tests:
 #   make quickstart ARGS="--seed 3"      make test ARGS="tests/config"      make test PYTHON=python3.12
 
 PYTHON   ?= python3
 VENV     ?= .venv
 ARGS     ?=
 PIP_ARGS ?=
+JOBS     ?= 2
 
 BIN   := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -30,7 +32,7 @@ quickstart: $(STAMP)
 	$(BIN)/etude quickstart $(ARGS)
 
 test: $(DEV)
-	$(BIN)/python -m pytest -m "not soak" $(ARGS)
+	$(BIN)/python -m pytest -m "not soak" -n $(JOBS) --dist loadfile $(ARGS)
 
 test-vllm: $(VLLM_STAMP)
 	OMP_NUM_THREADS=1 $(VLLM_VENV)/bin/python -m pytest -m vllm tests/inference/test_inference_vllm.py $(ARGS)
