@@ -5,7 +5,8 @@ There is no barrier between trajectories: one waits for a tool while others deco
 Failures (DESIGN, "Wrong is not broken"): a trajectory that infrastructure broke, or that took longer than
 `trajectory_timeout`, is run again from fresh state under a new request id up to `infrastructure_retries` times, then
 dropped; a scorer that infrastructure broke is asked again as often. Any other exception is a bug of the user's or ours:
-everything is cancelled, tools are released, and it is raised.
+everything is cancelled, tools are released, and it is raised. A group that such losses have left without enough survivors
+to learn from (`least_group`) is given up: what still runs or waits of it is cancelled and its tools are released.
 
 Invariant: one result a row, in row order, whatever happened; a dropped row has no trajectory. Every trajectory that was
 opened at the engine is closed, in every ending.
@@ -25,6 +26,7 @@ from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.collector import calm_collector
 from etude.agents.crew import Crew
+from etude.agents.groups import Groups
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import Scorer, score_result
 from etude.bounded import GRACE_SECONDS, called, result_of
@@ -76,15 +78,18 @@ class AgentLoopManager:
         )
         self._clean_up_seconds = slowest + 4 * GRACE_SECONDS  # as long as a ToolSession may take to close
 
-    async def generate(self, rows: Sequence[Mapping[str, Any]], sampling: Sampling) -> list[RolloutResult]:
+    async def generate(
+        self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, *, least_group: int = 1
+    ) -> list[RolloutResult]:
         """Rolls out every row; a row may carry `rollout_index` (its number in the whole step's batch) and `active_tools`
-        (names of those configured tools that it may use; default all).
+        (names of those configured tools that it may use; default all). `least_group`: survivors among the rows of one
+        `uid` below which none of them is of use.
 
         Raises:
             ConfigError: a row names an agent loop that does not exist (before any work).
             EtudeError, Exception: a loop, tool or scorer failed for a reason that is not infrastructure.
         """
-        run = _Run(self, [dict(row) for row in rows], sampling)
+        run = _Run(self, [dict(row) for row in rows], sampling, least_group)
         with calm_collector():
             return await run.all()
 
@@ -122,13 +127,18 @@ class AgentLoopManager:
 class _Run:
     """One batch. Lanes are coroutines that each roll out one trajectory after another."""
 
-    def __init__(self, manager: AgentLoopManager, rows: list[dict[str, Any]], sampling: Sampling) -> None:
+    def __init__(
+        self, manager: AgentLoopManager, rows: list[dict[str, Any]], sampling: Sampling, least_group: int
+    ) -> None:
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self._results: list[RolloutResult | None] = [None] * len(rows)
         self._opened: set[str] = set()
         self._crew = Crew()
         self._to_trace: set[int] = set()
+        self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
+        self._given_up: set[int] = set()
+        self._under_way: dict[int, asyncio.Task[Trajectory]] = {}
         self._done = 0
 
     async def all(self) -> list[RolloutResult]:
@@ -179,6 +189,7 @@ class _Run:
         while index is not None:
             result, last_id = await self._attempts(index)
             self._results[index] = result
+            self._note_loss(index)
             done, index = index, next(following, None)
             self._close(last_id, None if index is None else self._id(index, 0))
             if self._manager.scorer is None:
@@ -195,18 +206,23 @@ class _Run:
             request_id = self._id(index, attempt)
             if attempt:
                 self._close(self._id(index, attempt - 1), request_id)
+            if index in self._given_up:
+                return RolloutResult(None, attempt, attempt, StopReason.CANCELLED, cause, broken), request_id
             client = self._client(request_id)
-            task = asyncio.ensure_future(called(self._run_once, index, client))
+            task = self._under_way[index] = asyncio.ensure_future(called(self._run_once, index, client))
             try:
                 trajectory = await result_of(task, self._options.trajectory_timeout, self._manager._clean_up_seconds)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
+                if index in self._given_up:
+                    return RolloutResult(None, attempt + 1, attempt, StopReason.CANCELLED, cause, broken), request_id
                 self._manager._log_failure(request_id, error)
                 broken += [error.record] if isinstance(error, BrokenCall) else []
                 cause = f"{type(error).__name__}: {one_line(error)}"
                 continue
             finally:
+                del self._under_way[index]
                 client.end()
             if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
                 return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG, cause, broken), request_id
@@ -277,7 +293,18 @@ class _Run:
             timeout=self._options.trajectory_timeout,
             on_failure=self._manager._log_failure,
         )
+        self._note_loss(index)
         self._count()
+
+    def _note_loss(self, index: int) -> None:
+        """Where infrastructure took the row and its group is of no use without it, gives up the group's other rows."""
+        result = self._results[index]
+        if result is None or result.dropped is not StopReason.INFRASTRUCTURE:
+            return
+        for other in self._groups.lost(index):
+            self._given_up.add(other)
+            if other in self._under_way:
+                self._under_way[other].cancel()
 
     def _count(self) -> None:
         self._done += 1

@@ -251,7 +251,10 @@ class Executor:
                         await self.close_session(session_id)
 
     async def close(self) -> None:
-        """Ends all programs and sessions, and removes everything; runs that were going on end as cancelled."""
+        """Ends all programs and sessions, and removes everything; runs that were going on end as cancelled. A second time
+        does nothing."""
+        if self._closed:
+            return
         self._closed = True
         tasks: list[asyncio.Task[object]] = [*self._running, *([self._expiry] if self._expiry else [])]
         for task in tasks:

@@ -30,6 +30,7 @@ from etude.workers.options import RewardOptions
 
 Figures = dict[str, float]
 
+_LOST = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)  # broken, or given up for what was
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
 
 
@@ -45,6 +46,8 @@ class Rollouts:
         seed = self._seed(step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
+        if self._setup.algorithm.adv_estimator == "grpo":  # it compares a prompt's answers
+            prompts.meta_info["least_group"] = 2
         return self._generate(prompts)
 
     def validation(self, dataset: RLDataset) -> DataProto:
@@ -116,11 +119,13 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(batch: DataProto) -> Figures:
-    """Counts of what did not work out: runs that infrastructure broke, rows dropped for that or for a long prompt."""
+    """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
+    few of their group were left among them) or for a long prompt."""
     results = results_of(batch)
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
-        "rollout/dropped": float(sum(r.dropped is StopReason.INFRASTRUCTURE for r in results)),
+        "rollout/dropped": float(sum(r.dropped in _LOST for r in results)),
+        "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
     }
 
@@ -132,7 +137,7 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
         TrainingStopped: too large a share fell to infrastructure.
     """
     results = results_of(batch)
-    dropped = sum(result.dropped is StopReason.INFRASTRUCTURE for result in results)
+    dropped = sum(result.dropped in _LOST for result in results)
     if 1 - dropped / len(results) < min_fraction:
         raise TrainingStopped(
             f"{dropped} of {len(results)} trajectories were lost to infrastructure failures, more than "

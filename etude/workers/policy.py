@@ -125,7 +125,8 @@ class ActorRolloutRefWorker(Worker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
-        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`. Returns the
+        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
+        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`). Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's figures.
         """
@@ -138,7 +139,8 @@ class ActorRolloutRefWorker(Worker):
             row["active_tools"] = active_tools(row, list(self._manager.context.tools))
             row |= {"validate": validate, "step": data.meta_info.get("step")}
         self._run(self._link.ready())
-        results = self._run(self._manager.generate(rows, sampling))
+        least = int(data.meta_info.get("least_group", 1))
+        results = self._run(self._manager.generate(rows, sampling, least_group=least))
         self._run(self._link.rest())
         batch = to_batch(results, self.tokenizer.pad_token_id or 0)
         batch.meta_info["metrics"] = self._manager.engine.metrics()
