@@ -43,6 +43,11 @@ class Block:
     line: int
 
 
+def _of_a_user(item):
+    """Whether a file of some other test's has registered it in this process."""
+    return str(getattr(item, "__module__", "")).startswith("etude_user_")
+
+
 def blocks(page: Path) -> Iterator[Block]:
     text = page.read_text(encoding="utf-8")
     for match in BLOCK.finditer(text):
@@ -97,7 +102,8 @@ def output_of(words: list[str]) -> str:
 def empty_folder(tmp_path, monkeypatch):
     """The present folder for a test; what snippets register, and the level of logging, is undone after it."""
     for registry in (AGENT_LOOPS, FUNCTION_TOOLS, REWARD_MANAGERS, TOOL_PARSERS):
-        monkeypatch.setattr(registry, "_items", dict(registry._items))
+        own = {name: item for name, item in registry._items.items() if not _of_a_user(item)}
+        monkeypatch.setattr(registry, "_items", own)
     level = logging.getLogger("etude").level
     monkeypatch.chdir(tmp_path)
     yield tmp_path

@@ -26,7 +26,9 @@ class Decoder:
         self.tokenizer = tokenizer
         self._backend = plain_backend(tokenizer, "decode", "_decode")  # the Python class walks every id twice
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
-        self._hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
+        self._hidden = frozenset(
+            number for number, token in special if not _TAG.fullmatch(token) and token not in shown
+        )
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` without structural special tokens."""

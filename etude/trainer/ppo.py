@@ -77,9 +77,7 @@ class PPOTrainer:
     def init_workers(self) -> None:
         """Starts the groups and loads the models."""
         roles = replace(self.setup.roles, total_steps=self.total_steps * self._updates_per_step(self.setup.roles.actor))
-        self.policy_wg: WorkerGroup = InProcessWorkerGroup(
-            ActorRolloutRefWorker, 1, roles, self.setup.parts
-        )
+        self.policy_wg: WorkerGroup = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, self.setup.parts)
         self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
         self.critic_wg: WorkerGroup | None = None
         self.policy_wg.init_model()

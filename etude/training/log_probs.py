@@ -1,16 +1,24 @@
 """Log-probs and entropies of chosen tokens without a full matrix of logits.
 
-The vocabulary matrix product runs on `chunk` rows at a time; where the whole would be large, each chunk is recomputed in
-the backward pass instead of kept, so that memory is O(chunk · vocabulary) rather than O(tokens · vocabulary).
+Invariant: at most `_CHUNK` logits exist at a time, beside `_KEEP` probabilities that a small batch keeps for the backward
+pass; a larger one computes its chunks again there. What autograd would keep between the logits and the results (several
+matrices of that size) never exists: the gradient is written down here.
+
+With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot(y) - p  and  ∂H / ∂z = -p (log p + H).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
 
-_KEEP_LOGITS = 1 << 23  # elements (32 MiB in float32) up to which keeping logits is cheaper than recomputing them
+_CHUNK = 1 << 22  # logits computed at once (16 MiB in float32): few enough to stay in a processor's cache
+_KEEP = 1 << 24  # probabilities (64 MiB) up to which keeping them is cheaper than computing them again
+
+Finish = Callable[[Tensor], Tensor]
 
 
 def token_log_probs(
@@ -19,37 +27,120 @@ def token_log_probs(
     labels: Tensor,
     *,
     bias: Tensor | None = None,
+    finish: Finish | None = None,
     temperature: float = 1.0,
     entropy_grad: bool = False,
-    chunk: int = 512,
+    chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each label and entropy of each distribution, in float32.
+    """Log-prob of each label and entropy of each distribution, in float32 (float64 for a float64 model).
 
     Args:
         hidden: (tokens, hidden_size).
         weight: (vocabulary, hidden_size); logits are hidden · weightᵀ + bias, divided by `temperature`.
+        finish: what the model does to its logits before that (see `etude.models.packed.logit_finish`).
         labels: (tokens,).
         entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
+        chunk: tokens computed at once.
 
     Returns:
         (tokens,) log-probs and (tokens,) entropies, in nats.
     """
+    size = chunk or max(64, _CHUNK // weight.shape[0])
+    keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
+    head = _Head(finish, temperature, entropy_grad, size, keep)
+    log_probs, entropies = _LabelLogProbs.apply(hidden, weight, bias, labels, head)
+    return log_probs, entropies
 
-    def rows(h: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        logits = torch.nn.functional.linear(h, weight, bias).float()
-        if temperature != 1.0:
-            logits = logits / temperature
-        normaliser = logits.logsumexp(dim=-1)
-        with torch.set_grad_enabled(entropy_grad and torch.is_grad_enabled()):
-            entropy = normaliser - (logits.softmax(dim=-1) * logits).sum(dim=-1)
-        return logits.gather(1, y[:, None]).squeeze(1) - normaliser, entropy
 
-    if len(labels) == 0:
-        empty = hidden.new_zeros(0, dtype=torch.float32)
-        return empty, empty
-    recompute = torch.is_grad_enabled() and len(labels) * weight.shape[0] > _KEEP_LOGITS
-    pieces = []
-    for h, y in zip(hidden.split(chunk), labels.split(chunk)):
-        pieces.append(checkpoint(rows, h, y, use_reentrant=False) if recompute else rows(h, y))
-    log_probs, entropies = zip(*pieces)
-    return torch.cat(log_probs), torch.cat(entropies)
+class _Head:
+    """What does not change from chunk to chunk."""
+
+    def __init__(self, finish: Finish | None, temperature: float, entropy_grad: bool, chunk: int, keep: bool) -> None:
+        self.finish, self.temperature, self.entropy_grad = finish, temperature, entropy_grad
+        self.chunk, self.keep = chunk, keep
+
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
+        """The product, and what the softmax sees of it; (rows, vocabulary) both, the second at least float32."""
+        product = torch.nn.functional.linear(hidden, weight, bias)
+        finished = product if self.finish is None else self.finish(product)
+        finished = finished.to(torch.promote_types(finished.dtype, torch.float32))
+        return product, finished if self.temperature == 1.0 else finished / self.temperature
+
+    def gradient(self, product: Tensor, gradient: Tensor) -> Tensor:
+        """From the gradient of the softmax's input to that of the product, in the product's type."""
+        gradient = gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
+        if self.finish is None:
+            return gradient.to(product.dtype)
+        with torch.enable_grad():
+            leaf = product.detach().requires_grad_()
+            finished = self.finish(leaf)
+        return torch.autograd.grad(finished, leaf, gradient.to(finished.dtype))[0]
+
+
+class _LabelLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
+    ) -> tuple[Tensor, Tensor]:
+        kind = torch.promote_types(hidden.dtype, torch.float32)
+        log_probs = hidden.new_empty(len(labels), dtype=kind)
+        entropies = torch.empty_like(log_probs)
+        kept: list[Tensor] = []
+        for start in range(0, len(labels), head.chunk):
+            rows = slice(start, start + head.chunk)
+            _, logits = head.logits(hidden[rows], weight, bias)
+            probs = logits.softmax(dim=-1)
+            normaliser = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # log Σ exp: the largest p is exp(max - that)
+            log_probs[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - normaliser
+            entropies[rows] = normaliser - torch.linalg.vecdot(probs, logits)
+            if head.keep:
+                kept.append(probs)
+        ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
+        ctx.head = head
+        if not head.entropy_grad:
+            ctx.mark_non_differentiable(entropies)
+        return log_probs, entropies
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        of_log_probs, of_entropies = gradients
+        hidden, weight, bias, labels, entropies, *kept = ctx.saved_tensors
+        head: _Head = ctx.head
+        wants_hidden, wants_weight, wants_bias = ctx.needs_input_grad[:3]
+        for_hidden = torch.empty_like(hidden) if wants_hidden else None
+        for_weight = torch.zeros_like(weight, dtype=entropies.dtype) if wants_weight else None
+        for_bias = torch.zeros_like(bias, dtype=entropies.dtype) if wants_bias else None
+        for number, start in enumerate(range(0, len(labels), head.chunk)):
+            rows = slice(start, start + head.chunk)
+            product = None
+            if kept and head.finish is None:
+                probs = kept[number]
+            else:
+                product, logits = head.logits(hidden[rows], weight, bias)
+                probs = logits.softmax(dim=-1)
+            gradient = probs * -of_log_probs[rows, None]
+            gradient.scatter_add_(1, labels[rows, None], of_log_probs[rows, None])
+            if head.entropy_grad:
+                bent = torch.xlogy(probs, probs).addcmul_(probs, entropies[rows, None])
+                gradient.addcmul_(bent, of_entropies[rows, None], value=-1.0)
+            gradient = head.gradient(hidden if product is None else product, gradient)
+            if for_hidden is not None:
+                for_hidden[rows] = gradient @ weight
+            if for_weight is not None:
+                _add_product(for_weight, gradient.t(), hidden[rows])
+            if for_bias is not None:
+                for_bias += gradient.sum(dim=0)
+        return (
+            for_hidden,
+            None if for_weight is None else for_weight.to(weight.dtype),
+            None if for_bias is None else for_bias.to(bias.dtype),
+            None,
+            None,
+        )
+
+
+def _add_product(total: Tensor, left: Tensor, right: Tensor) -> None:
+    if left.dtype == total.dtype:
+        total.addmm_(left, right)
+    else:
+        total += left @ right

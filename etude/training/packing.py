@@ -57,7 +57,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedR
     if len(orphans):
         first = rows[int(row[orphans[0]])]
         raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
-    sequences = [tokens[kept].tolist() for tokens, kept in zip(ids, _needed(attention, mask))]
+    sequences = needed_tokens(batch, rows)
     token_ids, layout, places = prefix_tree(sequences)
     offsets = torch.tensor([0, *accumulate(len(tokens) for tokens in sequences)])
     source = torch.tensor(places)[offsets[row] + prompts[row] + column - 1]
@@ -111,8 +111,15 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSe
 
 
 def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common beginning."""
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    """Length of the longest common beginning, found by halving: slices compare far faster than their tokens do."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _needed(attention: Tensor, mask: Tensor) -> Tensor:
@@ -127,6 +134,8 @@ def scored_rows(batch: DataProto) -> list[int]:
     return batch.batch["response_mask"].any(dim=1).nonzero().squeeze(1).tolist()
 
 
-def row_lengths(batch: DataProto) -> list[int]:
-    """Tokens that `pack` lays down for each row."""
-    return _needed(batch.batch["attention_mask"].bool(), batch.batch["response_mask"].bool()).sum(dim=1).tolist()
+def needed_tokens(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
+    """For each of `rows` the tokens that `pack` lays down, before what several rows share is merged."""
+    index = torch.as_tensor(list(rows), dtype=torch.long)
+    attention, mask = batch.batch["attention_mask"][index].bool(), batch.batch["response_mask"][index].bool()
+    return [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]

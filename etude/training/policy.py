@@ -6,6 +6,7 @@ gradient only by rounding, because losses are normalised by the whole mini-batch
 
 from __future__ import annotations
 
+import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.models.packed import enable_packing, packed_hidden
+from etude.models.packable import enable_packing
+from etude.models.packed import logit_finish, packed_hidden
 from etude.protocol import DataProto
 from etude.training.log_probs import token_log_probs
+from etude.training.microbatches import micro_batches
 from etude.training.optim import OptimizerSet
-from etude.training.packing import PackedRows, pack, row_lengths, scored_rows
-from etude.training.partitions import token_budget_batches
+from etude.training.packing import PackedRows, pack
 
 
 @dataclass(frozen=True)
@@ -29,6 +31,10 @@ class LossScale:
     batch_num_tokens: float
     global_batch_size: float
 
+    def as_mean(self, part: Tensor, response_mask: Tensor) -> float:
+        """A micro-batch's part of a sum over the mini-batch, as a figure whose mean over scored tokens is that sum."""
+        return float(part.detach()) * self.batch_num_tokens / max(float(response_mask.sum()), 1.0)
+
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and figures to average over tokens.
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, dict[str, float]]"]
@@ -36,12 +42,9 @@ MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, dict
 
 def accumulate(batch: DataProto, max_tokens: int, step: Callable[[list[int]], dict[str, float]]) -> dict[str, float]:
     """Runs `step` on the micro-batches of the scored rows; figures are averaged by scored tokens."""
-    rows = scored_rows(batch)
-    lengths = row_lengths(batch)
     tokens = batch.batch["response_mask"].sum(dim=1)
     totals: dict[str, float] = defaultdict(float)
-    for part in token_budget_batches([lengths[r] for r in rows], max_tokens):
-        chosen = [rows[i] for i in part]
+    for chosen in micro_batches(batch, max_tokens):
         weight = float(tokens[chosen].sum())
         for name, value in step(chosen).items():
             totals[name] += value * weight
@@ -64,7 +67,13 @@ class PolicyEngine:
         hidden = packed_hidden(self.model, packed.token_ids, positions, packed.layout).index_select(0, packed.source)
         head = self.model.get_output_embeddings()
         return token_log_probs(
-            hidden, head.weight, packed.labels, bias=head.bias, temperature=temperature, entropy_grad=entropy_grad
+            hidden,
+            head.weight,
+            packed.labels,
+            bias=head.bias,
+            finish=logit_finish(self.model),
+            temperature=temperature,
+            entropy_grad=entropy_grad,
         )
 
     @torch.no_grad()
@@ -87,7 +96,8 @@ class PolicyEngine:
     def update(
         self, batch: DataProto, loss_of: MicroLoss, temperature: float, entropy_grad: bool = False
     ) -> dict[str, float]:
-        """One optimizer step on a mini-batch; returns the loss's figures, `grad_norm` and `lr`."""
+        """One optimizer step on a mini-batch; returns the loss's figures, `grad_norm`, `lr`, and `skipped_steps`: 1 where
+        the gradient was not finite and nothing was learned."""
         assert self.optimizer is not None
         self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
@@ -108,4 +118,5 @@ class PolicyEngine:
         lr = self.optimizer.lr
         metrics = accumulate(batch, self._max_tokens, step)
         norm = self.optimizer.step()
-        return metrics | {"loss": total, "grad_norm": norm, "lr": lr}
+        skipped = float(not math.isfinite(norm))
+        return metrics | {"loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}

@@ -39,7 +39,7 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
 def sft_step(engine: PolicyEngine, batch: DataProto) -> dict[str, float]:
     """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns.
 
-    Returns the figures `loss`, `grad_norm`, `lr`.
+    Returns the figures `loss`, `grad_norm`, `lr`, `skipped_steps`.
     """
 
     def loss(log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, dict[str, float]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from etude.algorithms import value_loss
-from etude.models.packed import enable_packing
+from etude.models.packable import enable_packing
 from etude.protocol import DataProto
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
@@ -69,4 +70,6 @@ class ValueEngine:
         lr = self.optimizer.lr
         metrics = accumulate(batch, self._max_tokens, step)
         norm = self.optimizer.step()
-        return metrics | {"critic/vf_loss": total, "critic/grad_norm": norm, "critic/lr": lr}
+        skipped = float(not math.isfinite(norm))
+        figures = {"vf_loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
+        return metrics | {f"critic/{name}": value for name, value in figures.items()}

@@ -33,7 +33,7 @@ def values_and_gradients(function, hidden, weight, bias, entropy_weight):
 def test_chunks_equal_the_whole(inputs, monkeypatch, temperature, recompute, entropy_weight, chunk):
     hidden, weight, bias, labels = inputs
     if recompute:
-        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+        monkeypatch.setattr(log_probs, "_KEEP", 0)
 
     def chunked(h, w, b):
         return token_log_probs(
@@ -53,7 +53,7 @@ def test_chunks_equal_the_whole(inputs, monkeypatch, temperature, recompute, ent
 @pytest.mark.parametrize("recompute", [False, True])
 def test_a_reported_entropy_carries_no_gradient(inputs, monkeypatch, recompute):
     if recompute:
-        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+        monkeypatch.setattr(log_probs, "_KEEP", 0)
     hidden, weight, _, labels = inputs
     probs, entropy = token_log_probs(hidden.requires_grad_(), weight, labels)
     assert probs.requires_grad
@@ -63,7 +63,7 @@ def test_a_reported_entropy_carries_no_gradient(inputs, monkeypatch, recompute):
 @pytest.mark.parametrize("recompute", [False, True])
 def test_recomputation_keeps_no_logits(inputs, monkeypatch, recompute):
     if recompute:
-        monkeypatch.setattr(log_probs, "_KEEP_LOGITS", 0)
+        monkeypatch.setattr(log_probs, "_KEEP", 0)
     hidden, weight, _, labels = inputs
     kept = []
     with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x.shape) or x, lambda x: x):
@@ -82,3 +82,40 @@ def test_half_precision_states_give_float32_log_probs(inputs):
     probs, entropy = token_log_probs(hidden.bfloat16(), weight.bfloat16(), labels)
     assert probs.dtype == entropy.dtype == torch.float32
     torch.testing.assert_close(probs, token_log_probs(hidden, weight, labels)[0], rtol=0.05, atol=0.05)
+
+
+@pytest.mark.parametrize("keep", [True, False])
+@pytest.mark.parametrize("entropy_grad", [True, False])
+@pytest.mark.parametrize("finish", [None, lambda z: 3.0 * torch.tanh(z / 3.0)])
+def test_the_gradient_is_that_of_finite_differences(inputs, monkeypatch, keep, entropy_grad, finish):
+    monkeypatch.setattr(log_probs, "_KEEP", 1 << 20 if keep else 0)
+    hidden, weight, bias, labels = inputs
+    leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+
+    def both(h, w, b):
+        return token_log_probs(h, w, labels, bias=b, finish=finish, temperature=0.7, entropy_grad=entropy_grad, chunk=4)
+
+    assert torch.autograd.gradcheck(both, leaves)
+
+
+def test_extreme_logits_stay_exact(inputs):
+    """Probabilities that underflow, and one that is 1 to the last bit, against float64."""
+    hidden, weight, _, labels = inputs
+    sharp = hidden * 40
+    ours = token_log_probs(sharp.clone().requires_grad_(), weight, labels, entropy_grad=True)
+    exact = Categorical(logits=sharp.double() @ weight.double().T)
+    torch.testing.assert_close(ours[0].double(), exact.log_prob(labels), rtol=1e-6, atol=1e-4)
+    torch.testing.assert_close(ours[1].double(), exact.entropy(), rtol=1e-4, atol=1e-4)
+    leaf = sharp.clone().requires_grad_()
+    sum(result.sum() for result in token_log_probs(leaf, weight, labels, entropy_grad=True)).backward()
+    assert leaf.grad.isfinite().all()
+
+
+def test_the_backward_pass_may_run_twice(inputs):
+    hidden, weight, _, labels = inputs
+    leaf = hidden.requires_grad_()
+    total = token_log_probs(leaf, weight, labels)[0].sum()
+    total.backward(retain_graph=True)
+    once = leaf.grad.clone()
+    total.backward()
+    torch.testing.assert_close(leaf.grad, 2 * once)

@@ -10,7 +10,7 @@ from etude.algorithms import LOSS_AGG_MODES, agg_loss, kl_penalty, policy_loss
 from etude.errors import ConfigError, DataError
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine
-from etude.training.packing import pack, row_lengths
+from etude.training.packing import needed_tokens, pack
 
 EVERYTHING = 10_000
 CPU = torch.device("cpu")
@@ -186,7 +186,7 @@ def test_rows_without_scored_tokens_are_not_computed(model, batch):
     hook.remove()
     # Prompt and response of rows 0, 3, 4 up to the token before the last sampled one.
     assert tokens == [(3 + 6) + (5 + 7) + 4]
-    assert [row_lengths(batch)[i] for i in (0, 3, 4)] == [9, 12, 4]
+    assert [len(ids) for ids in needed_tokens(batch, [0, 3, 4])] == [9, 12, 4]
 
 
 def test_padding_changes_no_bit_of_the_gradient(model, batch):
@@ -284,6 +284,6 @@ def test_updates_follow_the_advantages(model, batch):
 
 
 def test_attention_that_cannot_be_packed_is_refused(model):
-    model.config.layer_types = ["sliding_attention", "full_attention"]
-    with pytest.raises(ConfigError, match="sliding_attention"):
+    model.config.layer_types = ["linear_attention", "full_attention"]
+    with pytest.raises(ConfigError, match="linear_attention"):
         PolicyEngine(model, max_tokens=EVERYTHING)

@@ -54,7 +54,7 @@ def test_the_loss_is_the_mean_over_sampled_tokens(model):
     batch = demonstrations_to_batch(EXAMPLES, pad_token_id=0)
     figures = sft_step(engine_of(model), batch)
     assert figures["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
-    assert set(figures) == {"loss", "grad_norm", "lr"}
+    assert set(figures) == {"loss", "grad_norm", "lr", "skipped_steps"}
 
 
 @pytest.mark.parametrize(("name", "lr"), [("adamw", 0.003), ("muon", 0.002)])

@@ -1,0 +1,81 @@
+"""An Étude trainer for the task, made from a configuration as `etude train` makes it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from side_by_side import task
+
+AGENT = Path(__file__).with_name("agent.py")
+latency = task.Latency()  # of the calculator in `agent.py`; a driver may put another one here at any time
+
+
+def rows(count: int, seed: int, system: str, agent: str = "capped_tool_agent") -> list[dict[str, Any]]:
+    """Rows of the task, as Étude's data files hold them."""
+    return [
+        {
+            "data_source": "benchmark",
+            "prompt": task.prompt(question, system),
+            "ability": "arithmetic",
+            "agent_name": agent,
+            "reward_model": {"style": "rule", "ground_truth": question.answer},
+            "extra_info": {"index": number, "split": "train"},
+        }
+        for number, question in enumerate(task.questions(count, seed))
+    ]
+
+
+def configuration(
+    folder: Path,
+    checkpoint: Path,
+    system: str,
+    *,
+    threads: int = 1,
+    prompts: int = 8,
+    agent: str = "capped_tool_agent",
+    overrides: Sequence[str] = (),
+) -> Any:
+    """The resolved configuration of a GRPO run over 512 rows in `folder`: `prompts` × 8 answers a step, 3 turns of the
+    model, one optimizer step a batch."""
+    from etude.config import compose
+    from etude.data import write_parquet
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_parquet(rows(512, 7, system, agent), folder / "train.parquet")
+    multi_turn = "actor_rollout_ref.rollout.multi_turn"
+    return compose(
+        "grpo_trainer",
+        [
+            f"plugins=[{AGENT}]",
+            f"data.train_files={folder}/train.parquet",
+            f"data.train_batch_size={prompts}",
+            "data.max_prompt_length=512",
+            "data.max_response_length=512",
+            "data.shuffle=false",
+            f"actor_rollout_ref.model.path={checkpoint}",
+            "actor_rollout_ref.actor.optim.lr=1e-5",
+            f"actor_rollout_ref.actor.ppo_mini_batch_size={prompts}",
+            "actor_rollout_ref.rollout.n=8",
+            f"{multi_turn}.function_tool_path={AGENT}",
+            f"{multi_turn}.max_assistant_turns=3",
+            f"custom_reward_function.path={AGENT}",
+            "trainer.logger=[]",
+            "trainer.report=false",
+            "trainer.save_freq=-1",
+            f"trainer.num_threads={threads}",
+            f"trainer.default_local_dir={folder}/run",
+            *overrides,
+        ],
+    )
+
+
+def built(config: Any) -> Any:
+    """The `PPOTrainer` of a configuration, its models loaded."""
+    from etude.trainer.ppo import PPOTrainer
+    from etude.trainer.setup import prepare
+
+    trainer = PPOTrainer(prepare(config))
+    trainer.init_workers()
+    return trainer

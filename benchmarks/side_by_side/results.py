@@ -1,0 +1,74 @@
+"""Readings of all rows, kept in one JSON file that later runs add to.
+
+Invariant: a row's readings all come from one run, its contenders in alternation; running a row again replaces them.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Measured:
+    """One row: `readings[contender]` holds a mapping of figures for each repetition."""
+
+    kind: str
+    name: str
+    title: str
+    figures: tuple[str, ...]
+    targets: Mapping[str, float]
+    readings: Mapping[str, list[dict[str, float]]]
+    conditions: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def contenders(self) -> list[str]:
+        return list(self.readings)
+
+    def values(self, contender: str, figure: str) -> list[float]:
+        """The figure of each repetition that has it."""
+        return [reading[figure] for reading in self.readings[contender] if figure in reading]
+
+    def median(self, contender: str, figure: str) -> float | None:
+        """Its median; None where the contender has no such figure."""
+        values = self.values(contender, figure)
+        return statistics.median(values) if values else None
+
+    def quartiles(self, contender: str, figure: str) -> tuple[float, float] | None:
+        """Its first and third quartile."""
+        values = self.values(contender, figure)
+        if len(values) < 2:
+            return None
+        first, _, third = statistics.quantiles(values, n=4, method="inclusive")
+        return first, third
+
+    def ratio(self, peer: str, figure: str) -> float | None:
+        """Median of the first contender's figure over the peer's, repetition by repetition."""
+        ours, theirs = self.values(self.contenders[0], figure), self.values(peer, figure)
+        ratios = [a / b for a, b in zip(ours, theirs) if b]
+        return statistics.median(ratios) if ratios else None
+
+
+class Results:
+    """The file."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def load(self) -> list[Measured]:
+        """Everything measured so far, in the order in which it was first measured."""
+        if not self._path.exists():
+            return []
+        return [Measured(**{**row, "figures": tuple(row["figures"])}) for row in json.loads(self._path.read_text())]
+
+    def put(self, row: Measured) -> None:
+        """Adds a row, or replaces the one of its name."""
+        held = self.load()
+        places = [i for i, old in enumerate(held) if old.name == row.name]
+        held[places[0] if places else len(held) :] = [row, *held[places[0] + 1 if places else len(held) :]]
+        self._path.parent.mkdir(parents=True, exist_ok=True)
+        self._path.write_text(json.dumps([asdict(entry) for entry in held], indent=1, ensure_ascii=False))

@@ -1,0 +1,51 @@
+"""Micro-batches: the rows that are packed and computed at once, cut by a budget of tokens.
+
+Invariant: every row with a scored token is in exactly one micro-batch. Rows with one prompt stay together wherever the
+budget allows, so that the prompt is computed once for all of them; what they share counts once against the budget. A row
+that is longer than the budget stands alone. The cut depends on the batch and the budget alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etude.protocol import DataProto
+from etude.training.packing import needed_tokens, prefix_tree, scored_rows
+from etude.training.partitions import balanced_partitions, token_budget_batches
+
+
+def micro_batches(batch: DataProto, max_tokens: int) -> list[list[int]]:
+    """Row numbers of each micro-batch, in order; needs `input_ids`, `attention_mask`, `response_mask`."""
+    rows = scored_rows(batch)
+    tokens = dict(zip(rows, needed_tokens(batch, rows)))
+    units = [part for group in _groups(batch, rows) for part in _within_budget(group, tokens, max_tokens)]
+    costs = [_cost([tokens[row] for row in unit]) for unit in units]
+    parts = token_budget_batches(costs, max_tokens)
+    return sorted(sorted(row for unit in part for row in units[unit]) for part in parts)
+
+
+def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
+    """Rows by prompt. Columns without a prompt part (demonstrations) make a group of every row."""
+    width = batch.batch["input_ids"].shape[1] - batch.batch["response_mask"].shape[1]
+    prompts = batch.batch["input_ids"][:, :width].cpu().numpy()
+    masks = batch.batch["attention_mask"][:, :width].cpu().numpy()
+    groups: dict[object, list[int]] = {}
+    for row in rows:
+        groups.setdefault((prompts[row].tobytes(), masks[row].tobytes()) if width else row, []).append(row)
+    return list(groups.values())
+
+
+def _within_budget(group: list[int], tokens: dict[int, list[int]], max_tokens: int) -> list[list[int]]:
+    """The group in as few parts of similar length as fit."""
+    lengths = [len(tokens[row]) for row in group]
+    fewest = max(1, -(-_cost([tokens[row] for row in group]) // max_tokens))
+    for count in range(fewest, len(group)):
+        parts = [[group[i] for i in part] for part in balanced_partitions(lengths, count)]
+        if all(_cost([tokens[row] for row in part]) <= max_tokens for part in parts):
+            return parts
+    return [[row] for row in group]
+
+
+def _cost(sequences: Sequence[Sequence[int]]) -> int:
+    """Tokens that packing lays down for these sequences."""
+    return len(prefix_tree(sequences)[0])
