@@ -168,17 +168,23 @@ class _RayTransport:
                 time.sleep(0.1)
 
     async def turn(self, turn: Turn) -> Reply:
+        self._check_connected()
         reply: Reply = await self._answer(self._actor.turn.remote(turn))
         return reply
 
     async def listen(self, owner: str, heard: int, seconds: float) -> Reply:
+        self._check_connected()
         reply: Reply = await self._answer(self._actor.listen.remote(owner, heard, seconds))
         return reply
 
     async def reconnect(self) -> None:
+        self._check_connected()
+        self._actor = await asyncio.to_thread(self._connect, True)
+
+    def _check_connected(self) -> None:
+        """Ray would start a cluster of its own for a call after `ray.shutdown()`, and hold the loop up meanwhile."""
         if not self.is_connected():
             raise InfrastructureError("this process has left the Ray cluster")
-        self._actor = await asyncio.to_thread(self._connect, True)
 
     @staticmethod
     async def _answer(reference: Any) -> Any:

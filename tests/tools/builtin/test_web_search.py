@@ -179,6 +179,9 @@ async def test_a_session_tries_again_what_broke(serve):
 
 
 async def test_connections_are_shared_and_closed_with_the_last_trajectory(serve):
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ResourceWarning)
+        gc.collect()  # what other tests have left is not this one's
     peers = set()
 
     async def handler(request):
