@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError, one_line
-from etude.registry import did_you_mean, import_object
+from etude.registry import did_you_mean, import_beside, import_object
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools.base import BaseTool
 from etude.tools.calls import ToolCalls
@@ -125,11 +125,8 @@ def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
     name = filled(named, "class_name", where)
     if name.startswith("verl."):
         raise ConfigError(f"{where}: {_moved(name)}")
-    if ":" in name:
-        path, _, attribute = name.rpartition(":")
-        name = f"{beside(file.parent, path)}:{attribute}"
     try:
-        found = import_object(name)
+        found = import_beside(name, file)
     except ConfigError as error:
         raise ConfigError(f"{where}: {one_line(error)}") from error
     is_tool = isinstance(found, FunctionTool) or (isinstance(found, type) and issubclass(found, BaseTool))
