@@ -10,13 +10,13 @@ from typing import TYPE_CHECKING
 
 import click
 
+from etude.cli.colours import PROVENANCE_COLOURS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.chat.check import Finding
     from etude.chat.template import Run
-
-_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
 
 
 @click.group()
@@ -66,7 +66,7 @@ def _print_tokens(console: Console, runs: list[Run], tokenizer: object) -> None:
     line = Text()
     for ids, provenance in runs:
         for token in ids:
-            line.append(decode([token]).replace("\n", "⏎"), style=f"{_COLOURS[provenance.value]} underline")
+            line.append(decode([token]).replace("\n", "⏎"), style=f"{PROVENANCE_COLOURS[provenance.value]} underline")
             line.append("·", style="bright_black")
     if line:
         console.print(line)

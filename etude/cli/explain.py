@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from etude.cli.colours import PROVENANCE_COLOURS
+
 if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.trainer.explain import Check, Token
 
-_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
 _MARKS = {"holds": ("✓", "green"), "fails": ("✗", "bold red"), "skipped": ("–", "bright_black")}
 
 
@@ -109,7 +110,7 @@ def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
             f"{token.reward:g}" if token.reward else "",
             token.provenance.value,
             Text(readable(token.text).replace("\n", "⏎").replace("\t", "⇥")),
-            style=_COLOURS[token.provenance.value],
+            style=PROVENANCE_COLOURS[token.provenance.value],
         )
     console.print(table)
 
