@@ -13,16 +13,17 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from etude.sandbox import jail, languages, probes
 from etude.sandbox.cgroup import Delegation
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import Guest
+from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.launch import BUBBLEWRAP_HINT
 from etude.sandbox.pool import Pool
-from etude.sandbox.runs import BoxGone, run
+from etude.sandbox.runs import run
 from etude.sandbox.scratch import Scratch
 from etude.sandbox.sessions import Session
 from etude.sandbox.types import (
@@ -37,8 +38,12 @@ from etude.sandbox.types import (
     UnknownSessionError,
 )
 
+T = TypeVar("T")
+
 log = logging.getLogger(__name__)
 
+FRESH_BOXES = 2
+"""How many are tried after a box that was dead before its request ran."""
 SESSION_LIMITS = Limits(cpu_seconds=600.0)
 """Of a session that asks for none."""
 
@@ -155,13 +160,17 @@ class Executor:
                 self._running.discard(task)
 
     async def _run(self, request: RunRequest) -> RunResult:
-        try:
-            return await run(await self._box(request.limits), request)
-        except BoxGone:  # boxes that wait die with their zygote; the pool knows by now
-            return await run(await self._box(request.limits), request)
+        return await self._in_box(request.limits, lambda guest: run(guest, request))
 
-    async def _box(self, limits: Limits) -> Guest:
-        guest = await self._pool.take()
+    async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
+        """What `use` makes of a box; of another one when that box had died, as those that wait do with their zygote."""
+        for fresh in range(FRESH_BOXES):
+            with contextlib.suppress(BoxGone):
+                return await use(await self._box(limits, fresh=fresh > 0))
+        return await use(await self._box(limits, fresh=True))
+
+    async def _box(self, limits: Limits, fresh: bool) -> Guest:
+        guest = await self._pool.take(fresh)
         try:
             if guest.group is not None:
                 guest.group.limit(limits, self._options.cpus)
@@ -187,7 +196,7 @@ class Executor:
             raise SandboxRequestError(f"session_id: {session_id!r} is open already")
         if len(self._sessions) >= self._options.max_sessions:
             raise SandboxError(f"{len(self._sessions)} sessions are open, which is the most allowed")
-        session = await Session.open(await self._box(limits), limits, files or {})
+        session = await self._in_box(limits, lambda guest: Session.open(guest, limits, files or {}))
         if self._closed or session_id in self._sessions:
             await session.close()
             raise SandboxError("the sandbox is closed") if self._closed else SandboxRequestError("session_id is taken")

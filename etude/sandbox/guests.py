@@ -22,6 +22,10 @@ from etude.sandbox.types import SandboxError
 DEATH_SECONDS = 10.0
 
 
+class BoxGone(SandboxError):
+    """A box failed before anything of its request had run in it; another one may do."""
+
+
 class Guest:
     """One box, waiting for its request. The descriptors belong to it until they are taken."""
 

@@ -1,4 +1,5 @@
-"""What stands before the server's endpoints: a bearer token, and bounds on the size and the time of a request's body.
+"""What stands before a server's endpoints: a bearer token, and bounds on the size and the time of a request's body; and
+what stands around them: nothing is worked on for a client that has left.
 
 Invariant: without the token nothing of a body is read; no client makes the server hold more than `max_bytes` of a body,
 or wait for it longer than `BODY_SECONDS`.
@@ -10,9 +11,15 @@ import asyncio
 import contextlib
 import hmac
 import json
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
 
-from fastapi import HTTPException
+from fastapi import HTTPException, Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from etude.bounded import settle
+
+R = TypeVar("R")
 
 OPEN_PATHS = {"/v1/ping", "/health"}
 """Answered without a token."""
@@ -21,13 +28,22 @@ _DROPPED_BODIES = 4  # times the largest body that is served
 _DROP_SECONDS = 5.0
 
 
+ErrorBody = Callable[[int, str], Any]
+"""(status, message) to the JSON that says so."""
+
+
+def _plain_error(status: int, message: str) -> dict[str, str]:
+    return {"detail": message}
+
+
 class BodyLimit:
     """Answers 413 to a body of more than `max_bytes`. What is too much is read and dropped, within measure, because a
     client that is still sending would see a broken connection instead of the answer."""
 
-    def __init__(self, app: ASGIApp, max_bytes: int) -> None:
+    def __init__(self, app: ASGIApp, max_bytes: int, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
         self._max_bytes = max_bytes
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -35,7 +51,7 @@ class BodyLimit:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_bytes:
             await self._drop_rest(receive)
-            return await _send_json(send, 413, self._reason())
+            return await _send_json(send, 413, self._error_body(413, self._reason()))
         clock = asyncio.get_running_loop().time
         seen, whole, due = 0, False, clock() + BODY_SECONDS
 
@@ -74,9 +90,10 @@ class BodyLimit:
 class BearerToken:
     """Answers 401 to a request without the token; the comparison takes the same time whatever was sent."""
 
-    def __init__(self, app: ASGIApp, token: str) -> None:
+    def __init__(self, app: ASGIApp, token: str, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
         self._expected = b"Bearer " + token.encode()
+        self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
@@ -84,11 +101,30 @@ class BearerToken:
         given = dict(scope["headers"]).get(b"authorization", b"")
         if hmac.compare_digest(given, self._expected):
             return await self._app(scope, receive, send)
-        await _send_json(send, 401, "a bearer token is required", (b"www-authenticate", b"Bearer"))
+        body = self._error_body(401, "a bearer token is required")
+        await _send_json(send, 401, body, (b"www-authenticate", b"Bearer"))
 
 
-async def _send_json(send: Send, status: int, detail: str, *headers: tuple[bytes, bytes]) -> None:
-    body = json.dumps({"detail": detail}).encode()
+async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
+    """The result of `work`, or None if the client hung up before, at which `work` is cancelled."""
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(_hung_up(request))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        gone.cancel()
+        if not task.done():
+            await settle({task})
+
+
+async def _hung_up(request: Request) -> None:
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+async def _send_json(send: Send, status: int, content: Any, *headers: tuple[bytes, bytes]) -> None:
+    body = json.dumps(content).encode()
     fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
     await send({"type": "http.response.start", "status": status, "headers": fields})
     await send({"type": "http.response.body", "body": body})

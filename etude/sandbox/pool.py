@@ -1,6 +1,6 @@
 """Boxes kept ready: forked and set up before they are needed, each used once.
 
-Invariant: a box is handed out at most once, and a dead zygote is replaced by the next request instead of failing all of
+Invariant: a box is handed out at most once, and a dead zygote is replaced by the next request instead of failing any of
 them. The pool knows nothing of what runs in a box.
 """
 
@@ -13,9 +13,9 @@ from collections import deque
 from etude.errors import one_line
 from etude.sandbox.cgroup import Delegation
 from etude.sandbox.guest.settings import Settings
-from etude.sandbox.guests import Guest
+from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.types import Isolation, SandboxError
-from etude.sandbox.zygotes import Zygote
+from etude.sandbox.zygotes import Zygote, ZygoteGone
 
 
 class Pool:
@@ -40,10 +40,14 @@ class Pool:
         self._refill: asyncio.Task[None] | None = None
         self._closed = False
 
-    async def take(self) -> Guest:
+    async def take(self, fresh: bool = False) -> Guest:
         """A box that waits for its request; it belongs to the caller.
 
+        `fresh`: one that is forked now. Those that wait are thrown away: whoever asks has met one that was dead, and what
+        killed it may not have shown in the others yet.
+
         Raises:
+            BoxGone: the box died at once.
             SandboxError: no zygote starts or forks here (any more).
         """
         if self._closed:
@@ -51,7 +55,7 @@ class Pool:
         guest = None
         while self._ready and guest is None:
             candidate = self._ready.popleft()
-            if candidate.alive:
+            if candidate.alive and not fresh:
                 guest = candidate
             else:
                 candidate.discard()
@@ -62,14 +66,17 @@ class Pool:
         return guest
 
     async def _fork(self) -> Guest:
-        guest = await (await self._running()).fork()
+        try:
+            guest = await (await self._running()).fork()
+        except ZygoteGone:
+            guest = await (await self._running()).fork()
         if self._delegation is not None:
             try:
                 await guest.admit(self._delegation.group())
             except BaseException as error:
                 await guest.close()
                 if isinstance(error, OSError):
-                    raise SandboxError(f"the box was gone before it had a control group: {one_line(error)}") from error
+                    raise BoxGone(f"the box was gone before it had a control group: {one_line(error)}") from error
                 raise
         return guest
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from etude.errors import one_line
 from etude.sandbox.guest import frames
-from etude.sandbox.guests import Guest
+from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.languages import RECIPES
 from etude.sandbox.output import Capture, Feed
 from etude.sandbox.types import CompileResult, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
@@ -23,15 +23,11 @@ GRACE_SECONDS = 10.0
 """What a supervisor may need beyond its program's limits before the host ends the box itself."""
 
 
-class BoxGone(SandboxError):
-    """The box had died while it waited for its request; another one may do."""
-
-
 async def run(guest: Guest, request: RunRequest) -> RunResult:
     """Runs `request` in `guest`, which is used up.
 
     Raises:
-        BoxGone: the box was dead before the program could start.
+        BoxGone: the box failed before the program could start.
         SandboxError: the box failed.
         SandboxRequestError: the files do not fit into it.
     """
@@ -111,7 +107,7 @@ def failure(answer: Mapping[str, Any]) -> Exception:
     """What a supervisor's answer that is not the expected one means."""
     if answer.get("event") == "refused":
         return SandboxRequestError(f"files: {answer.get('error')}")
-    return SandboxError(f"the box could not be set up: {answer.get('error')}")
+    return BoxGone(f"the box could not be set up: {answer.get('error')}")
 
 
 async def _converse(guest: Guest, message: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:

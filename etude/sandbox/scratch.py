@@ -11,12 +11,14 @@ import fcntl
 import os
 import shutil
 import tempfile
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
 from etude.sandbox.types import SandboxError
 
 _PREFIX = "etude-jail-"
+_STALE_SECONDS = 3600.0  # of a folder without a lock: whoever was making or removing it was killed
 
 
 @dataclass(frozen=True)
@@ -54,11 +56,16 @@ def _passable(folder: Path) -> bool:
 
 
 def _sweep(base: Path) -> None:
-    for left in base.glob(f"{_PREFIX}*/lock"):
+    for left in base.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
-            lock = os.open(left, os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            try:
+                lock = os.open(left / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if time.time() - left.lstat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+                continue
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left.parent, ignore_errors=True)
+                shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(lock)

@@ -17,13 +17,12 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 
-from etude.bounded import settle
 from etude.errors import ConfigError, one_line
 from etude.sandbox import wire
 from etude.sandbox.admission import Admission, ServerBusy
 from etude.sandbox.executor import SESSION_LIMITS, Executor
 from etude.sandbox.metrics import CONTENT_TYPE, Metrics
-from etude.sandbox.middleware import BearerToken, BodyLimit
+from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.types import (
     CellResult,
     Isolation,
@@ -249,7 +248,7 @@ async def _answered(
     began = asyncio.get_running_loop().time()
     outcome = "failed"
     try:
-        result = await _unless_gone(request, work)
+        result = await unless_gone(request, work)
         if result is None:
             outcome = "abandoned"
             return Response(status_code=_ABANDONED)
@@ -267,24 +266,6 @@ async def _answered(
     finally:
         service.metrics.requests.labels(endpoint, outcome).inc()
         service.metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
-
-
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
-    """The result of `work`, or None if the client hung up before."""
-    task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_hung_up(request))
-    try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        gone.cancel()
-        if not task.done():
-            await settle({task})
-
-
-async def _hung_up(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
 
 
 def _outcome(result: object) -> str:

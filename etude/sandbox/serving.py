@@ -33,7 +33,7 @@ async def serve(
         ConfigError: the address cannot be bound.
         SandboxUnavailableError: no isolation works here.
     """
-    listener = _listen(host, port)
+    listener = listen(host, port)
     try:
         executor = await Executor.open(options.isolation, options.workers)
         app = create_app(executor, options)
@@ -74,7 +74,12 @@ class _Server(uvicorn.Server):
         await super().shutdown(sockets)
 
 
-def _listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int) -> socket.socket:
+    """A socket bound to the address; port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
         listener = socket.socket(family, kind, protocol)

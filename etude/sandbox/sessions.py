@@ -19,7 +19,7 @@ from typing import Any
 from etude.errors import one_line
 from etude.sandbox.connection import Connection
 from etude.sandbox.guest import cells, frames
-from etude.sandbox.guests import Guest
+from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.output import Capture, Feed
 from etude.sandbox.runs import failure, pack, unpack
 from etude.sandbox.types import (
@@ -63,7 +63,7 @@ class Session:
         """Starts the interpreter of a session in `guest`.
 
         Raises:
-            SandboxError: the box failed.
+            BoxGone: the box failed.
             SandboxRequestError: it has no room for the files.
         """
         session = cls(guest, limits)
@@ -72,8 +72,10 @@ class Session:
         try:
             message = {**request, "args": [], "limits": asdict(limits)}
             await asyncio.wait_for(session._ask(message, payload, "started"), START_SECONDS)
-        except BaseException:
+        except BaseException as error:
             await session.close()
+            if isinstance(error, SandboxError):
+                raise BoxGone(str(error)) from error
             raise
         return session
 

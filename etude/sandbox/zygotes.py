@@ -25,6 +25,10 @@ START_SECONDS = 30.0
 FORK_SECONDS = 15.0
 
 
+class ZygoteGone(SandboxError):
+    """The zygote has ended; a new one may do."""
+
+
 class Zygote:
     """A running zygote. Bound to the event loop that started it."""
 
@@ -100,7 +104,8 @@ class Zygote:
         """A new box.
 
         Raises:
-            SandboxError: the zygote is gone or does not answer.
+            ZygoteGone: the zygote has ended.
+            SandboxError: it does not answer, or there are no descriptors for another box.
         """
         guest, ends = self._connected()
         self._count += 1
@@ -117,8 +122,11 @@ class Zygote:
             guest.discard()
             if isinstance(error, asyncio.TimeoutError):
                 raise SandboxError(f"the zygote did not fork within {FORK_SECONDS:g} s") from error
+            if isinstance(error, ConnectionError):
+                self._end(ZygoteGone("the zygote is gone"))
+                raise ZygoteGone(f"the zygote is gone: {one_line(error)}") from error
             if isinstance(error, OSError):
-                raise SandboxError(f"the zygote is gone: {one_line(error)}") from error
+                raise SandboxError(f"the zygote was not reached: {one_line(error)}") from error
             raise
         finally:
             self._births.pop(number, None)
@@ -161,7 +169,7 @@ class Zygote:
     async def _send(self, message: bytes, fds: list[int]) -> None:
         while True:
             if self._control.fileno() < 0:
-                raise SandboxError("the zygote is gone")
+                raise ZygoteGone("the zygote is gone")
             try:
                 socket.send_fds(self._control, [message], fds)
                 return
@@ -176,7 +184,7 @@ class Zygote:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._end(SandboxError(f"the {self.isolation.value} jail ended: {self._log()}"))
+            self._end(ZygoteGone(f"the {self.isolation.value} jail ended: {self._log()}"))
             return
         message = json.loads(data)
         pidfd = fds[0] if fds else None
@@ -209,6 +217,7 @@ class Zygote:
         for born in self._births.values():
             if not born.done():
                 born.set_exception(error)
+                born.exception()  # as above: its `fork` may have failed to ask
 
     async def close(self) -> None:
         """Ends the zygote and all its boxes."""

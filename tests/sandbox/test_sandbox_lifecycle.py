@@ -1,6 +1,7 @@
 """Opening and closing executors: what is refused, what is left behind, what options do."""
 
 import asyncio
+import contextlib
 import os
 import resource
 import subprocess
@@ -137,6 +138,62 @@ def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
     assert asyncio.run(run()).stdout == "1\n"
 
 
+@pytest.mark.parametrize("mode", [Isolation.BUBBLEWRAP, Isolation.NAMESPACES, Isolation.NONE], ids=lambda m: m.value)
+@pytest.mark.parametrize("victims", ["everything", "programs"])
+def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victims):
+    strangers = psutil.Process().children(recursive=True)
+
+    def kill_boxes():
+        ours = [process for process in psutil.Process().children(recursive=True) if process not in strangers]
+        assert len(ours) > 4
+        for process in ours if victims == "everything" else [process for process in ours if not process.children()]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+
+    async def run():
+        async with await Executor.open(mode, workers=4, options=ExecutorOptions(spare=4)) as executor:
+            descriptors = set()
+            for turn in range(4):
+                await executor.run(RunRequest("print(1)"))
+                await executor._pool._refill  # until all spare boxes wait
+                descriptors.add(len(os.listdir("/proc/self/fd")))
+                kill_boxes()  # and no turn of the event loop: nobody has noticed when the next request comes
+                if turn % 2:
+                    session = await executor.session()
+                    assert (await executor.run_cell(session, "6 * 7")).text == "42"
+                    await executor.close_session(session)
+                runs = [executor.run(RunRequest(f"print({i})")) for i in range(12)]
+                assert [result.stdout for result in await asyncio.gather(*runs)] == [f"{i}\n" for i in range(12)]
+            assert len(descriptors) == 1
+
+    try:
+        asyncio.run(run())
+    except SandboxUnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
+    fork, forks = zygotes.Zygote.fork, []
+
+    async def stillborn(self):
+        forks.append(await fork(self))
+        forks[-1].kill()
+        return forks[-1]
+
+    async def run():
+        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+            await executor.run(RunRequest("print(1)"))
+            with monkeypatch.context() as patch:
+                patch.setattr(zygotes.Zygote, "fork", stillborn)
+                for start in (lambda: executor.run(RunRequest("print(1)")), executor.session):
+                    with pytest.raises(SandboxError, match="box"):
+                        await start()
+            assert len(forks) == 6
+            return await executor.run(RunRequest("print(1)"))
+
+    assert asyncio.run(run()).stdout == "1\n"
+
+
 HOST = """
 import asyncio, os, sys
 from etude.sandbox import Executor, RunRequest
@@ -189,7 +246,9 @@ def test_the_folders_of_a_killed_process_are_removed_by_the_next(tmp_path, monke
     os.waitpid(pid, 0)
     left = {path.name for path in tmp_path.iterdir()} - {mine.folder.name}
     assert len(left) == 1
-    (tmp_path / "etude-jail-other").mkdir()  # no lock: not ours to judge
+    (tmp_path / "etude-jail-other").mkdir()  # without a lock: somebody may be about to make one
+    (tmp_path / "etude-jail-old").mkdir()
+    os.utime(tmp_path / "etude-jail-old", (0, 0))
     new = scratch.Scratch.make()
     assert {path.name for path in tmp_path.iterdir()} == {mine.folder.name, new.folder.name, "etude-jail-other"}
     mine.remove()
