@@ -4,7 +4,10 @@ The classic limiter is a named Ray actor around a semaphore, with one thread for
 verl's documents show it. Both allow the same number at once, in the same cluster. Rounds of the two alternate; each
 figure is the median of its rounds.
 
-    python benchmarks/limits_throughput.py [--rounds 5] [--limit 10] [--seconds 2]
+The last row has 4 processes hold 2 permits for `--hold` milliseconds at a time: what each change of hands costs over the
+time held, beside the round trip of a bare call of an asynchronous actor, made by as many processes at once.
+
+    python benchmarks/limits_throughput.py [--rounds 5] [--limit 10] [--seconds 2] [--hold 20]
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ import argparse
 import statistics
 import threading
 import time
+from itertools import chain
 
 import ray
 
@@ -66,8 +70,45 @@ def measure(body, subject, threads: int, seconds: float) -> list[float]:
 
 
 @ray.remote(num_cpus=0)
+class Echo:
+    """What a message costs that does nothing."""
+
+    async def ping(self) -> None:
+        pass
+
+
+@ray.remote(num_cpus=0)
 class Caller:
     """A process that wants permits while others do too."""
+
+    def hold(self, limit: int, calls: int, seconds: float) -> list[tuple[float, float]]:
+        """When 2 threads of this process held permits (both ends in seconds of `time.time`)."""
+        limiter = cluster_limiter("bench-contended", Limit(max_concurrent=limit))
+        spans: list[tuple[float, float]] = []
+
+        def body() -> None:
+            for _ in range(calls):
+                with limiter.permit(60):
+                    began = time.time()
+                    time.sleep(seconds)
+                    spans.append((began, time.time()))
+
+        threads = [threading.Thread(target=body) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return spans
+
+    def ping(self, actor, calls: int, pause: float) -> list[float]:
+        """Round trips of bare calls, in seconds."""
+        found = []
+        for _ in range(calls):
+            began = time.perf_counter()
+            ray.get(actor.ping.remote())
+            found.append(time.perf_counter() - began)
+            time.sleep(pause)
+        return found
 
     def run(self, kind: str, subject, limit: int, seconds: float) -> tuple[int, list[float]]:
         if kind == "leased":
@@ -85,6 +126,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--limit", type=int, default=10)
     parser.add_argument("--seconds", type=float, default=2.0)
+    parser.add_argument("--hold", type=float, default=20.0, help="milliseconds")
     options = parser.parse_args()
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False)
     peer = Classic.options(name="classic").remote(options.limit)
@@ -120,7 +162,27 @@ def main() -> None:
             "etude": lambda: contended("leased", None),
         },
     )
+    change_hands(callers, options.rounds, options.hold / 1e3)
     ray.shutdown()
+
+
+def change_hands(callers: list, rounds: int, hold: float, limit: int = 2, calls: int = 30) -> None:
+    """Prints the last row."""
+    echo = Echo.options(max_concurrency=1000).remote()
+    over, lost, bare = [], [], []
+    for _ in range(rounds):
+        spans = sorted(chain(*ray.get([caller.hold.remote(limit, calls, hold) for caller in callers])))
+        held = sum(end - began for began, end in spans)
+        elapsed = max(end for _, end in spans) - spans[0][0]
+        over.append(elapsed * limit / held)
+        lost.append((elapsed * limit - held) / len(spans))
+        pings = list(chain(*ray.get([caller.ping.remote(echo, calls, hold) for caller in callers])))
+        bare.append(statistics.median(pings))
+    print(
+        f"4 processes hold {limit} permits {hold * 1e3:g} ms each: {statistics.median(over):.2f} x the time held; "
+        f"{statistics.median(lost) * 1e3:.1f} ms a change of hands, "
+        f"a bare call of an actor {statistics.median(bare) * 1e3:.1f} ms"
+    )
 
 
 def compare(label: str, rounds: int, bodies: dict) -> None:
