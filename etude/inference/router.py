@@ -1,9 +1,11 @@
 """The router: several replicas of an engine behind the one interface.
 
 A trajectory goes to the replica with the fewest trajectories and stays there, where its earlier turns are in the prefix
-cache. A replica that fails a request and then its health check, or that fails a check while it should be answering, is
-ejected: what it was asked for is asked of another one, from the prompt's ids. It comes back once a check succeeds, after
-it has been given the newest weights, because a server that died has forgotten them.
+cache; the others of its group (whose ids differ in the last two parts only, as in `uid/7/0`) follow it, for the sake of
+their common prompt, as long as that leaves no replica with much less to do. A replica that fails a request and then its
+health check, or that fails a check while it should be answering, is ejected: what it was asked for is asked of another
+one, from the prompt's ids. It comes back once a check succeeds, after it has been given the newest weights, because a
+server that died has forgotten them.
 
 Invariant: a request returns one replica's complete answer, or raises EngineError after `request_timeout`; no replica
 answers with weights older than the last `update_weights`.
@@ -13,6 +15,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
@@ -31,13 +34,15 @@ R = TypeVar("R")
 @dataclass(frozen=True)
 class RouterOptions:
     """Seconds: between two rounds of health checks, for one check, for a request with all its attempts, and for giving
-    weights to a replica that comes back; `attempts` a request."""
+    weights to a replica that comes back; `attempts` a request; `group_lead`: how many trajectories more than the least
+    busy one a replica may have and still get the next of a group that it has."""
 
     check_every: float = 2.0
     check_timeout: float = 10.0
     request_timeout: float = 600.0
     sync_timeout: float = 600.0
     attempts: int = 4
+    group_lead: int = 8
 
 
 @dataclass(eq=False)
@@ -45,12 +50,24 @@ class _Replica:
     name: str
     engine: Engine
     trajectories: set[str] = field(default_factory=set)
+    groups: Counter[str] = field(default_factory=Counter)
     cause: str = ""  # why it is out; empty while it is in
     ejected: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def up(self) -> bool:
         return not self.cause
+
+    def take(self, request_id: str) -> None:
+        self.trajectories.add(request_id)
+        self.groups[_group_of(request_id)] += 1
+
+    def drop(self, request_id: str) -> None:
+        self.trajectories.discard(request_id)
+        group = _group_of(request_id)
+        self.groups[group] -= 1
+        if not self.groups[group]:
+            del self.groups[group]
 
 
 class Router:
@@ -72,6 +89,8 @@ class Router:
         self._under_way = 0
         self._paused = False
         self._watcher: asyncio.Task[None] | None = None
+        self._next_round = 0.0
+        self._misfits: set[str] = set()
         self._back = asyncio.Event()
         self._counters = _fresh_counters()
 
@@ -112,8 +131,11 @@ class Router:
         replica = self._home.pop(request_id, None)
         self._aborted.discard(request_id)
         if replica is not None:
-            replica.trajectories.discard(request_id)
+            replica.drop(request_id)
             replica.engine.close(request_id)
+        if not self._in_use and self._watcher is not None:  # a stopped loop would leave it hanging
+            self._watcher.cancel()
+            self._watcher = None
 
     async def generate(
         self,
@@ -136,7 +158,7 @@ class Router:
             raise EngineError(f"no replica answered within {self.options.request_timeout:g} s") from error
         finally:
             self._under_way -= 1
-            if not self._under_way:
+            if not self._in_use:
                 await self._end_watch()
 
     async def _attempts(self, request_id: str, prompt: list[int], params: SamplingParams, images: Any) -> TokenOutput:
@@ -189,20 +211,28 @@ class Router:
             await self._back.wait()
 
     def _settle_at(self, request_id: str, tried: AbstractSet[_Replica] = frozenset()) -> _Replica | None:
-        """Gives the trajectory the replica with the fewest others, one that has not failed its request if there is any."""
+        """Gives the trajectory a replica, one that has not failed its request if there is any: its group's, or the one
+        with the fewest others."""
         up = [replica for replica in self._replicas if replica.up]
         if not up:
             return None
-        least = min(up, key=lambda replica: (replica in tried, len(replica.trajectories)))
-        least.trajectories.add(request_id)
-        self._home[request_id] = least
-        return least
+        fewest, group = min(len(replica.trajectories) for replica in up), _group_of(request_id)
+
+        def cost(replica: _Replica) -> tuple[bool, bool, int]:
+            taken = len(replica.trajectories)
+            follows = group in replica.groups and taken < fewest + self.options.group_lead
+            return replica in tried, not follows, taken
+
+        chosen = min(up, key=cost)
+        chosen.take(request_id)
+        self._home[request_id] = chosen
+        return chosen
 
     def _leave(self, request_id: str) -> None:
         """The trajectory's next request goes to whichever replica has the least to do then."""
         home = self._home.pop(request_id, None)
         if home is not None:
-            home.trajectories.discard(request_id)
+            home.drop(request_id)
             home.engine.close(request_id)
 
     async def abort(self, request_id: str) -> None:
@@ -212,6 +242,10 @@ class Router:
             await home.engine.abort(request_id)
 
     # -- health --------------------------------------------------------------------------------------------------
+
+    @property
+    def _in_use(self) -> bool:
+        return bool(self._under_way or self._home)
 
     def _watch(self) -> None:
         if self._watcher is None:
@@ -223,9 +257,13 @@ class Router:
             await settle({watcher})
 
     async def _rounds(self) -> None:
-        """Checks all replicas from time to time, until `_end_watch`."""
+        """Checks all replicas from time to time while trajectories are open; a new watch keeps the time of the last."""
+        clock = asyncio.get_running_loop().time
         while True:
-            await asyncio.sleep(self.options.check_every)
+            if self._next_round < clock():
+                self._next_round = clock() + self.options.check_every
+            await asyncio.sleep(self._next_round - clock())
+            self._next_round = clock() + self.options.check_every
             if not self._paused:
                 await asyncio.gather(*(self._check(r) if r.up else self._bring_back(r) for r in self._replicas))
 
@@ -264,10 +302,19 @@ class Router:
                 if self.admit is not None:
                     await within(self.options.sync_timeout, self.admit, engine, weights[1])
         except Exception as error:
-            logger.info("engine replica %s stays out: %s", replica.name, one_line(error))
+            # What a restart will not mend is told, once: the replica answers, but not as the trainer's weights do.
+            told = replica.name in self._misfits or isinstance(error, EngineError) or not isinstance(error, EtudeError)
+            logger.log(
+                logging.INFO if told else logging.WARNING,
+                "engine replica %s stays out: %s",
+                replica.name,
+                one_line(error),
+            )
+            self._misfits |= set() if told else {replica.name}
             return
         if weights is not self._weights:  # newer ones were handed out meanwhile: the next round gives it those
             return
+        self._misfits.discard(replica.name)
         replica.cause, replica.ejected = "", asyncio.Event()
         self._back.set()
         logger.warning("engine replica %s is back", replica.name)
@@ -338,6 +385,10 @@ class Router:
             for name, value in replica.engine.metrics().items():
                 counters[name] = counters.get(name, 0.0) + value
         return counters | {"replicas": float(len(self.replicas))}
+
+
+def _group_of(request_id: str) -> str:
+    return request_id.rsplit("/", 2)[0]
 
 
 def one_or_routed(engines: Mapping[str, Engine], setup: EngineSetup) -> Engine:

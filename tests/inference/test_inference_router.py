@@ -115,6 +115,69 @@ def test_a_failed_replica_is_ejected_its_requests_asked_elsewhere_and_it_comes_b
     assert replicas[0].weights == replicas[1].weights == [("folder", 7)]
 
 
+def test_a_replica_comes_back_though_no_request_lasts_as_long_as_the_time_between_checks():
+    router, replicas = group(2)
+
+    async def scenario():
+        await router.update_weights("folder", 1)
+        router.open(["a"])
+        replicas[0].broken, replicas[0].well = True, False
+        await router.generate("a", PROMPT, {})
+        router.close("a")
+        replicas[0].broken, replicas[0].well = False, True
+        replicas[1]._latency = FAST.check_every / 10
+        asked = 0
+        while len(router.replicas) < 2:
+            await router.generate(f"s{asked}", PROMPT, {})
+            router.close(f"s{asked}")
+            asked += 1
+        return asked, router._watcher
+
+    asked, watcher = played(scenario())
+    assert asked > 1
+    assert watcher is None or watcher.done()
+
+
+def test_a_group_stays_together_as_long_as_no_replica_idles():
+    router, replicas = group(3)
+
+    async def scenario():
+        router.open([f"u{i // 8}/{i}/0" for i in range(24)])
+        homes = [Counter(name.split("/")[0] for name in replica.opened) for replica in replicas]
+        router.close("u0/0/0")
+        router.open(["u0/0/1"])
+        router.open([f"big/{i}/0" for i in range(24)])
+        return homes, [len(replica.trajectories) for replica in router._replicas]
+
+    homes, loads = played(scenario())
+    assert homes == [{"u0": 8}, {"u1": 8}, {"u2": 8}]
+    assert replicas[0].opened[8] == "u0/0/1"
+    assert max(loads) - min(loads) <= FAST.group_lead
+
+
+def test_a_replica_that_serves_other_weights_is_warned_of_once(caplog):
+    router, replicas = group(2)
+
+    async def admit(engine, version):
+        raise WeightMismatch("differs by 3 nats")
+
+    async def scenario():
+        router.admit = admit
+        await router.update_weights("folder", 1)
+        replicas[0].broken, replicas[0].well = True, False
+        router.open(["a"])
+        await router.generate("a", PROMPT, {})
+        replicas[0].broken, replicas[0].well = False, True
+        replicas[1]._latency = 6 * FAST.check_every
+        await router.generate("b", PROMPT, {})
+
+    with caplog.at_level("INFO"):
+        played(scenario())
+    told = [r.levelname for r in caplog.records if "differs by 3 nats" in r.getMessage()]
+    assert told[0] == "WARNING"
+    assert "WARNING" not in told[1:]
+
+
 def test_a_replica_that_is_not_admitted_stays_out():
     router, replicas = group(2)
     verdicts = []
