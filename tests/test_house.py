@@ -14,7 +14,8 @@ PACKAGE = Path(etude.__file__).parent
 ROOT = PACKAGE.parent
 
 FLOORS = (
-    {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "algorithms", "limits"},
+    {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
+    | {"limits"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},

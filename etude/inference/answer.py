@@ -1,7 +1,8 @@
 """From what a serving engine answered to a `TokenOutput`, with everything checked that training relies on.
 
 Invariant: one finite log-prob a token, none positive beyond rounding; a turn that ended with "stop" ends with a stop id
-that was asked for. An answer that breaks this is an `EngineError`: no token of it reaches a trajectory.
+that was asked for, or was asked to end at texts, of which the engine found one. An answer that breaks this is an
+`EngineError`: no token of it reaches a trajectory.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def checked_output(answer: Answer, params: SamplingParams, version: int, source:
 def _reason(ending: Any, ids: list[int], params: SamplingParams, source: str) -> str:
     if ending == "abort":
         return "aborted"
-    if ids and ids[-1] in params.stop_token_ids:
+    if ids and (ids[-1] in params.stop_token_ids or (params.stop and ending == "stop")):
         return "stop"
     if ending != "length":
         last = f"token {ids[-1]}" if ids else "no token"

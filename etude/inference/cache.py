@@ -13,12 +13,15 @@ from __future__ import annotations
 
 import heapq
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from etude.models.packable import key_width
 
 _SMALLEST = 64
 _SLAB_SLOTS = 64  # wider slices of keys spill the cache: CPU time a token rises beyond
@@ -39,12 +42,12 @@ class KVShape:
     @classmethod
     def of(cls, model: Any) -> KVShape:
         """Of a Hugging Face causal LM."""
-        config, weight = model.config.get_text_config(), next(model.parameters())
-        heads = config.num_attention_heads
+        weight = next(model.parameters())
+        kv_heads, head_dim = key_width(model)
         return cls(
-            num_layers=config.num_hidden_layers,
-            kv_heads=getattr(config, "num_key_value_heads", None) or heads,
-            head_dim=getattr(config, "head_dim", None) or config.hidden_size // heads,
+            num_layers=model.config.get_text_config().num_hidden_layers,
+            kv_heads=kv_heads,
+            head_dim=head_dim,
             dtype=weight.dtype,
             device=weight.device,
         )
@@ -123,6 +126,33 @@ class SlabCache:
         heapq.heappush(slot.slab.free, slot.index)
         if len(slot.slab.free) == slot.slab.slots:
             self._slabs.remove(slot.slab)
+
+    def side_by_side(self, held: Sequence[tuple[Slot, int]]) -> list[Slot]:
+        """Slots that hold what `held` (slot, tokens in it) do, one behind the other in the slab of the largest of them.
+
+        As few as possible are copied, and no slab is added. Where there is no such place all stay where they are.
+        """
+        slab = max((slot.slab for slot, _ in held), key=lambda slab: slab.capacity)
+        there = {slot.index for slot, _ in held if slot.slab is slab}
+        if len(there) == len(held) == max(there) - min(there) + 1:
+            return [slot for slot, _ in held]
+        usable, count = there.union(slab.free), len(held)
+        runs = [set(range(first, first + count)) for first in range(slab.slots - count + 1)]
+        best = max((run for run in runs if run <= usable), key=lambda run: len(run & there), default=None)
+        if best is None:
+            return [slot for slot, _ in held]
+        targets = iter(sorted(best - there))
+        found = []
+        for slot, length in held:
+            if slot.slab is slab and slot.index in best:
+                found.append(slot)
+                continue
+            found.append(Slot(slab, next(targets)))
+            slab.free.remove(found[-1].index)
+            heapq.heapify(slab.free)
+            self.copy(slot, found[-1], length)
+            self.give_back(slot)
+        return found
 
     @staticmethod
     def copy(source: Slot, target: Slot, length: int) -> None:

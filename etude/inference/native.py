@@ -32,15 +32,19 @@ from etude.inference.prefixes import PrefixStore
 from etude.inference.rows import Request, Row
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
+from etude.inference.vision import StepImages
+from etude.models.decoder import PlainDecoder
 from etude.models.loading import torch_dtype
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
+from etude.models.vision import Vision, no_images
 
 
 @dataclass(frozen=True)
 class NativeEngineOptions:
-    """Field names are keys of `actor_rollout_ref.rollout`, but for the last two.
+    """Field names are keys of `actor_rollout_ref.rollout`, but for the last three.
 
     Attributes:
         max_num_seqs: trajectories decoded together.
@@ -52,6 +56,7 @@ class NativeEngineOptions:
         dtype: precision to sample in; None: the model's own.
         deterministic: see the module's docstring.
         admit_every: decode steps between scheduling points of the deterministic mode.
+        tokenizer: reads what was sampled, for requests with stop texts.
     """
 
     max_num_seqs: int = 256
@@ -62,6 +67,7 @@ class NativeEngineOptions:
     dtype: str | None = None
     deterministic: bool = False
     admit_every: int = 8
+    tokenizer: Any = None
 
 
 @ENGINES.register("native")
@@ -77,6 +83,11 @@ class NativeEngine:
         dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
         if dtype != model.dtype:
             self._model = _copy_of(model, dtype)
+        self._decoder = PlainDecoder.of(self._model)
+        vision = Vision.of(self._model.config)
+        self._images = None
+        if vision is not None:
+            self._images = StepImages(self._model, vision, self.options.max_num_batched_tokens)
         self._shape = KVShape.of(self._model)
         megabytes = self.options.kv_cache_memory_mb
         self._budget = None if megabytes is None else megabytes << 20
@@ -162,9 +173,11 @@ class NativeEngine:
 
         Raises:
             EngineError: a step failed, for instance for lack of memory.
+            ConfigError: images for a model whose images are not supported.
+            DataError: images and their placeholders among `prompt_ids` do not agree.
         """
-        if images:
-            raise ConfigError("the native engine takes text only")
+        if images and self._images is None:
+            raise no_images(self._model.config)
         params = SamplingParams.of(sampling_params)
         if request_id not in self._rows:
             self.open([request_id])
@@ -174,8 +187,11 @@ class NativeEngine:
         limit = min(params.max_tokens, self._limit - len(prompt_ids))
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
+        placed = None if self._images is None else self._images.place(prompt_ids, images or ())
+        prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
         loop = asyncio.get_running_loop()
-        request = row.request = Request(list(prompt_ids), params, limit, loop.create_future())
+        stops = self._stop_texts(params)
+        request = row.request = Request(prompt, params, limit, loop.create_future(), placed, stops)
         self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
@@ -223,6 +239,8 @@ class NativeEngine:
                 _copy_weights(self._source, self._model)
             self._version = version
             self._scheduler.forget_all()
+            if self._images is not None:
+                self._images.forget()
         finally:
             if not was_paused:
                 await self.resume()
@@ -311,9 +329,18 @@ class NativeEngine:
         self._figures.sampled_tokens += 1
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
+        if request.stops is not None:
+            stopped = stopped or request.stops.complete(request.tokens)
         if stopped or len(request.tokens) >= request.limit:
             row.request = None
             request.finish("stop" if stopped else "length")
+
+    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
+        if not params.stop:
+            return None
+        if self.options.tokenizer is None:
+            raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
+        return StopTexts(self.options.tokenizer, params.stop)
 
     def _drop_request(self, row: Row, reason: str) -> None:
         request, row.request = row.request, None
@@ -348,7 +375,7 @@ class NativeEngine:
         with figures.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         with figures.timed_forward(plan.prefill / layout.tokens):
-            hidden = packed_hidden(self._model, layout.ids, layout.positions[None], layout)
+            hidden = self._hidden(plan, layout)
         if not plan.drawing:
             return [], []
         with figures.timed("sampling"):
@@ -357,6 +384,16 @@ class NativeEngine:
             params = [r.params if r else SamplingParams() for r in requests]
             tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
             return tokens.tolist(), log_probs.tolist()
+
+    def _hidden(self, plan: StepPlan, layout: StepLayout) -> torch.Tensor:
+        """Final hidden states of the step's tokens: (tokens, hidden)."""
+        if self._decoder is not None:
+            return self._decoder.hidden(layout.ids, layout.positions[None], layout)
+        if self._images is None:
+            return packed_hidden(self._model, layout.ids, layout.positions[None], layout)
+        feeds, ids = layout.feeds, self._images.token_ids(layout.ids)
+        positions = self._images.rotary(feeds, layout.positions)
+        return packed_hidden(self._model, ids, positions, layout, self._images.shown(feeds))
 
 
 def _copy_of(model: Any, dtype: torch.dtype) -> Any:

@@ -2,9 +2,10 @@
 
 The interface between agents and engines is token ids, so the prompt's ids are decoded to the text that the server gets,
 and the answer's text is encoded again; where the server says that the model ended its turn, the first stop id is put
-behind it. What is encoded again need not be what was sampled, and there are no log-probs (zeros stand in their place):
-nothing of this may be trained on, and `etude train` refuses the engine. Servers that offer only chat completions cannot
-be used, because they would render the conversation, tools and all, by a template of their own.
+behind it, or the stop text, where it names one (`stop_reason`, as vLLM's does). What is encoded again need not be what
+was sampled, and there are no log-probs (zeros stand in their place): nothing of this may be trained on, and `etude train`
+refuses the engine. Servers that offer only chat completions cannot be used, because they would render the conversation,
+tools and all, by a template of their own.
 """
 
 from __future__ import annotations
@@ -62,15 +63,17 @@ class OpenAIEngine(ServedEngine):
             "seed": params.seed & 0x7FFFFFFF,
             "stream": False,
         }
-        stops = [self._tokenizer.decode([token]) for token in params.stop_token_ids[:_MOST_STOPS]]
+        stops = [*params.stop, *(self._tokenizer.decode([token]) for token in params.stop_token_ids)]
         if stops:
-            body["stop"] = stops
+            body["stop"] = stops[:_MOST_STOPS]
         if params.top_k > 0:
             body["top_k"] = params.top_k  # no part of OpenAI's interface, though many servers take it
         answer = self._server.parsed(path, await self._server.post(path, body))
         try:
             choice = answer["choices"][0]
             text, ending = choice["text"], choice["finish_reason"]
+            if (found := choice.get("stop_reason")) in params.stop:  # servers leave out the text that they stopped at
+                text, ending = text + found, found
             ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
         except (KeyError, TypeError, IndexError, ValueError) as error:
             raise EngineError(
@@ -79,8 +82,8 @@ class OpenAIEngine(ServedEngine):
         return self._output(ids, ending, params)
 
     def _output(self, ids: list[int], ending: Any, params: SamplingParams) -> TokenOutput:
-        reason = "stop" if ending == "stop" else "length"
-        if reason == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
+        reason = "stop" if ending == "stop" or ending in params.stop else "length"
+        if ending == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
             ids = [*ids, params.stop_token_ids[0]]
         if len(ids) > params.max_tokens:  # encoded anew, a text may take a few tokens more
             ids, reason = ids[: params.max_tokens], "length"

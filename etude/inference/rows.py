@@ -11,17 +11,24 @@ from dataclasses import dataclass, field
 
 from etude.inference.cache import SlabCache, Slot
 from etude.inference.prefixes import Prefix, PrefixStore
+from etude.inference.stop_texts import StopTexts
 from etude.inference.types import SamplingParams, TokenOutput
+from etude.models.placed_images import PlacedImages
 
 
 @dataclass
 class Request:
-    """What was asked and what has been sampled so far; `limit`: tokens it may get at most."""
+    """What was asked and what has been sampled so far; `limit`: tokens it may get at most.
+
+    `prompt` is keyed where it shows `images`, see `etude.models.placed_images`.
+    """
 
     prompt: list[int]
     params: SamplingParams
     limit: int
     future: asyncio.Future[TokenOutput]
+    images: PlacedImages | None = None
+    stops: StopTexts | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)

@@ -20,6 +20,7 @@ from etude.inference.layout import Feed
 from etude.inference.prefixes import Prefix, PrefixStore
 from etude.inference.rows import Row
 
+_FEW = 12  # rows of a batch whose slots are moved together
 _HEADROOM = 64  # tokens a row may sample before its slot has to grow, where memory allows
 
 
@@ -187,6 +188,8 @@ class Scheduler:
         for row in list(self.active):  # who was made to give way has no slot
             if row.slot is not None and row.slot.capacity < len(row.own) + len(row.feed):
                 self._fit(row)
+        if not self.queue:
+            self._draw_together()
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
         room = max(self._most_tokens - decoding, 0 if decoding else 1)
         feeds: list[RowFeed] = []
@@ -209,17 +212,31 @@ class Scheduler:
                 drawing.append((row, completes))
         return StepPlan(feeds, drawing)
 
+    def _draw_together(self) -> None:
+        """Moves the slots of a batch of few rows side by side: attention reads them in place then, step after step."""
+        rows = [row for row in self.active if row.slot is not None and not row.waiting]
+        if not 1 < len(rows) <= _FEW:
+            return
+        for row, slot in zip(rows, self.cache.side_by_side([(row.slot, len(row.own)) for row in rows if row.slot])):
+            row.slot = slot
+        shared = list(dict.fromkeys(row.prefix for row in rows if row.prefix is not None and row.shared))
+        if len(shared) > 1:
+            for prefix, slot in zip(shared, self.cache.side_by_side([(p.slot, p.filled) for p in shared])):
+                prefix.slot = slot
+
     @staticmethod
     def _feed(row: Row, prefix: Prefix | None, count: int) -> RowFeed:
         """The next `count` tokens of the row, or of the prefix that it waits for and carries."""
         assert row.slot is not None
+        assert row.request is not None
+        images = row.request.images
         if prefix is not None:
             ids = prefix.tokens[prefix.filled : prefix.filled + count]
-            return RowFeed(row, Feed(ids, prefix.slot, prefix.filled), prefix, sampled=False)
+            return RowFeed(row, Feed(ids, prefix.slot, prefix.filled, images=images), prefix, sampled=False)
         assert row.prefix is not None
-        sampled = len(row.feed) == 1 and bool(row.request and row.request.tokens)
+        sampled = len(row.feed) == 1 and bool(row.request.tokens)
         before = row.prefix.slot if row.shared else None
-        return RowFeed(row, Feed(row.feed[:count], row.slot, len(row.own), row.shared, before), None, sampled)
+        return RowFeed(row, Feed(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled)
 
     def _fit(self, row: Row) -> None:
         """Room for what the row feeds next; without it, it waits in the queue."""

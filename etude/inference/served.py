@@ -60,7 +60,9 @@ class ServedEngine(ABC):
     ) -> TokenOutput:
         """See `etude.inference.Engine.generate`."""
         if images:
-            raise ConfigError(f"the {type(self).__name__} takes text only")
+            raise ConfigError(
+                f"the {type(self).__name__} takes text only: rows with images need actor_rollout_ref.rollout.name=native"
+            )
         params = SamplingParams.of(sampling_params)
         if request_id in self._calls:
             raise ConfigError(f"trajectory '{request_id}' already has a request under way")

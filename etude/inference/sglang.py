@@ -52,6 +52,7 @@ class SGLangEngine(ServedEngine):
                 "top_p": params.top_p,
                 "top_k": params.top_k,
                 "stop_token_ids": list(params.stop_token_ids),
+                **({"stop": list(params.stop)} if params.stop else {}),
                 "sampling_seed": params.seed,
                 "ignore_eos": True,
                 "skip_special_tokens": False,

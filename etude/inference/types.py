@@ -21,7 +21,11 @@ from etude.registry import Registry, did_you_mean
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw tokens. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw."""
+    """How to draw tokens. `temperature` 0 is greedy; `top_k` -1 and `top_p` 1.0 are off; `seed` fixes every draw.
+
+    A request ends with the first of `stop_token_ids` that is drawn, or with the token that completes one of the texts
+    `stop`; both are part of what was sampled.
+    """
 
     temperature: float = 1.0
     top_p: float = 1.0
@@ -29,6 +33,7 @@ class SamplingParams:
     max_tokens: int = 512
     stop_token_ids: tuple[int, ...] = ()
     seed: int = 0
+    stop: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         if self.temperature < 0 or not 0 < self.top_p <= 1 or self.top_k == 0 or self.max_tokens < 1:
@@ -36,6 +41,14 @@ class SamplingParams:
                 f"sampling needs temperature >= 0, 0 < top_p <= 1, top_k != 0 and max_tokens >= 1, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}, {self.max_tokens}"
             )
+        if not all(isinstance(text, str) and text for text in self.stop):
+            raise ConfigError(f"sampling: stop must be texts that are not empty, not {self.stop!r:.80}")
+
+    def seeded(self, seed: int) -> SamplingParams:
+        """The same with another seed; every call of an engine has its own, so that what is checked is not checked again."""
+        made = object.__new__(SamplingParams)
+        made.__dict__.update(self.__dict__, seed=seed)
+        return made
 
     @classmethod
     def of(cls, params: SamplingParams | Mapping[str, Any]) -> SamplingParams:
@@ -50,12 +63,15 @@ class SamplingParams:
         for name in params:
             if name not in known:
                 raise ConfigError(f"unknown sampling parameter '{name}'{did_you_mean(name, known)}")
-        return cls(**{**params, "stop_token_ids": tuple(params.get("stop_token_ids", ()))})
+        stop = params.get("stop") or ()
+        texts = (stop,) if isinstance(stop, str) else tuple(stop)
+        return cls(**{**params, "stop_token_ids": tuple(params.get("stop_token_ids", ())), "stop": texts})
 
 
 @dataclass(frozen=True)
 class TokenOutput:
-    """One request's result. `stop_reason` is "stop" (a stop id was sampled), "length" or "aborted"."""
+    """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop text completed), "length" or
+    "aborted"."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -76,8 +92,13 @@ class Engine(Protocol):
     ) -> TokenOutput:
         """Samples a continuation of `prompt_ids`.
 
+        Args:
+            images: all images of the context so far, `etude.images.ImageInput`s in the order of their placeholders, of
+                which `prompt_ids` hold as many as each has tokens.
+
         Raises:
             EngineError: the engine failed; the trajectory may be retried.
+            ConfigError: the engine, or its model, takes no images.
         """
         ...
 

@@ -1,16 +1,22 @@
-"""Models and tokenizers: loading, saving, the value head, and the tiny-model factory. Nothing here trains."""
+"""Models, tokenizers and image processors: loading, saving, the value head, the image part, and the tiny-model factory.
+Nothing here trains."""
 
 from etude.models.loading import check_vocabulary, load_causal_lm, load_tokenizer, load_value_model, save_pretrained
+from etude.models.processor import image_input, load_processor
+from etude.models.reader import ImageReader
 from etude.models.tiny import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.models.value import ValueModel
 
 __all__ = [
+    "ImageReader",
     "TinyModelSpec",
     "ValueModel",
     "build_tiny_model",
     "build_tiny_tokenizer",
     "check_vocabulary",
+    "image_input",
     "load_causal_lm",
+    "load_processor",
     "load_tokenizer",
     "load_value_model",
     "save_pretrained",

@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
+from etude.models.vision import KINDS
 from etude.registry import did_you_mean
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 DTYPES = {
     "float32": "float32",
@@ -70,17 +71,22 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model of a local folder or hub name, in evaluation mode on `device`.
+    """The causal language model of a local folder or hub name, in evaluation mode on `device`; of a vision-language model
+    that is supported (see `etude.models.vision`) the whole.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
-            `attn_implementation` is not available.
+            `attn_implementation` is not available, or a model of this type is not supported.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as texts
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as images
 
-    return _load_model(
-        AutoModelForCausalLM.from_pretrained, path, dtype, device, attn_implementation, trust_remote_code
-    )
+    kind = model_config(path).get("model_type")
+    if kind not in KINDS and kind in images.keys() - texts.keys():
+        raise ConfigError(f"{path}: models of type '{kind}' are not supported (of those that see: {', '.join(KINDS)})")
+    load = (AutoModelForImageTextToText if kind in KINDS else AutoModelForCausalLM).from_pretrained
+    return _load_model(load, path, dtype, device, attn_implementation, trust_remote_code)
 
 
 def load_value_model(
@@ -103,9 +109,12 @@ def load_value_model(
 
 
 def save_pretrained(
-    model: PreTrainedModel | ValueModel, tokenizer: PreTrainedTokenizerBase | None, folder: str | Path
+    model: PreTrainedModel | ValueModel,
+    tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
+    folder: str | Path,
 ) -> None:
-    """Writes model and tokenizer so that the loaders above, and any Hugging Face program, read them again.
+    """Writes model and tokenizer, or the processor that holds it, so that the loaders here, and any Hugging Face program,
+    read them again.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -178,6 +187,20 @@ def _configured_rows(folder: Path) -> int | None:
     nested = config.get("text_config")
     rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     return rows if isinstance(rows, int) else None
+
+
+def model_config(path: str | Path) -> dict[str, Any]:
+    """What the config.json of a local folder or hub name says.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    from transformers import PretrainedConfig
+
+    folder = _local_folder(path)
+    if folder is not None:
+        return _read_config(folder)
+    return _from_pretrained(lambda name, **kw: PretrainedConfig.get_config_dict(name, **kw)[0], path, None, "model")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Which models may run packed, and the switch.
 
-Invariant: a model that `enable_packing` accepts gives, packed, the log-probs of its own eager forward. For the
-architectures in `TESTED` our tests prove it; any other is compared here, once, on two short sequences; and what is known
-not to fit is refused by name.
+Invariant: a model that `enable_packing` accepts gives, packed or token by token from kept keys and values, the log-probs
+of its own eager forward. For the architectures in `TESTED`, and those in `etude.models.vision.KINDS`, our tests prove it;
+any other is compared here, once, on two short sequences; and what is known not to fit is refused by name.
 """
 
 from __future__ import annotations
@@ -14,13 +14,16 @@ import torch
 from torch import Tensor
 
 from etude.errors import ConfigError, one_line
-from etude.models.packed import ATTENTION_NAME, CausalSequences, logits_of, packed_hidden
+from etude.models.attention import Scoring
+from etude.models.packed import ATTENTION_NAME, CausalSequences, logits_of, masked_attention, packed_hidden
+from etude.models.vision import KINDS
 
 TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
 _LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest position of the whole batch
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 _PROBE_TOKENS = (7, 5)
+_PROBE_PARTS = (5, 1, 1)  # a prompt and two decoded tokens
 
 
 def enable_packing(model: Any) -> None:
@@ -34,9 +37,20 @@ def enable_packing(model: Any) -> None:
         return
     for reason in _reasons(model):
         raise ConfigError(f"model type '{kind}' is not supported by the native engine: {reason}")
+    if kind in KINDS:  # the vision tower keeps its own attention
+        model.set_attn_implementation({"": ATTENTION_NAME, "text_config": ATTENTION_NAME})
+        return
     model.set_attn_implementation(ATTENTION_NAME)
     if kind not in TESTED and model.get_output_embeddings() is not None:
         _compare(model, kind)
+
+
+def key_width(model: Any) -> tuple[int, int]:
+    """(heads, head_dim) of the keys and values of each layer, as the configuration says."""
+    config = model.config.get_text_config()
+    heads = config.num_attention_heads
+    kv_heads = getattr(config, "num_key_value_heads", None) or heads
+    return kv_heads, getattr(config, "head_dim", None) or config.hidden_size // heads
 
 
 def _reasons(model: Any) -> Iterator[str]:
@@ -66,22 +80,62 @@ def _rope_types(parameters: Any) -> set[str]:
     return {str(parameters.get("rope_type", "default"))}.union(*nested)
 
 
+class _KeptKeys:
+    """One sequence fed in parts. Keys and values are kept once a layer, as the native engine keeps them: a layer that
+    attends twice finds those of its last time."""
+
+    def __init__(self) -> None:
+        self.length = self._start = 0
+        self.twice = False
+        self.widths: set[tuple[int, int]] = set()  # (heads, head_dim) of all keys and values
+        self._kept: dict[int, tuple[Tensor, Tensor]] = {}
+        self._seen: set[int] = set()
+
+    def feed(self, tokens: int, device: torch.device) -> Tensor:
+        """Begins a part; the position ids (1, tokens) of it."""
+        self._start, self.length = self.length, self.length + tokens
+        self._seen.clear()
+        return torch.arange(self._start, self.length, device=device)[None]
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
+        """See `AttentionLayout`."""
+        self.twice |= layer in self._seen
+        self._seen.add(layer)
+        if self._start:
+            held = (kept[:, : self._start] for kept in self._kept[layer])
+            key, value = (torch.cat(parts, dim=1) for parts in zip(held, (key, value)))
+        self.widths |= {(x.shape[0], x.shape[2]) for x in (key, value)}
+        self._kept[layer] = key, value
+        mask = torch.ones(query.shape[1], self.length, dtype=torch.bool, device=query.device).tril_(self._start)
+        if scoring.window is not None:
+            mask.triu_(self._start - scoring.window + 1)
+        return masked_attention(query[None], key[None], value[None], mask, scoring)[0].transpose(0, 1)
+
+
 @torch.no_grad()
 def _compare(model: Any, kind: str) -> None:
-    """Raises ConfigError when two sequences packed together do not get the logits that each has alone."""
+    """Raises ConfigError when two sequences packed together, or one of them fed in parts whose keys and values are kept, do
+    not get the logits that each has alone."""
     training, device = model.training, next(model.parameters()).device
     rows = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
-    layout = CausalSequences(_PROBE_TOKENS)
+    layout, kept = CausalSequences(_PROBE_TOKENS), _KeptKeys()
+    parts = ids[: sum(_PROBE_PARTS)].split(_PROBE_PARTS)
     model.eval()
     try:
         packed = logits_of(model, packed_hidden(model, ids, layout.position_ids(device), layout))
+        stepped = [logits_of(model, packed_hidden(model, x, kept.feed(len(x), device), kept)) for x in parts]
         model.set_attn_implementation("eager")
         alone = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_PROBE_TOKENS)])
     except Exception as error:  # an architecture nobody tried may fail in any way
         failure = f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
     else:
         failure = "" if _close(packed, alone) else "packed sequences get other logits than single ones"
+        if not failure and not _close(torch.cat(stepped), alone[: kept.length]):
+            why = "a layer attends more than once, and its" if kept.twice else "its"
+            failure = f"{why} kept keys and values give later tokens other logits"
+        elif not failure and kept.widths != {key_width(model)}:
+            failure = f"its keys and values have (heads, head_dim) {sorted(kept.widths)}, not {key_width(model)}"
     finally:
         model.set_attn_implementation(ATTENTION_NAME)
         model.train(training)

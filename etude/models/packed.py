@@ -23,8 +23,10 @@ from transformers import AttentionInterface
 
 from etude.errors import ConfigError
 from etude.models.attention import Scoring, partial_attention, visibility
+from etude.models.vision import ShownImages, Vision, hidden_with_images
 
 ATTENTION_NAME = "etude_packed"
+_LEFT_OUT = -1e30  # finite, so that 0 times it is 0, at any temperature
 _UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indices")
 
 
@@ -64,7 +66,7 @@ class CausalSequences:
             window = scoring.window if scoring.window is not None and scoring.window < k.shape[2] else None
             plain = not up and window is None
             if scoring.softcap is not None:
-                out = _capped(queries[i][None], k, v, self._mask(i, window, query.device), scoring)
+                out = masked_attention(queries[i][None], k, v, self._mask(i, window, query.device), scoring)
             else:
                 mask = None if plain else self._mask(i, window, query.device)
                 out = F.scaled_dot_product_attention(
@@ -85,8 +87,9 @@ class CausalSequences:
         return self._masks[shape]
 
 
-def _capped(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
-    """Attention with capped scores and grouped heads; (1, heads, tokens, head_dim)."""
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, scoring: Scoring) -> Tensor:
+    """Attention with grouped heads under a `mask` (tokens, keys), which hides what the scoring's window does; capped where
+    the scoring says so. Queries, keys, values and the result are (1, heads, tokens, head_dim)."""
     groups = query.shape[1] // key.shape[1]
     key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     return partial_attention(query, key, value, visibility(mask, query.dtype), scoring)[0]
@@ -120,8 +123,13 @@ def packed_attention(
 AttentionInterface.register(ATTENTION_NAME, packed_attention)
 
 
-def packed_hidden(model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
-    """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens)."""
+def packed_hidden(
+    model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: ShownImages | None = None
+) -> Tensor:
+    """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or where images
+    are about (3, 1, tokens); `shown`: the images among the tokens."""
+    if shown is not None:
+        return hidden_with_images(model, token_ids, position_ids, layout, shown)
     output = model.base_model(input_ids=token_ids[None], position_ids=position_ids, use_cache=False, layout=layout)
     return output.last_hidden_state[0]
 
@@ -129,15 +137,20 @@ def packed_hidden(model: Any, token_ids: Tensor, position_ids: Tensor, layout: A
 def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
     """What the model does to the product of hidden states and vocabulary matrix, or None: nothing.
 
-    Gemma 2 caps its logits, Cohere multiplies and Granite divides them.
+    Gemma 2 caps its logits, Cohere multiplies and Granite divides them. Of a model that is shown images, the ids that
+    stand for them are left out (see `etude.models.vision`).
     """
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)
     factor = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
-    if cap is None and factor == 1.0:
+    vision = Vision.of(model.config)
+    if cap is None and factor == 1.0 and vision is None:
         return None
 
     def finish(logits: Tensor) -> Tensor:
+        if vision is not None:
+            left_out = torch.tensor([vision.image_token_id, vision.video_token_id], device=logits.device)
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32)).index_fill(-1, left_out, _LEFT_OUT)
         if factor != 1.0:
             logits = logits * factor
         return logits if cap is None else cap * torch.tanh(logits / cap)

@@ -34,7 +34,10 @@ class ValueModel(nn.Module):
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """Values (batch, seq), float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
-        hidden = self.backbone(input_ids=input_ids, **kwargs).last_hidden_state
+        return self.values_of(self.backbone(input_ids=input_ids, **kwargs).last_hidden_state)
+
+    def values_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Values (...), float32, of final hidden states (..., hidden)."""
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:

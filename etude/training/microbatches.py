@@ -9,15 +9,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.packing import needed_tokens, prefix_tree, scored_rows
 from etude.training.partitions import balanced_partitions, token_budget_batches
 
 
-def micro_batches(batch: DataProto, max_tokens: int) -> list[list[int]]:
-    """Row numbers of each micro-batch, in order; needs `input_ids`, `attention_mask`, `response_mask`."""
+def micro_batches(batch: DataProto, max_tokens: int, vision: Vision | None = None) -> list[list[int]]:
+    """Row numbers of each micro-batch, in order; needs `input_ids`, `attention_mask`, `response_mask`.
+
+    `vision`: as for `pack`. An image counts as many tokens as it has placeholders.
+    """
     rows = scored_rows(batch)
-    tokens = dict(zip(rows, needed_tokens(batch, rows)))
+    tokens = dict(zip(rows, needed_tokens(batch, rows, vision)))
     units = [part for group in _groups(batch, rows) for part in _within_budget(group, tokens, max_tokens)]
     costs = [_cost([tokens[row] for row in unit]) for unit in units]
     parts = token_budget_batches(costs, max_tokens)

@@ -11,13 +11,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from etude.errors import DataError
-from etude.models.packed import CausalSequences
+from etude.models.packed import CausalSequences, packed_hidden
+from etude.models.placed_images import PlacedImages
+from etude.models.vision import Vision
 from etude.protocol import DataProto
+from etude.training.images import PackedImages, packed_images, placed_images
 
 
 @dataclass(frozen=True)
@@ -25,7 +29,8 @@ class PackedRows:
     """Rows of a batch laid end to end.
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
-    (scored,); `row`, `column` (scored,): the token's place in the (rows, response_len) matrix.
+    (scored,); `row`, `column` (scored,): the token's place in the (rows, response_len) matrix; `images`: those among the
+    tokens.
     """
 
     token_ids: Tensor
@@ -35,17 +40,31 @@ class PackedRows:
     row: Tensor
     column: Tensor
     shape: tuple[int, int]
+    images: PackedImages | None = None
+
+    def hidden(self, model: Any) -> Tensor:
+        """Final hidden states (scored, hidden) behind which the scored tokens come, by a model's present weights."""
+        shown, device = None, self.token_ids.device
+        if self.images is None:
+            positions = self.layout.position_ids(device)
+        else:
+            positions, shown = self.images.positions, self.images.shown(model)
+        # index_select: rows may share a source, and its backward adds them up in a fixed order.
+        return packed_hidden(model, self.token_ids, positions, self.layout, shown).index_select(0, self.source)
 
     def scatter(self, values: Tensor) -> Tensor:
         """(scored,) values into a (rows, response_len) matrix of zeros; differentiable."""
         return values.new_zeros(self.shape).index_put((self.row, self.column), values)
 
 
-def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedRows:
+def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vision | None = None) -> PackedRows:
     """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`.
 
+    Args:
+        vision: how the model shows images, those of the column `multi_modal_inputs`; None: it does not.
+
     Raises:
-        DataError: a row's very first token is scored, which nothing can predict.
+        DataError: a row's very first token is scored, which nothing can predict; a row's images do not fit its ids.
     """
     index = torch.as_tensor(list(rows))
     ids, mask = batch.batch["input_ids"][index], batch.batch["response_mask"][index].bool()
@@ -57,18 +76,26 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device) -> PackedR
     if len(orphans):
         first = rows[int(row[orphans[0]])]
         raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
-    sequences = needed_tokens(batch, rows)
-    token_ids, layout, places = prefix_tree(sequences)
+    sequences, placed = _needed_rows(batch, rows, vision)
+    laid_out, layout, flat = prefix_tree(sequences)
+    token_ids, places = torch.tensor(laid_out, dtype=torch.long), torch.tensor(flat)
     offsets = torch.tensor([0, *accumulate(len(tokens) for tokens in sequences)])
-    source = torch.tensor(places)[offsets[row] + prompts[row] + column - 1]
+    source = places[offsets[row] + prompts[row] + column - 1]
+    images = None
+    if vision is not None and any(placed):
+        token_ids.masked_fill_(token_ids < 0, vision.image_token_id)
+        images = packed_images(
+            placed, places.split([len(tokens) for tokens in sequences]), layout.position_ids(), device
+        )
     return PackedRows(
-        token_ids=torch.tensor(token_ids, device=device),
+        token_ids=token_ids.to(device),
         layout=layout,
         source=source.to(device),
         labels=ids[row, prompt_width + column].to(device),
         row=row.to(device),
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
+        images=images,
     )
 
 
@@ -134,8 +161,19 @@ def scored_rows(batch: DataProto) -> list[int]:
     return batch.batch["response_mask"].any(dim=1).nonzero().squeeze(1).tolist()
 
 
-def needed_tokens(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
-    """For each of `rows` the tokens that `pack` lays down, before what several rows share is merged."""
+def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None = None) -> list[list[int]]:
+    """For each of `rows` the tokens that `pack` lays down, before what several rows share is merged.
+
+    Placeholders of images are keyed: what is equal here may be shared. Raises DataError as `pack`.
+    """
+    return _needed_rows(batch, rows, vision)[0]
+
+
+def _needed_rows(
+    batch: DataProto, rows: Sequence[int], vision: Vision | None
+) -> tuple[list[list[int]], list[PlacedImages | None]]:
     index = torch.as_tensor(list(rows), dtype=torch.long)
     attention, mask = batch.batch["attention_mask"][index].bool(), batch.batch["response_mask"][index].bool()
-    return [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]
+    needed = [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]
+    placed = placed_images(batch, rows, vision)
+    return [ids if images is None else images.keyed(ids) for ids, images in zip(needed, placed)], placed

@@ -16,8 +16,10 @@ import torch
 from torch import Tensor
 
 from etude.models.packable import enable_packing
-from etude.models.packed import logit_finish, packed_hidden
+from etude.models.packed import logit_finish
+from etude.models.vision import Vision
 from etude.protocol import DataProto
+from etude.training.images import check_images
 from etude.training.log_probs import token_log_probs
 from etude.training.microbatches import micro_batches
 from etude.training.optim import OptimizerSet
@@ -40,11 +42,13 @@ class LossScale:
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, dict[str, float]]"]
 
 
-def accumulate(batch: DataProto, max_tokens: int, step: Callable[[list[int]], dict[str, float]]) -> dict[str, float]:
+def accumulate(
+    batch: DataProto, max_tokens: int, step: Callable[[list[int]], dict[str, float]], vision: Vision | None = None
+) -> dict[str, float]:
     """Runs `step` on the micro-batches of the scored rows; figures are averaged by scored tokens."""
     tokens = batch.batch["response_mask"].sum(dim=1)
     totals: dict[str, float] = defaultdict(float)
-    for chosen in micro_batches(batch, max_tokens):
+    for chosen in micro_batches(batch, max_tokens, vision):
         weight = float(tokens[chosen].sum())
         for name, value in step(chosen).items():
             totals[name] += value * weight
@@ -59,15 +63,12 @@ class PolicyEngine:
         """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference)."""
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
-        self._device = next(model.parameters()).device
+        self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
 
     def _forward(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
-        positions = packed.layout.position_ids(self._device)
-        # index_select: rows may share a source, and its backward adds them up in a fixed order.
-        hidden = packed_hidden(self.model, packed.token_ids, positions, packed.layout).index_select(0, packed.source)
         head = self.model.get_output_embeddings()
         return token_log_probs(
-            hidden,
+            packed.hidden(self.model),
             head.weight,
             packed.labels,
             bias=head.bias,
@@ -79,18 +80,19 @@ class PolicyEngine:
     @torch.no_grad()
     def log_probs(self, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
         """Log-probs and entropies (batch, response_len) on the CPU; 0 where `response_mask` is 0."""
+        check_images(batch, self.model.config)
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
         entropy = torch.zeros_like(result)
 
         def step(rows: list[int]) -> dict[str, float]:
-            packed = pack(batch, rows, self._device)
+            packed = pack(batch, rows, self._device, self._vision)
             values, entropies = self._forward(packed, temperature)
             result[rows] = packed.scatter(values).cpu()
             entropy[rows] = packed.scatter(entropies).cpu()
             return {}
 
-        accumulate(batch, self._max_tokens, step)
+        accumulate(batch, self._max_tokens, step, self._vision)
         return result, entropy
 
     def update(
@@ -99,6 +101,7 @@ class PolicyEngine:
         """One optimizer step on a mini-batch; returns the loss's figures, `grad_norm`, `lr`, and `skipped_steps`: 1 where
         the gradient was not finite and nothing was learned."""
         assert self.optimizer is not None
+        check_images(batch, self.model.config)
         self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
         mask = batch.batch["response_mask"]
@@ -107,7 +110,7 @@ class PolicyEngine:
 
         def step(rows: list[int]) -> dict[str, float]:
             nonlocal total
-            packed = pack(batch, rows, self._device)
+            packed = pack(batch, rows, self._device, self._vision)
             values, entropies = self._forward(packed, temperature, entropy_grad)
             micro = batch.select_idxs(rows).to(self._device)
             loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
@@ -116,7 +119,7 @@ class PolicyEngine:
             return metrics
 
         lr = self.optimizer.lr
-        metrics = accumulate(batch, self._max_tokens, step)
+        metrics = accumulate(batch, self._max_tokens, step, self._vision)
         norm = self.optimizer.step()
         skipped = float(not math.isfinite(norm))
         return metrics | {"loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}

@@ -10,7 +10,9 @@ from torch import Tensor
 
 from etude.algorithms import value_loss
 from etude.models.packable import enable_packing
+from etude.models.vision import Vision
 from etude.protocol import DataProto
+from etude.training.images import check_images
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
 from etude.training.policy import accumulate
@@ -22,28 +24,28 @@ class ValueEngine:
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
         enable_packing(model.backbone)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
-        self._device = next(model.parameters()).device
+        self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
 
     def _forward(self, packed: PackedRows) -> Tensor:
-        positions = packed.layout.position_ids(self._device)
-        values = self.model(input_ids=packed.token_ids[None], position_ids=positions, layout=packed.layout)
-        return packed.scatter(values[0].index_select(0, packed.source).float())
+        return packed.scatter(self.model.values_of(packed.hidden(self.model.backbone)))
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> Tensor:
         """(batch, response_len) values on the CPU; 0 where `response_mask` is 0."""
+        check_images(batch, self.model.config)
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
 
         def step(rows: list[int]) -> dict[str, float]:
-            result[rows] = self._forward(pack(batch, rows, self._device)).cpu()
+            result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
             return {}
 
-        accumulate(batch, self._max_tokens, step)
+        accumulate(batch, self._max_tokens, step, self._vision)
         return result
 
     def update(self, batch: DataProto, *, cliprange_value: float, loss_agg_mode: str) -> dict[str, float]:
         """One optimizer step towards `returns`; needs the columns `values` and `returns`."""
+        check_images(batch, self.model.config)
         self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
         mask = batch.batch["response_mask"]
@@ -54,7 +56,7 @@ class ValueEngine:
             nonlocal total
             micro = batch.select_idxs(rows).to(self._device).batch
             loss, metrics = value_loss(
-                vpreds=self._forward(pack(batch, rows, self._device)),
+                vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
                 values=micro["values"],
                 returns=micro["returns"],
                 response_mask=micro["response_mask"],
@@ -68,7 +70,7 @@ class ValueEngine:
             return metrics
 
         lr = self.optimizer.lr
-        metrics = accumulate(batch, self._max_tokens, step)
+        metrics = accumulate(batch, self._max_tokens, step, self._vision)
         norm = self.optimizer.step()
         skipped = float(not math.isfinite(norm))
         figures = {"vf_loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}

@@ -221,11 +221,11 @@ def test_abort_of_a_prefilling_leader_frees_its_followers(model):
 
 def test_a_failing_step_fails_its_requests_and_the_engine_recovers(model, monkeypatch):
     engine = NativeEngine(model)
-    original = model.base_model.forward
-    monkeypatch.setattr(model.base_model, "forward", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
+    original = model.lm_head.forward
+    monkeypatch.setattr(model.lm_head, "forward", lambda *a, **k: (_ for _ in ()).throw(MemoryError("no room")))
     with pytest.raises(EngineError, match="no room"):
         asyncio.run(engine.generate("a", [1, 2, 3], SamplingParams(max_tokens=3)))
-    monkeypatch.setattr(model.base_model, "forward", original)
+    monkeypatch.setattr(model.lm_head, "forward", original)
     assert len(asyncio.run(engine.generate("a", [1, 2, 3], SamplingParams(max_tokens=3))).token_ids) == 3
 
 

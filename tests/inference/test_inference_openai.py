@@ -73,6 +73,17 @@ def test_a_cut_answer_has_no_end_and_a_long_one_is_cut(tokenizer):
     assert (len(output.token_ids), output.stop_reason) == (7, "length")
 
 
+def test_the_stop_text_that_a_server_names_is_put_back(tokenizer):
+    choice = {"index": 0, "text": "is 5", "finish_reason": "stop", "stop_reason": "The"}
+    app, seen = server(body={"choices": [choice]})
+    params = SamplingParams(max_tokens=30, stop_token_ids=(tokenizer.eos_token_id,), stop=("The",))
+    output = ask(app, tokenizer, params)
+    assert seen[0][1]["stop"] == ["The", "<|im_end|>"]
+    assert (tokenizer.decode(output.token_ids), output.stop_reason) == ("is 5The", "stop")
+    unnamed, _ = server(text="is 5")
+    assert tokenizer.decode(ask(unnamed, tokenizer, params).token_ids) == "is 5<|im_end|>"
+
+
 def test_of_several_models_one_must_be_named(tokenizer):
     app, _ = server(models=("a", "b"))
     with pytest.raises(ConfigError, match=r"serves 2 models \(a, b\): set actor_rollout_ref.rollout.server_model"):

@@ -113,7 +113,7 @@ class VLLMEngine(ServedEngine):
         from vllm.sampling_params import RequestOutputKind
 
         engine, version = await self._started(), self._version
-        wanted = Theirs(**sampling_fields(params), detokenize=False, output_kind=RequestOutputKind.FINAL_ONLY)
+        wanted = Theirs(**({"detokenize": False} | sampling_fields(params)), output_kind=RequestOutputKind.FINAL_ONLY)
         final = None
         try:
             async for output in engine.generate({"prompt_token_ids": prompt}, wanted, name):

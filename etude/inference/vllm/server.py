@@ -30,7 +30,8 @@ _CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for a step of th
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
     """Parameters as vLLM names them, those that a model's generation_config.json may set among them."""
-    return {
+    stop = {"stop": list(params.stop), "include_stop_str_in_output": True, "detokenize": True} if params.stop else {}
+    return stop | {
         "max_tokens": params.max_tokens,
         "temperature": params.temperature,
         "top_p": params.top_p,

@@ -1,0 +1,39 @@
+"""`StopTexts`: ends a request at the token with which one of its stop texts is complete.
+
+Invariant: ids are only read, never cut: the token that completes a text is the last one, whatever it holds behind it. A
+text that begins in the prompt does not count, and special tokens are part of what is read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
+
+from etude.chat.encoding import plain_backend
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_TOKENS_PER_CHARACTER = 4  # a character is at most four bytes, and a token at least one
+
+
+class StopTexts:
+    """The `texts` of one request, none of them empty."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, texts: Sequence[str]) -> None:
+        self._texts = tuple(texts)
+        self._decode = _decoding(tokenizer)
+        # One more than a text can take, since decoders treat the first token of a sequence differently.
+        self._reach = _TOKENS_PER_CHARACTER * max(map(len, texts)) + 1
+
+    def complete(self, tokens: Sequence[int]) -> bool:
+        """Whether a text ends within the last of the sampled `tokens`, given that none was complete before it."""
+        text = self._decode(list(tokens[-self._reach :]))
+        return any(each in text for each in self._texts)
+
+
+def _decoding(tokenizer: PreTrainedTokenizerBase) -> Callable[[list[int]], str]:
+    backend = plain_backend(tokenizer, "decode", "_decode")
+    if backend is not None:
+        return lambda ids: str(backend.decode(ids, skip_special_tokens=False))
+    return lambda ids: tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)

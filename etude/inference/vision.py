@@ -1,0 +1,96 @@
+"""What an engine step needs where contexts show images: ids, rotary positions, and the features of the step's images.
+
+Scheduler, prefixes and cache know keyed ids only (see `etude.models.placed_images`), in which every placeholder is the
+number of its image: what they find equal is equal for the model. Here keyed ids become token ids again.
+
+Invariant: an image's features are computed alone, so they do not depend on which rows share a step, and once for all rows
+that show it as long as it is remembered; nothing is remembered beyond a change of the weights.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.images import ImageInput
+from etude.inference.layout import Feed
+from etude.models.placed_images import PlacedImages
+from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features
+
+
+class StepImages:
+    """For the steps of one engine; `most_tokens`: features of how many tokens are remembered beyond a step's own."""
+
+    def __init__(self, model: Any, vision: Vision, most_tokens: int) -> None:
+        self._model, self._vision, self._most_tokens = model, vision, most_tokens
+        self._known: OrderedDict[int, ImageFeatures] = OrderedDict()
+        self.encoded = 0
+
+    def place(self, ids: Sequence[int], images: Sequence[ImageInput]) -> PlacedImages | None:
+        """See `PlacedImages.of`."""
+        return PlacedImages.of(ids, images, self._vision)
+
+    def forget(self) -> None:
+        """The weights have changed."""
+        self._known.clear()
+
+    def token_ids(self, keyed: Tensor) -> Tensor:
+        """Of keyed ids (tokens,) the ids they stand for."""
+        return keyed.masked_fill(keyed < 0, self._vision.image_token_id)
+
+    def rotary(self, feeds: Sequence[Feed], positions: Tensor) -> Tensor:
+        """Rotary positions (3, 1, tokens) of a step's tokens, given their places in their contexts (tokens,)."""
+        shifts: list[int] = []
+        spans: list[tuple[int, Tensor]] = []
+        for feed in feeds:
+            begin, count = feed.base + feed.start, len(feed.ids)
+            placed = feed.images
+            if placed is not None and begin < placed.end:
+                spans.append((len(shifts), placed.positions(begin, begin + count)))
+            shifts += [placed.shift if placed is not None else 0] * count
+        shifted = (positions + torch.tensor(shifts, device=positions.device)).expand(3, -1)
+        if spans:
+            shifted = shifted.clone()
+            for offset, grid in spans:
+                shifted[:, offset : offset + grid.shape[1]] = grid
+        return shifted[:, None]
+
+    def shown(self, feeds: Sequence[Feed]) -> ShownImages | None:
+        """The images among a step's tokens, with their features; None: there are none."""
+        places: list[Tensor] = []
+        parts: list[ImageFeatures] = []
+        used: set[int] = set()
+        offset = 0
+        for feed in feeds:
+            begin, count = feed.base + feed.start, len(feed.ids)
+            if feed.images is not None and begin < feed.images.end:
+                for each, first, last in feed.images.within(begin, begin + count):
+                    features = self._features(each.image)
+                    used.add(each.image.digest)
+                    parts.append(features.part(first - each.start, last - each.start))
+                    places.append(torch.arange(first, last) + (offset - begin))
+            offset += count
+        if not parts:
+            return None
+        self._trim(used)
+        features = ImageFeatures.joined(parts)
+        return ShownImages(torch.cat(places).to(features.embedding.device), features)
+
+    def _features(self, image: ImageInput) -> ImageFeatures:
+        known = self._known.get(image.digest)
+        if known is None:
+            known = self._known[image.digest] = image_features(self._model, [image])[0]
+            self.encoded += 1
+        self._known.move_to_end(image.digest)
+        return known
+
+    def _trim(self, used: set[int]) -> None:
+        held = sum(len(each.embedding) for each in self._known.values())
+        for digest in [digest for digest in self._known if digest not in used]:
+            if held <= self._most_tokens:
+                return
+            held -= len(self._known.pop(digest).embedding)

@@ -1,0 +1,110 @@
+"""`ImageReader`: pictures to what a vision model takes, and how many tokens they will be before any pixel is looked at.
+
+Invariant: `read` gives what `image_input` makes of that picture alone, with as many tokens as `tokens` says of its size.
+Equal pictures give one object for as long as it is remembered, so that the answers to one prompt share its pixels; and a
+file is opened once for all of them. How files are opened, and which may be, is left to the caller.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections import OrderedDict
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from etude.errors import ConfigError, DataError, one_line
+from etude.models.processor import image_input
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from etude.images import ImageInput
+
+REMEMBERED_BYTES = 512 * 2**20  # of pixel values
+_NAMES = 4096  # of files, beside the pictures that they hold
+_LOCKS = 64
+
+
+class ImageReader:
+    """Reads pictures with `processor`; several threads may use it."""
+
+    def __init__(self, processor: Any, remembered_bytes: int = REMEMBERED_BYTES) -> None:
+        self._processor, self._limit = processor, remembered_bytes
+        self._lock = threading.Lock()
+        self._read: OrderedDict[bytes, ImageInput] = OrderedDict()
+        self._held = 0
+        self._names: OrderedDict[bytes, bytes] = OrderedDict()
+        self._opening = [threading.Lock() for _ in range(_LOCKS)]
+
+    def tokens(self, size: tuple[int, int]) -> int:
+        """How many tokens a picture of `size` (width, height) stands for.
+
+        Raises:
+            DataError: the image processor takes no picture of that shape.
+        """
+        images = self._processor.image_processor
+        width, height = size
+        try:
+            patches = images.get_number_of_image_patches(height, width)
+        except ValueError as error:
+            raise DataError(f"a picture of {width} by {height} pixels: {one_line(error)}") from error
+        return int(patches) // int(images.merge_size) ** 2
+
+    def read(self, picture: Image) -> ImageInput:
+        """The picture as the model reads it.
+
+        Raises:
+            DataError: the image processor takes no picture of that shape.
+            ConfigError: it makes another number of tokens of a picture than it says.
+        """
+        picture = picture.convert("RGB")
+        return self._keyed(_key(picture), picture)
+
+    def read_file(self, name: bytes, opened: Callable[[], Image]) -> ImageInput:
+        """The picture that `opened` gives; it is not called where the picture called `name` is remembered.
+
+        Raises:
+            DataError: as `read`, and whatever `opened` raises.
+        """
+        with self._opening[hash(name) % _LOCKS]:  # of several answers to a prompt, the first opens it
+            with self._lock:
+                found = self._known(self._names.get(name))
+            if found is not None:
+                return found
+            picture = opened().convert("RGB")
+            key = _key(picture)
+            made = self._keyed(key, picture)
+            with self._lock:
+                self._names[name] = key
+                if len(self._names) > _NAMES:
+                    self._names.popitem(last=False)
+            return made
+
+    def _known(self, key: bytes | None) -> ImageInput | None:
+        if key is None or key not in self._read:
+            return None
+        self._read.move_to_end(key)
+        return self._read[key]
+
+    def _keyed(self, key: bytes, picture: Image) -> ImageInput:
+        with self._lock:
+            found = self._known(key)
+        if found is not None:
+            return found
+        made = image_input(self._processor, picture)
+        if made.tokens != (said := self.tokens(picture.size)):
+            name = type(self._processor.image_processor).__name__
+            raise ConfigError(f"{name} says {said} tokens of a picture and makes {made.tokens}: it cannot be used")
+        with self._lock:
+            if (found := self._known(key)) is not None:  # another thread was quicker
+                return found
+            self._read[key] = made
+            self._held += made.pixel_values.nbytes
+            while self._held > self._limit and len(self._read) > 1:
+                self._held -= self._read.popitem(last=False)[1].pixel_values.nbytes
+        return made
+
+
+def _key(picture: Image) -> bytes:
+    return hashlib.blake2b(picture.tobytes(), digest_size=16, salt=picture.width.to_bytes(8, "big")).digest()

@@ -1,0 +1,109 @@
+"""The image part of a vision-language model: its vision tower, and where the features it makes enter the language model.
+
+An image's features are a function of its pixel values and the weights alone. They replace the embeddings of the image's
+placeholders, and in Qwen3-VL some more are added to the hidden states behind the first layers (DeepStack, Meng et al. 2024,
+arXiv 2406.04334). The tower runs with Transformers' own attention; only the language model is packed.
+
+Placeholders are never sampled: engine and trainer both leave them out of the distribution (`etude.models.packed`), because
+one without an image means nothing and would put images and placeholders out of step from there on.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.errors import ConfigError
+from etude.images import ImageInput
+
+KINDS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
+"""Model types whose images are supported, with Transformers' class of their processor."""
+
+
+@dataclass(frozen=True)
+class Vision:
+    """How a model shows images: the ids that stand for them, and how many patches a side make one token."""
+
+    image_token_id: int
+    video_token_id: int
+    merge_size: int
+
+    @classmethod
+    def of(cls, config: Any) -> Vision | None:
+        """Of a model's configuration; None where images are not supported: a text model, or one of another type."""
+        if config.model_type not in KINDS:
+            return None
+        return cls(config.image_token_id, config.video_token_id, config.vision_config.spatial_merge_size)
+
+
+@dataclass(frozen=True)
+class ImageFeatures:
+    """`embedding` (tokens, hidden) for the placeholders; `deep`: what is added behind the first layers, each alike."""
+
+    embedding: Tensor
+    deep: tuple[Tensor, ...] = ()
+
+    def part(self, begin: int, end: int) -> ImageFeatures:
+        """Those of the tokens [begin, end)."""
+        return ImageFeatures(self.embedding[begin:end], tuple(each[begin:end] for each in self.deep))
+
+    def rows(self, index: Tensor) -> ImageFeatures:
+        """Those of the tokens `index`; one that stands there twice gets the sum of both gradients, in a fixed order."""
+        return ImageFeatures(self.embedding.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
+
+    @classmethod
+    def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
+        """Those of several images or parts of them, one after another."""
+        if len(parts) == 1:
+            return parts[0]
+        deep = tuple(torch.cat(each) for each in zip(*(part.deep for part in parts)))
+        return cls(torch.cat([part.embedding for part in parts]), deep)
+
+
+@dataclass(frozen=True)
+class ShownImages:
+    """Features at `places` (tokens,) of a packed row; no place stands twice."""
+
+    places: Tensor
+    features: ImageFeatures
+
+
+def image_features(model: Any, images: Sequence[ImageInput]) -> list[ImageFeatures]:
+    """The features of each image by the model's own vision tower; differentiable where gradients are enabled."""
+    body = model.base_model
+    device = body.get_input_embeddings().weight.device
+    pixels = torch.cat([image.pixel_values for image in images]).to(device)
+    grids = torch.tensor([image.grid for image in images], device=device)
+    made = body.get_image_features(pixels, grids, return_dict=True)
+    deep = getattr(made, "deepstack_features", None) or ()
+    return [ImageFeatures(each, tuple(layer[i] for layer in deep)) for i, each in enumerate(made.pooler_output)]
+
+
+def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layout: Any, shown: ShownImages) -> Tensor:
+    """As `etude.models.packed.packed_hidden`, with images among the tokens; `position_ids` (3, 1, tokens)."""
+    body = model.base_model
+    features, places = shown.features, shown.places
+    embedded = body.get_input_embeddings()(token_ids)
+    embedded = embedded.index_put((places,), features.embedding.to(embedded.dtype))
+    options: dict[str, Any] = {}
+    if features.deep:
+        # DeepStack's rows are added in the order of the mask's places.
+        order = places.argsort()
+        mask = torch.zeros_like(token_ids, dtype=torch.bool).index_fill(0, places, True)
+        options = {"visual_pos_masks": mask[None], "deepstack_visual_embeds": [each[order] for each in features.deep]}
+    output = body.language_model(
+        inputs_embeds=embedded[None], position_ids=position_ids, use_cache=False, layout=layout, **options
+    )
+    return output.last_hidden_state[0]
+
+
+def no_images(config: Any) -> ConfigError:
+    """Why images cannot be shown to a model with this configuration."""
+    if getattr(config, "vision_config", None) is None:
+        return ConfigError(f"model type '{config.model_type}' reads text only: it cannot be shown images")
+    known = ", ".join(KINDS)
+    return ConfigError(f"images are not supported for model type '{config.model_type}', only for {known}")

@@ -1,0 +1,106 @@
+"""The images of packed rows: rotary positions of every laid-out token, and whose features stand where.
+
+Invariant: rows share a laid-out token only if they agree on everything before it, images included, because what is laid out
+are keyed ids (see `etude.models.placed_images`). An image that several rows show is encoded once for all of them, and its
+gradient is the sum of theirs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import DataError
+from etude.images import ImageInput
+from etude.models.placed_images import PlacedImages
+from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features, no_images
+from etude.protocol import DataProto
+
+COLUMN = "multi_modal_inputs"
+"""A tuple of `ImageInput` a row, in the order of their places in `input_ids`."""
+
+
+@dataclass(frozen=True)
+class PackedImages:
+    """`positions` (3, 1, tokens); `images` are distinct, and `places` (shown,) the laid-out tokens at which the rows
+    `features` (shown,) of all their features stand."""
+
+    positions: Tensor
+    images: Sequence[ImageInput]
+    places: Tensor
+    features: Tensor
+
+    def shown(self, model: Any) -> ShownImages:
+        """The images by the model's present weights."""
+        made = ImageFeatures.joined(image_features(model, self.images))
+        return ShownImages(self.places, made.rows(self.features))
+
+
+def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[PlacedImages | None]:
+    """The images of each row; None: it has none.
+
+    Raises:
+        DataError: a row's images and placeholders do not agree.
+    """
+    column = batch.non_tensor_batch.get(COLUMN)
+    if vision is None:
+        return [None] * len(rows)
+    placed = []
+    for row in rows:
+        ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()].tolist()
+        try:
+            placed.append(PlacedImages.of(ids, () if column is None else column[row], vision))
+        except DataError as error:
+            raise DataError(f"row {row}: {error}") from error
+    return placed
+
+
+def check_images(batch: DataProto, config: Any) -> None:
+    """Raises ConfigError where a row has images and the model with this configuration cannot be shown any."""
+    column = batch.non_tensor_batch.get(COLUMN)
+    if column is not None and Vision.of(config) is None and any(map(len, column)):
+        raise no_images(config)
+
+
+def packed_images(
+    placed: Sequence[PlacedImages | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
+) -> PackedImages | None:
+    """The images of laid-out rows; None: there are none.
+
+    Args:
+        placed: the images of each row.
+        places: of each row's tokens, (row's tokens,) each.
+        plain: (1, tokens), how far each laid-out token is from the beginning of its rows.
+    """
+    positions = plain.expand(3, -1).clone()
+    images: dict[int, tuple[int, ImageInput]] = {}
+    held = 0
+    shown: list[Tensor] = []
+    features: list[Tensor] = []
+    for row, at in zip(placed, places):
+        if row is None:
+            continue
+        positions[:, at] = row.positions(0, len(at)).to(plain.device)
+        for each, first, last in row.within(0, len(at)):
+            image = each.image
+            if image.digest not in images:
+                images[image.digest] = held, image
+                held += image.tokens
+            shown.append(at[first:last])
+            features.append(torch.arange(last - first) + images[image.digest][0])
+    if not images:
+        return None
+    where, which = torch.cat(shown), torch.cat(features)
+    # A place that rows share is filled once: its gradient must not be doubled.
+    order = torch.from_numpy(np.unique(where.numpy(), return_index=True)[1])
+    return PackedImages(
+        positions[:, None].to(device),
+        [image for _, image in images.values()],
+        where[order].to(device),
+        which[order].to(device),
+    )

@@ -1,0 +1,139 @@
+"""Slots of the key/value cache: drawn side by side without losing a token, and seen as one batch in whatever way."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.inference.cache import KVShape, SlabCache
+from etude.inference.views import OwnSlots, SharedPrefixes, SlotView, batches
+from etude.models.attention import Scoring, partial_attention, visibility
+
+SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
+CPU = torch.device("cpu")
+
+
+def filled(cache, lengths):
+    """Slots with random keys and values in their first places."""
+    held = []
+    for length in lengths:
+        slot = cache.take(length)
+        for layer in range(SHAPE.num_layers):
+            for kind in (slot.slab.keys, slot.slab.values):
+                kind[layer][slot.index, :, :length] = torch.randn(SHAPE.kv_heads, length, SHAPE.head_dim)
+        held.append((slot, length))
+    return held
+
+
+def contents(slot, length):
+    return torch.cat([kind[slot.index, :, :length] for kind in slot.slab.keys + slot.slab.values])
+
+
+def thinned(cache, held, kept):
+    for place, (slot, _) in enumerate(held):
+        if place not in kept:
+            cache.give_back(slot)
+    return [held[place] for place in kept]
+
+
+@given(st.lists(st.integers(1, 300), min_size=2, max_size=40), st.data())
+@settings(max_examples=40, deadline=None)
+def test_slots_drawn_together_lie_side_by_side_and_hold_what_they_held(lengths, data):
+    cache = SlabCache(SHAPE)
+    held = filled(cache, lengths)
+    kept = data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=12, unique=True))
+    held = thinned(cache, held, kept)
+    before, slabs = [contents(*each) for each in held], cache.slab_bytes
+    drawn = cache.side_by_side(held)
+    assert cache.in_use == len(held)
+    assert cache.slab_bytes <= slabs
+    assert len({slot.slab for slot in drawn}) == 1
+    places = sorted(slot.index for slot in drawn)
+    assert places == list(range(places[0], places[0] + len(held)))
+    for slot, (_, length), old in zip(drawn, held, before):
+        assert slot.capacity >= length
+        assert torch.equal(contents(slot, length), old)
+    assert cache.side_by_side([(slot, length) for slot, (_, length) in zip(drawn, held)]) == drawn
+    for slot in drawn:
+        cache.give_back(slot)
+    assert cache.in_use == cache.slab_bytes == 0
+
+
+def test_slots_stay_where_there_is_no_place_side_by_side():
+    cache = SlabCache(SHAPE, budget_bytes=16 * 3 * 64 * SHAPE.token_bytes)
+    held = filled(cache, [10] * 3)
+    middle = held.pop(1)
+    assert held[0][0].slab.slots == 3
+    assert cache.side_by_side(held) == [slot for slot, _ in held]
+    assert cache.in_use == 3
+    cache.give_back(middle[0])
+    assert [slot.index for slot in cache.side_by_side(held)] == [0, 1]
+
+
+def expected(query, slot, length, scoring, window):
+    keys, values = (kind[0][slot.index, None, :, :length] for kind in (slot.slab.keys, slot.slab.values))
+    places = torch.arange(length)
+    bias = visibility((places > length - 1 - (window or length))[None, None, None], query.dtype)
+    out, lse = partial_attention(query[None], keys, values, bias, scoring)
+    return out[0], lse[0]
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=40), st.data(), st.sampled_from([None, 3]))
+@settings(max_examples=40, deadline=None)
+def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, window):
+    cache, scoring = SlabCache(SHAPE), Scoring(0.5, window)
+    kept = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
+    held = thinned(cache, filled(cache, lengths), kept)
+    seen = 0
+    for batch in batches((slot, length, length) for slot, length in held):
+        query = torch.randn(len(batch), SHAPE.kv_heads, 3, SHAPE.head_dim)
+        own = OwnSlots([slot for slot, _ in batch], [length - 1 for _, length in batch], CPU)
+        with torch.inference_mode():
+            for _ in range(2):  # what was copied for one layer must not outlive it
+                out, lse = own.attend(0, query, scoring)
+            for row, (slot, length) in enumerate(batch):
+                assert_close((out[row], lse[row]), expected(query[row], slot, length, scoring, window))
+                seen += 1
+    assert seen == len(held)
+
+
+@given(st.lists(st.integers(1, 200), min_size=1, max_size=12), st.data())
+@settings(max_examples=40, deadline=None)
+def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
+    cache, scoring = SlabCache(SHAPE), Scoring(0.5)
+    held = filled(cache, lengths)
+    owners = data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=20))
+    bases = [data.draw(st.integers(1, held[owner][1])) for owner in owners]
+    rows = {owner: [row for row, each in enumerate(owners) if each == owner] for owner in sorted(set(owners))}
+    query = torch.randn(len(owners), SHAPE.kv_heads, 2, SHAPE.head_dim)
+    found = {}
+    for batch in batches((held[owner][0], held[owner][1], numbers) for owner, numbers in rows.items()):
+        shared = SharedPrefixes(batch, bases, torch.tensor(bases), CPU)
+        with torch.inference_mode():
+            out, lse = shared.attend(0, query, scoring)
+        found |= {row: (out[place], lse[place]) for row, place in zip(shared.rows, shared.grid)}
+    assert sorted(found) == list(range(len(owners)))
+    for row, owner in enumerate(owners):
+        assert_close(found[row], expected(query[row], held[owner][0], bases[row], scoring, None))
+
+
+def assert_close(found, wanted):
+    for ours, theirs in zip(found, wanted):
+        torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=1e-5)
+
+
+def test_neighbours_are_read_in_place_and_scattered_slots_are_copied():
+    cache = SlabCache(SHAPE)
+    slots = [slot for slot, _ in filled(cache, [10] * 30)]
+    near, far = SlotView(slots[3:9], 10, CPU), SlotView(slots[::9], 10, CPU)
+    base = slots[0].slab.keys[0].untyped_storage().data_ptr()
+    assert near.keys_and_values(0)[0].untyped_storage().data_ptr() == base
+    assert far.keys_and_values(0)[0].untyped_storage().data_ptr() != base
+    assert (near.height, far.height) == (6, 4)
+
+
+@pytest.mark.parametrize(("lengths", "sizes"), [([10, 100, 180], [3]), ([10] * 9 + [100], [9, 1]), ([5, 1500], [1, 1])])
+def test_few_slots_of_several_sizes_attend_together_unless_that_pads_much(lengths, sizes):
+    cache = SlabCache(SHAPE)
+    found = batches((slot, length, None) for slot, length in filled(cache, lengths))
+    assert sorted(map(len, found)) == sorted(sizes)
