@@ -94,6 +94,7 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
 async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
     """What `within` gives, of a task that runs already and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
+        await asyncio.sleep(0)  # what waits for nothing has ended then, and needs no timer
         await ended(task, seconds)
     except BaseException:
         await settle({task}, grace)

@@ -21,6 +21,9 @@ from etude.errors import ConfigError, one_line
 
 T = TypeVar("T")
 
+USER_MODULE = "etude_user_"
+"""How the names of modules begin that were imported from a file."""
+
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
@@ -104,7 +107,7 @@ def _import_file(path: Path) -> ModuleType:
     path = path.resolve()
     if not path.is_file():
         raise ConfigError(f"file not found: {path}")
-    name = f"etude_user_{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
+    name = f"{USER_MODULE}{path.stem}_{hashlib.sha256(str(path).encode()).hexdigest()[:12]}"
     if name in sys.modules:
         return sys.modules[name]
     spec = importlib.util.spec_from_file_location(name, path)

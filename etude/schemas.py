@@ -89,12 +89,22 @@ class OpenAIFunctionToolCall(BaseModel):
 
 
 class FunctionCall(BaseModel):
-    """A tool call of the model: `arguments` is the JSON text of an object."""
+    """A tool call of the model: `arguments` is the JSON text of an object.
+
+    `id` is how the model labelled the call, in formats that do; two calls that ask for the same are equal all the same.
+    """
 
     model_config = ConfigDict(frozen=True)
 
     name: str
     arguments: str
+    id: str | None = None
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, FunctionCall) and (self.name, self.arguments) == (other.name, other.arguments)
+
+    def __hash__(self) -> int:
+        return hash((self.name, self.arguments))
 
 
 class ToolResponse(BaseModel):

@@ -59,17 +59,19 @@ class Question(NamedTuple):
 
 
 class Attempts:
-    """What befell a call on its way: attempts that infrastructure broke, and those of them that took too long."""
+    """What befell a call on its way: attempts that infrastructure broke, those of them that took too long, and how often
+    the tool was seen to block the event loop."""
 
-    __slots__ = ("broken", "timeouts")
+    __slots__ = ("blocked_loop", "broken", "timeouts")
 
     def __init__(self) -> None:
         self.broken = 0
         self.timeouts = 0
+        self.blocked_loop = 0
 
 
 class ToolCalls:
-    """Made by `ToolCalls.of(tool)`."""
+    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes."""
 
     @staticmethod
     def of(tool: BaseTool) -> ToolCalls:
@@ -87,7 +89,8 @@ class ToolCalls:
     def __init__(self, tool: BaseTool) -> None:
         self.name = tool.name
         self.policy = policy = CallPolicy.from_config(tool.config, tool.name)
-        parameters = tool.get_openai_tool_schema().to_openai()["function"].get("parameters") or {}
+        self.schema = tool.get_openai_tool_schema().to_openai()
+        parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
         self._plain = not (policy.cache or policy.record or policy.faults)
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)

@@ -18,8 +18,9 @@ from etude.errors import InfrastructureError, one_line
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.calls import Question, ToolCalls, overrides
+from etude.tools.calls import Attempts, Question, ToolCalls, overrides
 from etude.tools.faults import CallPlace
+from etude.tools.loop_watch import LoopWatch
 from etude.tools.outcome import TextLimits, read_creation
 from etude.tools.replay import ReplayedInstance
 
@@ -40,7 +41,7 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_asked", "_given_id", "_kwargs", "_limits", "_noted", "_opening", "_replayed", "_trajectory",
+        "_asked", "_given_id", "_kwargs", "_limits", "_noted", "_opening", "_replayed", "_trajectory", "_watch",
         "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
@@ -51,12 +52,13 @@ class ToolInstance:
         kwargs: Mapping[str, Kwargs | None],
         limits: TextLimits,
         trajectory: str,
+        watch: LoopWatch,
     ) -> None:
         """Raises MissingCall where the tool is replayed and the recording does not know this row."""
         self.tool, self.calls = tool, calls
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
-        self._kwargs, self._limits, self._trajectory = kwargs, limits, trajectory
+        self._kwargs, self._limits, self._trajectory, self._watch = kwargs, limits, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
         self._asked = 0
         self._noted = False
@@ -119,8 +121,8 @@ class ToolInstance:
             recorded = self._replayed.execute(arguments, kwargs)
         return Question(place, arguments, kwargs, self._arguments("create_kwargs"), recorded)
 
-    async def execute(self, question: Question) -> object:
-        """One execution of the tool's code.
+    async def execute(self, question: Question, attempts: Attempts) -> object:
+        """One execution of the tool's code; notes in `attempts` where it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
@@ -140,6 +142,7 @@ class ToolInstance:
             raise
         finally:
             self.executing.discard(task)
+            attempts.blocked_loop += self._watch.stalls(task)
 
     def shown(self, response: ToolResponse) -> ToolResponse:
         """`response` within the limits of its text."""
@@ -166,12 +169,21 @@ class ToolInstance:
             self.calls.recorder.calc_reward(self._trajectory, kwargs, value)
         return value
 
+    @property
+    def settled(self) -> bool:
+        """Whether `close` would have nothing to do: no code of the tool runs, and nothing is to be released."""
+        return self.opened and not self.executing and not self._to_release
+
+    @property
+    def _to_release(self) -> bool:
+        return self._replayed is None and self.created and overrides(self.tool, "release")
+
     async def close(self) -> bool:
         """Ends a `create` that still runs, and releases what was created; False if the release failed."""
         if not self._opening.done():
             self._opening.cancel()
             await ended(self._opening, None)
-        if self._replayed is not None or not self.created or not overrides(self.tool, "release"):
+        if not self._to_release:
             return True
         try:
             kwargs = self._arguments("release_kwargs")

@@ -50,7 +50,8 @@ class ToolOutcome:
     """One call of assistant turn `turn`: `response` for the model, step `reward`, `seconds` that the trajectory waited.
 
     `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments"; `retries` counts attempts
-    before the last that infrastructure broke, and `timeouts` those of them that took too long.
+    before the last that infrastructure broke, `timeouts` those of them that took too long, and `blocked_loop` the times that
+    the tool was seen to block the event loop.
     """
 
     call: FunctionCall
@@ -63,14 +64,15 @@ class ToolOutcome:
     source: Source = Source.TOOL
     retries: int = 0
     timeouts: int = 0
+    blocked_loop: int = 0
 
-    def to_record(self) -> ToolCallRecord:
-        """The form that a trajectory keeps: text only."""
+    def to_record(self, shown: str | None = None) -> ToolCallRecord:
+        """The form that a trajectory keeps: text only, `shown` where the model was shown another than the response's."""
         return ToolCallRecord(
             turn=self.turn,
             name=self.call.name,
             arguments=self.call.arguments,
-            response=self.response.text or "",
+            response=(self.response.text or "") if shown is None else shown,
             reward=self.reward,
             seconds=self.seconds,
             error=self.error,
@@ -78,6 +80,7 @@ class ToolOutcome:
             source=self.source.value,
             retries=self.retries,
             timeouts=self.timeouts,
+            blocked_loop=self.blocked_loop,
         )
 
 
@@ -178,7 +181,10 @@ class TextLimits(NamedTuple):
         if not response.text:
             return response
         side = self.side or (self.tokens.side if self.tokens else "middle")
-        text = shorten_chars(response.text, self.max_chars, side)
+        chars = self.max_chars
+        if self.tokens is not None and self.tokens.max_chars is not None:
+            chars = min(chars, self.tokens.max_chars)
+        text = shorten_chars(response.text, chars, side)
         if not text.isascii():
             text = text.encode("utf-8", "replace").decode("utf-8")
         if self.tokens is not None:

@@ -14,7 +14,7 @@ import importlib
 import inspect
 import json
 import typing
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
 from etude.bounded import BlockingCalls
@@ -35,6 +35,9 @@ class ToolClassRegistry(Registry[type]):
 
     def __getitem__(self, name: str) -> type:
         return self.get(name)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.names())
 
     def overwrite(self, name: str, tool_class: type) -> None:
         """Enters `tool_class`, whatever had the name before."""
@@ -118,21 +121,24 @@ class QwenTool(BaseTool):
 
     def __init__(
         self,
-        tool_class: type,
+        tool: Any,
         config: dict[str, Any],
         tool_schema: OpenAIFunctionToolSchema | None = None,
         *,
         name: str | None = None,
     ) -> None:
-        """Makes the object, with `config` where its constructor takes one; `name` is that of its registration.
+        """`tool` is the object, or its class, which is made with `config` where its constructor takes one; `name` is that
+        of its registration.
 
         Raises:
             ConfigError: it has no name, or its `parameters` have neither of Qwen-Agent's two forms.
         """
-        self._tool = tool_class(config) if _takes_config(tool_class) else tool_class()
+        if isinstance(tool, type):
+            tool = tool(config) if _takes_config(tool) else tool()
+        self._tool = tool
         self._gets_dict = _wants_dict(self._tool.call)
         self._threads = BlockingCalls("etude-qwen-tool", limit=32)
-        super().__init__(config, tool_schema or _schema(self._tool, tool_class.__qualname__, name))
+        super().__init__(config, tool_schema or _schema(tool, type(tool).__qualname__, name))
 
     @rollout_trace_op
     async def execute(

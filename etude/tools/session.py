@@ -30,6 +30,7 @@ from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.calls import Attempts, Question, ToolCalls
 from etude.tools.instance import SECTIONS, ToolInstance
+from etude.tools.loop_watch import LoopWatch
 from etude.tools.outcome import BrokenCall, TextLimits, ToolOutcome, joined
 from etude.tools.policy import CallPolicy
 from etude.tools.truncation import TokenLimit
@@ -85,6 +86,8 @@ class ToolSession:
         self._instances: dict[str, ToolInstance] = {}
         self._waiting: set[asyncio.Task[Any]] = set()  # for tools, on behalf of a turn with several calls
         self._closing: asyncio.Task[None] | None = None
+        self._over = False
+        self._watch: LoopWatch | None = None
         self._entered = False
         self._scored = False
         self.initial_responses: list[ToolResponse] = []
@@ -100,6 +103,7 @@ class ToolSession:
         if self._entered:
             raise RuntimeError("a ToolSession is entered once")
         self._entered = True
+        self._watch = LoopWatch.of_running_loop()
         try:
             instances = [self._start(name) for name in self._kwargs]
             responses = await self._all([instance.ready() for instance in instances])
@@ -114,6 +118,11 @@ class ToolSession:
     ) -> None:
         """Stops what still runs and releases every created tool; raises nothing but a cancellation that arrived."""
         await self._close()
+
+    @property
+    def schemas(self) -> list[dict[str, Any]]:
+        """The tools' schemas, as OpenAI dictionaries that nobody changes."""
+        return [calls.schema for calls in self._calls.values()]
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -148,7 +157,7 @@ class ToolSession:
         return dict(zip(created, values, strict=True))
 
     def _check_open(self) -> None:
-        if not self._entered or self._closing is not None:
+        if not self._entered or self._over:
             raise RuntimeError("a ToolSession is used inside its 'async with' block")
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
@@ -200,7 +209,7 @@ class ToolSession:
         started = time.perf_counter()
         with span("tool", call.name) as recorded:
             try:
-                answer = await instance.calls.answer(question, lambda: instance.execute(question), attempts)
+                answer = await instance.calls.answer(question, lambda: instance.execute(question, attempts), attempts)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -217,6 +226,7 @@ class ToolSession:
                 answer.source,
                 attempts.broken,
                 attempts.timeouts,
+                attempts.blocked_loop,
             )
             if recorded is not None:
                 recorded.set(arguments=call.arguments, **_told_of(outcome))
@@ -228,13 +238,19 @@ class ToolSession:
         calls = self._calls[name]
         kwargs = self._kwargs.get(name, {})
         limits = self._limits(calls.policy)
-        instance = ToolInstance(self._tools[name], calls, kwargs, limits, self._request_id)
+        assert self._watch is not None
+        instance = ToolInstance(self._tools[name], calls, kwargs, limits, self._request_id, self._watch)
         self._instances[name] = instance
         return instance
 
     async def _close(self) -> None:
         """Runs `_close_all` to its end, however often the caller is cancelled meanwhile."""
         if self._closing is None:
+            if self._watch is not None and not self._over:
+                self._watch.close()
+            self._over = True
+            if not self._waiting and all(instance.settled for instance in self._instances.values()):
+                return
             self._closing = asyncio.ensure_future(self._close_all())
         await uninterrupted(self._closing)
 
@@ -275,6 +291,7 @@ def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: f
         error="timeout" if late else "infrastructure",
         retries=attempts.broken,
         timeouts=attempts.timeouts,
+        blocked_loop=attempts.blocked_loop,
     )
     return BrokenCall(asked.instance.sentence("execute", error), record)
 

@@ -20,23 +20,28 @@ _TOKENS_PER_CHARACTER = 4  # a character is at most four bytes, and a token at l
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """How many tokens of an answer the model is shown, where a tool's `config` says nothing else.
+    """How much of an answer the model is shown, where a tool's `config` says nothing else.
 
     Attributes:
-        max_tokens: at least 1.
+        max_tokens: at least 1; None: any number.
         side: the part that is cut away: "left", "middle" or "right". A mark stands in its place, if it fits.
         tokenizer: finds the places to cut at.
         count: tokens of a text where it will stand.
+        max_chars: the same limit in characters, where that is what is counted.
     """
 
-    max_tokens: int
+    max_tokens: int | None
     side: str
     tokenizer: Any
     count: Callable[[str], int]
+    max_chars: int | None = None
 
     def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
         """`text` in at most `max_tokens` tokens or its own, whichever is less."""
-        limit = self.max_tokens if max_tokens is None else min(max_tokens, self.max_tokens)
+        limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
+        if not limits:
+            return text
+        limit = min(limits)
         return shorten(text, limit=limit, side=side or self.side, tokenizer=self.tokenizer, count=self.count)
 
     def exceeded(self, text: str, max_tokens: int) -> bool:

@@ -1,0 +1,147 @@
+"""`LoopWatch`: notices tools that block the event loop, and with it every other trajectory of the process.
+
+Invariant: it never slows a call down: a thread asks the loop for a sign of life twice a second, only while trajectories
+have tools open, and looks at the loop's stack only when none came. What it blames is one step of one tool's code that
+lasted `STALL_SECONDS`; a loop that is merely busy blames nobody. It warns once for each tool and stops nothing.
+
+Not noticed: code that a tool starts as a task of its own, and C code that keeps Python's global lock.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import sys
+import sysconfig
+import threading
+import time
+import weakref
+from types import FrameType
+from typing import ClassVar, NamedTuple
+
+from etude.bounded import called
+from etude.tools.base import BaseTool
+
+STALL_SECONDS = 2.0
+TICK_SECONDS = 0.5
+LINGER_SECONDS = 10.0  # how long the thread stays when no trajectory has tools open
+
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+
+logger = logging.getLogger(__name__)
+
+
+class _Step(NamedTuple):
+    """A tool's code on the loop's stack."""
+
+    frame: int
+    """Identity of the frame in which the call began."""
+    tool: BaseTool
+    method: str
+    place: str
+
+
+class LoopWatch:
+    """Of one event loop; made by `LoopWatch.of_running_loop`."""
+
+    _lock = threading.Lock()
+    _watches: ClassVar[dict[asyncio.AbstractEventLoop, LoopWatch]] = {}
+    _warned: ClassVar[set[str]] = set()
+
+    @classmethod
+    def of_running_loop(cls) -> LoopWatch:
+        """The watch of the loop this runs in, which watches until it is told `close` as often as it was asked for."""
+        loop = asyncio.get_running_loop()
+        with cls._lock:
+            watch = cls._watches.get(loop)
+            if watch is None:
+                watch = cls._watches[loop] = cls(loop)
+            watch._users += 1
+        return watch
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._loop_thread = threading.get_ident()
+        self._users = 0
+        self._turned = True
+        self._stalls: weakref.WeakKeyDictionary[asyncio.Task[object], int] = weakref.WeakKeyDictionary()
+        threading.Thread(target=self._run, name="etude-loop-watch", daemon=True).start()
+
+    def close(self) -> None:
+        """One user less."""
+        with self._lock:
+            self._users -= 1
+
+    def stalls(self, task: asyncio.Task[object]) -> int:
+        """How often `task`, which has ended, blocked the loop; to be asked once."""
+        return self._stalls.pop(task, 0) if self._stalls else 0
+
+    def _run(self) -> None:
+        idle_since: float | None = None
+        while True:
+            if self._users:
+                idle_since = None
+            elif idle_since is None:
+                idle_since = time.monotonic()
+            if self._loop.is_closed() or (idle_since is not None and time.monotonic() - idle_since > LINGER_SECONDS):
+                with self._lock:
+                    if self._loop.is_closed() or not self._users:
+                        del self._watches[self._loop]
+                        return
+            if self._turned:
+                self._turned = False
+                with contextlib.suppress(RuntimeError):  # closed in this moment
+                    self._loop.call_soon_threadsafe(self._turn)
+            time.sleep(TICK_SECONDS)
+            self._look()
+
+    def _turn(self) -> None:
+        self._turned = True
+
+    def _look(self) -> None:
+        """Until the loop turns: sees whether it is one step of a tool that keeps it."""
+        suspect, since, reported = None, 0.0, False
+        while not self._turned and self._loop.is_running():
+            step, task = self._step(), asyncio.current_task(self._loop)
+            if step is None or step.frame != suspect:
+                suspect, since, reported = step and step.frame, time.monotonic(), False
+            elif not reported and time.monotonic() - since >= STALL_SECONDS:
+                reported = True
+                if task is not None:
+                    self._stalls[task] = self._stalls.get(task, 0) + 1
+                self._warn(step)
+            time.sleep(TICK_SECONDS)
+
+    def _step(self) -> _Step | None:
+        """The tool's code that the loop's thread is in, if any."""
+        frame: FrameType | None = sys._current_frames().get(self._loop_thread)
+        innermost, place = frame, ""
+        while frame is not None:
+            code = frame.f_code
+            if code is called.__code__:
+                method = frame.f_locals.get("function")
+                tool = getattr(method, "__self__", None)
+                if isinstance(tool, BaseTool) and innermost is not None:
+                    return _Step(id(frame), tool, getattr(method, "__name__", "?"), place or _place(innermost))
+            if not place and not code.co_filename.startswith((*_LIBRARIES, "<frozen")):
+                place = _place(frame)
+            frame = frame.f_back
+        return None
+
+    def _warn(self, step: _Step) -> None:
+        if step.tool.name in self._warned:
+            return
+        self._warned.add(step.tool.name)
+        logger.warning(
+            "tool '%s': its %s has blocked the event loop for %g s, and every trajectory of this process waits (%s); "
+            "write it as a plain 'def' function, which runs in a thread, or call what blocks by asyncio.to_thread",
+            step.tool.name,
+            step.method,
+            STALL_SECONDS,
+            step.place,
+        )
+
+
+def _place(frame: FrameType) -> str:
+    return f"{frame.f_code.co_filename}:{frame.f_lineno} in {frame.f_code.co_name}"
