@@ -2,12 +2,14 @@
 
     python benchmarks/run.py                                      everything: about an hour and a half on two cores
     python benchmarks/run.py --only step,loop --repetitions 5     some of it; the other results stay as they are
-    python benchmarks/run.py --only none --publish                only write docs/performance.md again
+    python benchmarks/run.py --only none --publish                write docs/performance.md again, with what is in --work
 
-The peers' environments are made from PyPI, the model by Étude itself, both once, in `--work`. Every measurement is a fresh
-process; the contenders of a row take turns, and take them in another order each time. CPU seconds are user and system
-time at the given number of threads: on a machine that others use too they are steadier than wall time, and the ratios
-within a row steadier still.
+The peers' environments are made from PyPI, the model by Étude itself, both once, in `--work`. What is published is kept
+in `benchmarks/published.json`: a row stays there until one of its name, measured later, is published.
+
+Every measurement is a fresh process; the contenders of a row take turns, and take them in another order each time. CPU
+seconds are user and system time at the given number of threads: on a machine that others use too they are steadier than
+wall time, and the ratios within a row steadier still.
 """
 
 from __future__ import annotations
@@ -31,6 +33,7 @@ from side_by_side.results import Measured, Results  # noqa: E402
 from side_by_side.rows import KINDS, Contender, Row, rows  # noqa: E402
 
 _SECONDS = 1800  # of one process
+_PUBLISHED = HERE / "published.json"
 _BEGIN, _END = "<!-- benchmarks: begin -->", "<!-- benchmarks: end -->"
 
 
@@ -39,6 +42,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default=",".join(KINDS), help=f"some of {','.join(KINDS)}, or none")
     parser.add_argument("--rows", default="", help="only rows whose name begins with one of these, comma-separated")
+    parser.add_argument("--list", action="store_true", help="only say which rows there are")
     parser.add_argument("--repetitions", type=int, default=5)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--work", type=Path, default=Path("build/benchmarks"), help="environments, model and results")
@@ -52,6 +56,10 @@ def main() -> None:
     for kind in kinds:
         if kind not in KINDS:
             parser.error(f"--only knows {', '.join(KINDS)} and none, not '{kind}'")
+    if options.list:
+        for row in rows(kinds, [int(count) for count in options.threads.split(",")], ["--checkpoint", ""]):
+            print(f"{row.name:20} {row.title}: {', '.join(c.name for c in row.contenders)}")
+        return
     work = options.work.resolve()
     results = Results(work / "results.json")
     if kinds:
@@ -66,7 +74,9 @@ def main() -> None:
                     for c in row.contenders
                 }
                 results.put(_measured(row, options.repetitions, pythons))
-    _write(results.load(), work, publish=options.publish)
+    _write(results.load(), work)
+    if options.publish:
+        _publish(results.load(), HERE.parent / "docs" / "performance.md", Results(_PUBLISHED))
 
 
 def _model(options: argparse.Namespace, work: Path) -> list[str]:
@@ -80,7 +90,7 @@ def _model(options: argparse.Namespace, work: Path) -> list[str]:
 
 def _measured(row: Row, repetitions: int, pythons: dict[str, Path]) -> Measured:
     readings: dict[str, list[dict[str, float]]] = {contender.name: [] for contender in row.contenders}
-    started = time.time()
+    started, load = time.time(), os.getloadavg()[0]
     for repetition in range(repetitions):
         turn = repetition % len(row.contenders)
         for contender in (*row.contenders[turn:], *row.contenders[:turn]):
@@ -90,6 +100,8 @@ def _measured(row: Row, repetitions: int, pythons: dict[str, Path]) -> Measured:
             print(f"{row.name} {repetition + 1}/{repetitions} {contender.name}: {shown}", flush=True)
     conditions = {
         "date": time.strftime("%Y-%m-%d", time.gmtime(started)),
+        "time": started,
+        "load": load,
         "processors": os.cpu_count(),
         "processor": _processor(),
         "python": platform.python_version(),
@@ -138,18 +150,29 @@ def _processor() -> str:
     return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
 
 
-def _write(measured: list[Measured], work: Path, *, publish: bool) -> None:
+def _write(measured: list[Measured], work: Path) -> None:
     if not measured:
         raise SystemExit(f"{work}: nothing was measured yet")
     text = presentation.tables(measured)
     (work / "tables.md").write_text(text)
     presentation.plot(measured, work / "performance.svg")
     print(f"{text}\n{work / 'results.json'}, {work / 'tables.md'}, {work / 'performance.svg'}")
-    if publish:
-        page = HERE.parent / "docs" / "performance.md"
-        before, rest = page.read_text().split(_BEGIN)
-        page.write_text(f"{before}{_BEGIN}\n\n{text}\n{_END}{rest.split(_END)[1]}")
-        presentation.plot(measured, page.with_suffix(".svg"))
+
+
+def _publish(measured: list[Measured], page: Path, published: Results) -> None:
+    """Puts rows among those that the page shows, and writes its tables and its picture again."""
+    for row in measured:
+        published.put_newer(row)
+    before, rest = page.read_text().split(_BEGIN)
+    shown = _ordered(published.load())
+    page.write_text(f"{before}{_BEGIN}\n\n{presentation.tables(shown)}\n{_END}{rest.split(_END)[1]}")
+    presentation.plot(shown, page.with_suffix(".svg"))
+
+
+def _ordered(measured: list[Measured]) -> list[Measured]:
+    """As `rows` has them, whenever they were measured."""
+    names = [row.name for row in rows(KINDS, [1, 2], ["--checkpoint", ""])]
+    return sorted(measured, key=lambda row: names.index(row.name) if row.name in names else len(names))
 
 
 if __name__ == "__main__":

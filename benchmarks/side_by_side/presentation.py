@@ -31,16 +31,16 @@ _SCALE = {"cpu_a_call": 1e3, "cpu_a_token": 1e6}
 
 
 def tables(rows: Sequence[Measured]) -> str:
-    """A table a row: a line a figure, with each contender's median (and quartiles) and Étude's ratio to every peer."""
+    """A table a row: a line a figure, with every median (and quartiles), and the first contender's ratio to each other."""
     return "\n\n".join(_table(row) for row in rows) + "\n"
 
 
 def _table(row: Measured) -> str:
     ours, *peers = row.contenders
-    ratios = [f"Étude / {peer}" for peer in peers]
+    ratios = [f"{ours} / {peer}" for peer in peers]
     targets = ["target"] if row.targets else []
     head = ["", *row.contenders, *ratios, *targets]
-    lines = [f"**{row.title}** ({len(row.readings[ours])} repetitions)", "", _line(head), _line(["---"] * len(head))]
+    lines = [f"**{row.title}** ({_circumstances(row)})", "", _line(head), _line(["---"] * len(head))]
     for figure in row.figures:
         if row.median(ours, figure) is None:
             continue
@@ -51,6 +51,17 @@ def _table(row: Measured) -> str:
             cells.append(f"≤ {row.targets[figure]:.2f}" if figure in row.targets else "")
         lines.append(_line(cells))
     return "\n".join(lines)
+
+
+def _circumstances(row: Measured) -> str:
+    """How often, when, and beside how much other work (processes that wanted a core when it began)."""
+    count, known = len(row.readings[row.contenders[0]]), row.conditions
+    parts = [f"{count} repetition" if count == 1 else f"{count} repetitions"]
+    if "date" in known:
+        parts.append(known["date"])
+    if "load" in known:
+        parts.append(f"load {known['load']:.1f}")
+    return ", ".join(parts)
 
 
 def _line(cells: Sequence[str]) -> str:

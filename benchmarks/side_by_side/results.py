@@ -72,3 +72,9 @@ class Results:
         held[places[0] if places else len(held) :] = [row, *held[places[0] + 1 if places else len(held) :]]
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_text(json.dumps([asdict(entry) for entry in held], indent=1, ensure_ascii=False))
+
+    def put_newer(self, row: Measured) -> None:
+        """Like `put`, but a row measured later than this one stays."""
+        held = next((old for old in self.load() if old.name == row.name), None)
+        if held is None or held.conditions.get("time", 0.0) <= row.conditions.get("time", 0.0):
+            self.put(row)

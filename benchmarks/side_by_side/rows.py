@@ -1,4 +1,4 @@
-"""What is measured: each row runs its contenders in turn, and compares them with the last named one.
+"""What is measured: each row runs its contenders in turn, and compares the first with the others.
 
 Invariant: the contenders of a row get the same work. A row whose first contender is Étude and that has a target says so in
 `targets`: figure → the largest ratio to the peer that is aimed at.
@@ -182,8 +182,19 @@ def _whole(name: str, title: str, *contenders: Contender) -> Row:
 
 
 def _scaling(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
+    yield Row(
+        "scaling",
+        "tokens",
+        "rollouts of 64, 256 and 1,024 trajectories, two tool turns, one thread; a first one is not counted",
+        1,
+        tuple(
+            _driver(f"Étude, {count:,}", "etude", "etude_step", *model, "--prompts", count // 8, *_rolled(count // 8))
+            for count in (64, 256, 1024)
+        ),
+        ("cpu_a_token", "sampled_tokens"),
+    )
     for prompts in (2, 8, 32, 128):
-        common = (*model, "--prompts", prompts, "--rollout-only", "--steps", 2)
+        common = (*model, "--prompts", prompts, *_rolled(prompts))
         contenders = [_driver("Étude", "etude", "etude_step", *common)]
         if prompts <= 32:
             contenders.append(_driver("TRL 1.16", "trl", "trl_step", *common))
@@ -208,6 +219,12 @@ def _scaling(threads: int, model: tuple[str, ...]) -> Iterator[Row]:
         )
     for turns in (1, 7):
         yield _loop_row("scaling", f"turns_{turns}", "256 trajectories over a model of 20 ms a call", 256, turns, model)
+
+
+def _rolled(prompts: int) -> tuple[object, ...]:
+    """As many rollouts that the smaller ones take about as long as the larger; the first of them is not counted, since it
+    pays for what only a fresh process pays for."""
+    return "--rollout-only", "--steps", max(2, min(6, 1 + 64 // prompts))
 
 
 def _threads(count: int) -> str:

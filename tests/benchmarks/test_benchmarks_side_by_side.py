@@ -64,6 +64,40 @@ def test_tables_show_medians_spread_ratio_and_target_of_what_was_measured():
     assert "memory" not in text
 
 
+def test_tables_say_when_and_beside_what_a_row_was_measured():
+    from side_by_side.presentation import tables
+
+    shown = tables([measured(conditions={"date": "2026-11-21", "load": 0.74})])
+    assert "**a step** (3 repetitions, 2026-11-21, load 0.7)" in shown
+    assert "**a step** (1 repetition)" in tables([measured(readings={"Étude": [{"step_cpu": 1.0}]})])
+
+
+def test_publishing_keeps_rows_that_were_not_measured_again(tmp_path):
+    import run
+    from side_by_side.results import Results
+
+    page, kept = tmp_path / "page.md", Results(tmp_path / "published.json")
+    page.write_text(f"before\n{run._BEGIN}\nold\n{run._END}\nafter\n")
+    run._publish([measured(title="first"), measured(name="loop_64", title="loops")], page, kept)
+    run._publish([measured(title="second", conditions={"time": 2.0})], page, kept)
+    run._publish([measured(title="stale", conditions={"time": 1.0})], page, kept)
+    assert [row.title for row in kept.load()] == ["second", "loops"]
+    text = page.read_text()
+    assert (text[:7], text[-7:]) == ("before\n", "\nafter\n")
+    assert "old" not in text
+    assert [title in text for title in ("first", "second", "stale", "loops")] == [False, True, False, True]
+    assert (tmp_path / "page.svg").exists()
+
+
+def test_the_published_tables_are_those_of_the_published_readings():
+    import run
+    from side_by_side.presentation import tables
+    from side_by_side.results import Results
+
+    page = (BENCHMARKS.parent / "docs" / "performance.md").read_text()
+    assert tables(run._ordered(Results(run._PUBLISHED).load())) in page
+
+
 def test_the_plot_is_the_same_file_for_the_same_readings(tmp_path):
     from side_by_side.presentation import plot
 
@@ -82,7 +116,7 @@ def test_every_row_names_drivers_that_exist_and_is_named_once():
     assert {row.kind for row in made} == set(KINDS)
     for row in made:
         assert set(row.targets) <= set(row.figures)
-        assert row.contenders[0].name == "Étude"
+        assert row.contenders[0].name.startswith("Étude")
         for contender in row.contenders:
             assert contender.environment in ("etude", *PACKAGES)
             if contender.command[0] == "-m" and contender.command[1].startswith("side_by_side."):
