@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.chat.parsers.auto import format_of
 from etude.chat.template import ChatTemplate, Run
-from etude.errors import EtudeError, one_line
+from etude.errors import ConfigError, EtudeError, one_line
 from etude.trajectory import Provenance
 
 if TYPE_CHECKING:
@@ -60,14 +60,15 @@ class TemplateReport:
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> TemplateReport:
-    """Tries a tokenizer's chat template; `options` are `data.apply_chat_template_kwargs`."""
+    """Tries a tokenizer's chat template; `options` are those of `ChatTemplate`: `data.apply_chat_template_kwargs`, and
+    the `processor` of a vision model."""
     try:
         chat = ChatTemplate(tokenizer, **options)
     except EtudeError as error:
         return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
-    end = tokenizer.convert_ids_to_tokens(chat.end_of_turn_id)
+    ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_token_ids)
     findings = [
-        Finding("an assistant turn ends with one token", True, f"{end} ({chat.end_of_turn_id})"),
+        Finding("an assistant turn ends with a token", True, ends),
         _tried("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
         _tried("a tool's answer is encoded as in the whole conversation", lambda: _continues(chat, "tool", 1)),
         _tried("so are two tools' answers", lambda: _continues(chat, "tool", 2)),
@@ -75,8 +76,26 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
         _tried("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
         _earlier_reasoning(chat),
+        *([_images(chat)] if options.get("processor") is not None else []),
     ]
     return TemplateReport(findings, _example(chat))
+
+
+def require_answers(chat: ChatTemplate, role: str) -> None:
+    """Refuses a template that does not write what a rollout shows the model between its turns: a message of `role`, and
+    two of them where the model has called twice.
+
+    Raises:
+        ConfigError: it cannot; one line that says why.
+    """
+    words = "a tool's answer" if role == "tool" else "a user's answer"
+    for count, shown in ((1, words), (2, "the answers to two calls in one turn")):
+        try:
+            same, evidence = _continues(chat, role, count)
+        except EtudeError as error:
+            same, evidence = False, one_line(error)
+        if not same:
+            raise ConfigError(f"the chat template cannot show the model {shown}: {evidence}")
 
 
 def _tried(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
@@ -87,7 +106,7 @@ def _tried(statement: str, trial: Callable[[], tuple[bool, str]]) -> Finding:
 
 
 def _context(chat: ChatTemplate, role: str, count: int) -> list[Run]:
-    return chat.context_ids([{"role": role, "content": str(19 + n)} for n in range(count)], after_stop=True)
+    return chat.context_ids([{"role": role, "content": str(19 + n)} for n in range(count)])
 
 
 def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
@@ -114,7 +133,7 @@ def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:
     for token in tokens:
         for role in ("tool", "user"):
             try:
-                runs = chat.context_ids([{"role": role, "content": f"x{token}y"}], after_stop=True)
+                runs = chat.context_ids([{"role": role, "content": f"x{token}y"}])
             except EtudeError:
                 continue  # it knows no such role, which another finding says
             number = chat.tokenizer.convert_tokens_to_ids(token)
@@ -144,6 +163,14 @@ def _earlier_reasoning(chat: ChatTemplate) -> Finding:
     return Finding(
         "earlier reasoning", None, "the template drops it; Étude keeps what was sampled, in context and training"
     )
+
+
+def _images(chat: ChatTemplate) -> Finding:
+    if not chat.image_roles:
+        return Finding(
+            "images", None, "none between turns: the template writes no single placeholder, or numbers images"
+        )
+    return Finding("images", None, f"may be in messages of: {', '.join(sorted(chat.image_roles, reverse=True))}")
 
 
 def _example(chat: ChatTemplate) -> list[Run]:

@@ -60,6 +60,11 @@ def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     return {**call, "arguments": arguments}
 
 
+def has_marks(text: str) -> bool:
+    """Whether `text` holds one of the marks itself."""
+    return OPEN in text or CLOSE in text
+
+
 def mark(message: Mapping[str, Any]) -> MarkedMessage:
     """`message` with every text of its content marked; the parts of a list content are marked one by one."""
     copy = plain_message(message)

@@ -5,8 +5,9 @@ import copy
 import pytest
 from test_chat_template import CHATML, FAMILIES, LLAMA3, TINY, family, tokenizer_with
 
-from etude.chat import ChatTemplate
 from etude.chat.check import check_template
+from etude.chat.continuation import Continuation
+from etude.chat.labelled import LabelledEncoder
 from etude.cli.main import cli, run
 from etude.trajectory import Provenance
 
@@ -70,10 +71,9 @@ def test_dropped_reasoning_is_told():
 
 def test_a_forged_token_would_be_found(monkeypatch):
     """The trial itself works: with the guard taken away it fails."""
+    monkeypatch.setattr(LabelledEncoder, "runs", lambda self, text, spans: [(self.ids(text), Provenance.TOOL)])
     monkeypatch.setattr(
-        ChatTemplate,
-        "_encode_by_provenance",
-        lambda self, text, spans, messages: [(self._encoder.ids(text), Provenance.TOOL)],
+        Continuation, "runs", lambda self, contents: self.encoder.runs(self._filled(self.parts, contents)[0], [])
     )
     report = check_template(
         tokenizer_with(
@@ -93,3 +93,18 @@ def test_the_command(tmp_path, capsys):
     tokenizer_with(CHATML).save_pretrained(tmp_path / "bad")
     assert run(cli, ["chat", "check", str(tmp_path / "bad"), "--no-tokens"]) == 1
     assert "NOT safe" in capsys.readouterr().out
+
+
+def test_the_command_tries_the_template_as_it_will_be_rendered(tmp_path, capsys):
+    thinking = CHATML.replace(
+        "assistant\n' }}{%", "assistant\n' }}{% if not thinks %}{{ raise_exception('set thinks') }}{% endif %}{%"
+    )
+    tokenizer_with(thinking).save_pretrained(tmp_path / "model")
+    model = str(tmp_path / "model")
+    assert run(cli, ["chat", "check", model, "--no-tokens"]) == 1
+    assert "set thinks" in capsys.readouterr().out
+    assert run(cli, ["chat", "check", model, "--no-tokens", "--set", "thinks=true"]) == 1
+    assert "set thinks" not in capsys.readouterr().out
+    for wrong in ("thinks", "=1", "a b=1", "thinks={"):
+        assert run(cli, ["chat", "check", model, "--set", wrong]) == 2
+        assert "give KEY=VALUE" in capsys.readouterr().err

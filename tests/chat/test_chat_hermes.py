@@ -164,7 +164,8 @@ def test_never_raises_and_bounds_its_errors(pieces):
 def test_every_opening_tag_outside_reasoning_is_a_call_or_an_error(pieces, reasoning):
     text = "".join(pieces)
     calls, errors, _ = read(reasoning + text)
-    assert len(calls) + len(errors) == text.count("<tool_call>")
+    lost = reasoning.startswith("<tool_call>") and not text.strip()  # the turn ends with a thought that calls
+    assert len(calls) + len(errors) == text.count("<tool_call>") + lost
     assert len(calls) == text.count(call("f", a=1))
 
 

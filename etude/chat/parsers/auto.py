@@ -76,6 +76,7 @@ class AutoToolParser(ToolParser):
         self.parser = ToolParser.get_tool_parser(format_of(source), tokenizer)
         self.special_tokens = self.parser.special_tokens
         self.stop_tokens = self.parser.stop_tokens
+        self.result_tag = self.parser.result_tag
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """See the parser's own."""

@@ -11,6 +11,8 @@ from typing import ClassVar
 from etude.chat.parsers.base import Tools
 from etude.chat.parsers.blocks import BlockParser, Pieces, Thought
 
+LIST_OF_CALLS = re.compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:')  # JSON; what may follow is the parser's to judge
+
 
 class BareParser(BlockParser):
     """Reads blocks after a tag as `BlockParser`, and, where there is none, a turn that matches `bare` as one block."""
@@ -22,8 +24,12 @@ class BareParser(BlockParser):
         for start in self._beginnings(text):
             block = self.read_block(text, "", start, tools) if self.bare.match(text, start) else None
             if block is not None:
-                return [Thought(text[:start]), *block.found, text[block.end :]]
+                return [self._thought(text[:start]), *block.found, text[block.end :]]
         return super().read(text, tools)
+
+    def _thought(self, text: str) -> Thought:
+        tags = next((pair for pair in self.thoughts if text.rstrip().endswith(pair[1])), ("", ""))
+        return Thought.of(text.strip(), *tags)
 
     def _beginnings(self, text: str) -> list[int]:
         """Where a turn's words may begin: at once, or after its first thought."""

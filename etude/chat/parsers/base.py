@@ -9,6 +9,7 @@ A parser defines `parse`, or, as in the documents, only `async extract_tool_call
 
 from __future__ import annotations
 
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -31,18 +32,28 @@ P = TypeVar("P", bound="type[ToolParser]")
 class ParsedResponse:
     """One assistant turn: the text outside its calls, the calls in order, one line for each unreadable call.
 
-    `result_tag` names the tag that results of its calls are given in, for formats without a role of tools.
+    `reasoning` is what of the content is marked as a thought, without its tags, and `spoken` the rest; where the format
+    marks none, all of it. `result_tag` names the tag that results of its calls are given in, for formats without a role
+    of tools.
     """
 
     content: str
     calls: list[FunctionCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
     result_tag: str | None = None
+    reasoning: str = ""
+    words: str | None = None
 
-    def result_message(self, text: str) -> dict[str, str]:
-        """The message that answers one of the turn's calls with `text`."""
+    @property
+    def spoken(self) -> str:
+        return self.content if self.words is None else self.words
+
+    def result_message(self, text: str, call: FunctionCall | None = None) -> dict[str, str]:
+        """The message that answers `call`, or what could not be read as one, with `text`; it bears the identifier that
+        the model gave the call."""
         if self.result_tag is None:
-            return {"role": "tool", "content": text}
+            message = {"role": "tool", "content": text}
+            return message if call is None or call.id is None else {**message, "tool_call_id": call.id}
         return {"role": "user", "content": f"<{self.result_tag}>{text}</{self.result_tag}>"}
 
 
@@ -54,6 +65,10 @@ class ToolParser:
     """Special tokens that the format reads: they stay in the text that `decode` gives."""
     stop_tokens: tuple[str, ...] = ()
     """Tokens, besides the template's, that end a turn of this format, where the tokenizer has them."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end a turn of this format where `rollout.stop` is null: what follows them is not the model's to write."""
+    result_tag: str | None = None
+    """The tag that results are given in, in a user's message, by formats that do not need a chat template with tools."""
     _decoder: Decoder | None = None
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
@@ -116,8 +131,7 @@ class ToolParser:
         Raises:
             ConfigError: a parser of the user's returned something that is no list of calls.
         """
-        owner = next(cls for cls in type(self).__mro__ if {"parse", "extract_tool_calls"} & vars(cls).keys())
-        if "parse" in vars(owner):
+        if type(self)._reads_text():
             return self.parse(self.decode(response_ids), tools)
         extract: Callable[..., Any] = self.extract_tool_calls
         returned = extract(response_ids, tools) if _takes_tools(extract) else extract(response_ids)
@@ -129,6 +143,13 @@ class ToolParser:
             content, calls = self.decode(response_ids), returned
         return ParsedResponse(str(content or ""), [self._as_call(call) for call in self._as_list(calls)])
 
+    @classmethod
+    @functools.cache
+    def _reads_text(cls) -> bool:
+        """Whether `parse` is what the class, or its nearest base with either method, defines."""
+        owner = next(base for base in cls.__mro__ if {"parse", "extract_tool_calls"} & vars(base).keys())
+        return "parse" in vars(owner)
+
     def decode(self, response_ids: Sequence[int]) -> str:
         """Text of `response_ids`, tool tags kept and ends of turns dropped.
 
@@ -138,7 +159,7 @@ class ToolParser:
         if self.tokenizer is None:
             raise ConfigError(f"tool parser {type(self).__name__} was made without a tokenizer and can only parse text")
         if self._decoder is None or self._decoder.tokenizer is not self.tokenizer:
-            self._decoder = Decoder(self.tokenizer, self.special_tokens)
+            self._decoder = Decoder.of(self.tokenizer, self.special_tokens)
         return self._decoder.decode(response_ids)
 
     def _as_list(self, calls: Any) -> Sequence[Any]:

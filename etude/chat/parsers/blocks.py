@@ -1,9 +1,10 @@
 """`BlockParser`: the one reader of turns in which calls stand in blocks that a tag opens.
 
-Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written. Reasoning is what
-stands between the tags of a thought, what follows an opening one that is never closed, and, where the text has none
-before it, what precedes the first closing one (the prompt opened that thought). Reading takes linear time, as long as
-`read_block` takes time in proportion to what it consumes or to the way to the next tag.
+Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written, and so is a tag
+that announces calls where none follows, and a call in a thought that the turn ends with. Reasoning is what stands
+between the tags of a thought, what follows an opening one that is never closed, and, where the text has none before it,
+what precedes the first closing one (the prompt opened that thought). Reading takes linear time, as long as `read_block`
+takes time in proportion to what it consumes or to the way to the next tag.
 """
 
 from __future__ import annotations
@@ -29,9 +30,16 @@ Found = list[FunctionCall | Malformed]
 
 
 class Thought(str):
-    """A piece of a turn that is reasoning."""
+    """A piece of a turn that is reasoning, with its tags; `inner` is it without them."""
 
-    __slots__ = ()
+    inner: str
+
+    @classmethod
+    def of(cls, text: str, opening: str = "", closing: str = "") -> Thought:
+        """A thought in which either tag may be missing."""
+        made = cls(text)
+        made.inner = text.removeprefix(opening).removesuffix(closing).strip()
+        return made
 
 
 Pieces = list[str | FunctionCall | Malformed]
@@ -54,12 +62,13 @@ class Block:
 class BlockParser(ToolParser):
     """A subclass names its tags and reads one block.
 
-    `opening` open a block and `closing` end one, `glue` stands around blocks and means nothing, `thoughts` are pairs of
-    tags around reasoning.
+    `opening` open a block and `closing` end one, `glue` stands around blocks and means nothing, but for `sections`, which
+    of it announce blocks; `thoughts` are pairs of tags around reasoning.
     """
 
     opening: ClassVar[tuple[str, ...]] = ()
     glue: ClassVar[tuple[str, ...]] = ()
+    sections: ClassVar[tuple[str, ...]] = ()
     thoughts: ClassVar[tuple[tuple[str, str], ...]] = (("<think>", "</think>"),)
     closing: ClassVar[tuple[str, ...]] = ()
     _tags: ClassVar[re.Pattern[str]]
@@ -83,6 +92,7 @@ class BlockParser(ToolParser):
         """The pieces of a turn in the order written."""
         closing_of, closings = dict(self.thoughts), {closing for _, closing in self.thoughts}
         pieces: Pieces = []
+        lost: Pieces = []
         position = 0
         may_close = True
         while tag := self._tags.search(text, position):
@@ -91,17 +101,33 @@ class BlockParser(ToolParser):
             if name in closing_of:
                 close = text.find(closing_of[name], end)
                 end = len(text) if close < 0 else close + len(closing_of[name])
-                pieces += [text[position:start], Thought(text[start:end])]
+                pieces += [text[position:start], Thought.of(text[start:end], name, closing_of[name])]
                 may_close = False
             elif name in closings and may_close:
-                pieces, may_close = [Thought(text[:end])], False
+                lost = [] if text[end:].strip() else _calls_in_a_thought(pieces, name)
+                pieces, may_close = [Thought.of(text[:end], closing=name)], False
             elif block is not None:
                 pieces += [text[position:start], *block.found]
                 end = block.end
+            elif name in self.sections and not self._holds_a_block(text, end):
+                pieces += [
+                    text[position:start],
+                    Malformed(f"no call follows {name}; begin each with {self.opening[0]}"),
+                ]
             else:
                 pieces.append(text[position : start if name in self.glue else end])
             position = end
-        return [*pieces, text[position:]]
+        return [*pieces, *lost, text[position:]]
+
+    def _holds_a_block(self, text: str, start: int) -> bool:
+        tag = self._tags.search(text, start)
+        return tag is not None and tag.group() in self.opening
+
+
+def _calls_in_a_thought(pieces: Pieces, closing: str) -> Pieces:
+    """An error for each call of a thought behind which the turn ends: the model waits for answers that do not come."""
+    calls = sum(not isinstance(piece, str) for piece in pieces)
+    return [Malformed(f"it stands in a thought, which {closing} ends; write it after the thought")] * calls
 
 
 class JsonBlockParser(BlockParser):
@@ -172,6 +198,7 @@ def skip_space(text: str, start: int) -> int:
 def as_response(pieces: Pieces) -> ParsedResponse:
     """The words and thoughts as content, the calls, and one line for each that could not be read."""
     found = [piece for piece in pieces if not isinstance(piece, str)]
+    words = [piece for piece in pieces if isinstance(piece, str) and not isinstance(piece, Thought)]
     return ParsedResponse(
         "".join(piece for piece in pieces if isinstance(piece, str)).strip(),
         [each for each in found if isinstance(each, FunctionCall)],
@@ -180,6 +207,8 @@ def as_response(pieces: Pieces) -> ParsedResponse:
             for n, each in enumerate(found, 1)
             if isinstance(each, Malformed)
         ],
+        reasoning="\n".join(piece.inner for piece in pieces if isinstance(piece, Thought)),
+        words="".join(words).strip(),
     )
 
 

@@ -26,6 +26,7 @@ class DeepseekToolParser(BlockParser):
     opening = tuple(f"<{bar}tool▁call▁begin{bar}>" for bar in _BARS)
     closing = tuple(f"<{bar}tool▁call▁end{bar}>" for bar in _BARS)
     glue = tuple(f"<{bar}tool▁calls▁{edge}{bar}>" for bar in _BARS for edge in ("begin", "end"))
+    sections = tuple(f"<{bar}tool▁calls▁begin{bar}>" for bar in _BARS)
     special_tokens = (*opening, *closing, *glue, *_SEPARATORS)
     head: re.Pattern[str] = _HEAD
     fence: str = "```"

@@ -17,9 +17,10 @@ import re
 from typing import Any
 
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, attempt, skip_space, until
+from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, any_of, attempt, skip_space, until
 from etude.chat.parsers.json_call import Unreadable, function_call
-from etude.chat.parsers.pythonic import MAX_CHARS, read_python_call
+from etude.chat.parsers.literal import MAX_CHARS
+from etude.chat.parsers.pythonic import read_python_call
 from etude.schemas import FunctionCall
 
 _CODE = "```tool_code"
@@ -32,6 +33,7 @@ _BETWEEN = re.compile(r"[\s,]*")
 _NUMBER = re.compile(r"-?[0-9]{1,300}(\.[0-9]{1,300})?([eE][+-]?[0-9]{1,3})?")
 _WORDS = {"true": True, "false": False, "null": None}
 _MAX_DEPTH = 64
+_ENDS = {tag: any_of(*_CLOSING, closing) for tag, closing in _CLOSING.items()}  # a text may hold another form's end
 
 
 @ToolParser.register("gemma", "gemma4", "functiongemma", "gemma3")
@@ -54,7 +56,7 @@ class GemmaToolParser(BlockParser):
                     return Block(end + len(closing), [call])
             except Unreadable:
                 pass  # read again below, up to the next tag
-        body, end = until(text, start, self._ends, (closing,))
+        body, end = until(text, start, _ENDS[tag], (closing,))
         if body is None:
             return Block(end, [Malformed(f"it is not closed; end it with {closing}")])
         return Block(end, _read_code(body) if tag == _CODE else [attempt(_read_whole, body)])

@@ -6,7 +6,8 @@
     </tool_call>
 
 GLM-4.7 writes the same without line breaks. Texts are not quoted: the tool's schema tells their types, and where it says
-nothing a value that is JSON is that JSON, as upstream. A turn also ends with `<|observation|>`.
+nothing a value that is JSON is that JSON, as upstream. The template closes no turn: the model ends one that calls with
+`<|observation|>` and one that answers with `<|user|>`, the first token of the message that follows.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ class Glm4MoeToolParser(BlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    glue = ("<|observation|>", "<|user|>")
     special_tokens = ("<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>")
     stop_tokens = ("<|observation|>", "<|user|>")
 

@@ -4,7 +4,10 @@
     <|constrain|>json<|message|>{"city": "Beijing"}<|call|>
 
 `analysis` is reasoning, `final` (and `commentary` to nobody) is content, and a message to `functions.NAME` is a call,
-wherever in its head the recipient stands. A message to somebody else is an error. `<|call|>` ends a turn.
+wherever in its head the recipient stands. The prompt ends with `<|start|>assistant`, so that a turn may begin inside a head,
+as the chat template writes calls: ` to=functions.get_weather<|channel|>commentary json<|message|>{...}<|call|>`.
+
+A message to somebody else is an error, and so is one that `<|call|>` ends and that goes to nobody. `<|call|>` ends a turn.
 """
 
 from __future__ import annotations
@@ -17,10 +20,12 @@ from etude.chat.parsers.json_call import Unreadable, decode, function_call, json
 from etude.schemas import FunctionCall
 
 _TOKENS = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>")
+_TOKEN = re.compile("|".join(map(re.escape, _TOKENS)))
 _HEAD = re.compile(r"<\|(?:start|channel)\|>")
 _MESSAGE = re.compile(r"<\|(?:message|end|call|return)\|>")
 _END = re.compile(r"<\|(?:end|call|return|start)\|>")
 _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
+_ADDRESSED = re.compile(r"(?<!\S)to=[^\s<]+\s*\Z")
 
 
 @ToolParser.register("gpt_oss", "gpt-oss", "harmony")
@@ -33,26 +38,50 @@ class GptOssToolParser(ToolParser):
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """Content (of the channels that a user sees), calls and errors of a turn."""
         pieces: Pieces = []
-        position = 0
-        while head := _HEAD.search(text, position):
-            pieces.append(text[position : head.start()])
-            message = _MESSAGE.search(text, head.end())
+        position, begin = 0, _first_head(text)
+        while begin is not None:
+            pieces.append(text[position:begin])
+            message = _MESSAGE.search(text, begin)
             if message is None or message.group() != "<|message|>":
                 position = len(text) if message is None else message.end()
-                if "to=" in text[head.end() : position]:
+                if "to=" in text[begin:position] or text.endswith("<|call|>", begin, position):
                     pieces.append(Malformed("it has no <|message|> with its JSON arguments"))
-                continue
-            heading, start = text[head.end() : message.start()], message.end()
-            recipient = _RECIPIENT.search(heading)
-            skipped = json_end(text, skip_space(text, start)) if recipient else None
-            end = _END.search(text, start if skipped is None else skipped)
-            body = text[start : end.start() if end else len(text)]
-            if recipient:
-                pieces.append(attempt(_read_call, recipient[1], body, end is not None and end.group() == "<|start|>"))
-            elif "analysis" not in heading:
-                pieces.append(body)
-            position = len(text) if end is None else end.start() if end.group() == "<|start|>" else end.end()
+            else:
+                found, position = _read_message(text, text[begin : message.start()], message.end())
+                pieces += found
+            head = _HEAD.search(text, position)
+            begin = None if head is None else head.start()
         return as_response([*pieces, text[position:]])
+
+
+def _first_head(text: str) -> int | None:
+    """Where the first message's head begins: the prompt has begun it, so that it may lack its first tokens."""
+    token = _TOKEN.search(text)
+    if token is None:
+        return None
+    addressed = _ADDRESSED.search(text[: token.start()])
+    if addressed is not None:
+        return addressed.start()
+    if _HEAD.match(token.group()) or not text[: token.start()].strip():
+        return token.start()
+    head = _HEAD.search(text, token.end())
+    return None if head is None else head.start()
+
+
+def _read_message(text: str, heading: str, start: int) -> tuple[Pieces, int]:
+    """(what the message that begins at `start` is, where reading goes on)."""
+    recipient = _RECIPIENT.search(heading)
+    skipped = json_end(text, skip_space(text, start)) if recipient else None
+    end = _END.search(text, start if skipped is None else skipped)
+    body, closing = text[start : end.start() if end else len(text)], end.group() if end else ""
+    position = len(text) if end is None else end.start() if closing == "<|start|>" else end.end()
+    if recipient:
+        cut_short = closing == "<|start|>" or not (closing or body.strip())
+        return [attempt(_read_call, recipient[1], body, cut_short)], position
+    pieces: Pieces = [] if "analysis" in heading else [body]
+    if closing == "<|call|>":
+        pieces.append(Malformed("it is addressed to nobody; write to=functions.NAME before <|message|>"))
+    return pieces, position
 
 
 def _read_call(recipient: str, body: str, cut_short: bool) -> FunctionCall:

@@ -29,15 +29,21 @@ class Unreadable(Exception):
 
 def json_end(text: str, start: int) -> int | None:
     """Where the object or array that begins at `text[start]` ends; None if it is none, or does not end."""
+    whole, end = json_reach(text, start)
+    return end if whole else None
+
+
+def json_reach(text: str, start: int) -> tuple[bool, int]:
+    """Whether an object or array that begins at `text[start]` ends, and where; else how far it goes on as JSON."""
     if text[start : start + 1] not in ("{", "["):
-        return None
+        return False, start
     depth, position = 0, start
     while bracket := _TO_BRACKET.match(text, position):
         position = bracket.end()
         depth += _STEP[bracket[1]]
         if depth == 0:
-            return position
-    return None
+            return True, position
+    return False, position
 
 
 def decode(text: str) -> Any:

@@ -16,9 +16,9 @@ from etude.chat.parsers.blocks import Block, BlockParser, Malformed, until
 from etude.chat.parsers.element_call import ElementFormat
 
 _ELEMENTS = ElementFormat(
-    call=r"<invoke name=[\"']?([^\"'>\n]*)[\"']?>",
+    call=r"<invoke name=[\"']?([^\"'<>\n]*)[\"']?>",
     call_end="</invoke>",
-    argument=r"<parameter name=[\"']?([^\"'>\n]*)[\"']?>",
+    argument=r"<parameter name=[\"']?([^\"'<>\n]*)[\"']?>",
     argument_end="</parameter>",
 )
 

@@ -16,7 +16,9 @@ from etude.chat.parsers.blocks import Block, BlockParser, Found, attempt, read_e
 from etude.chat.parsers.json_call import Unreadable, call_of, decode, function_call, json_end
 from etude.schemas import FunctionCall
 
-_NAMED = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\]\w*)?\s*(?:\[ARGS\])?(?=\s*\{)")
+_NAMED = re.compile(r"[\s,]*([\w.-]+)\s*(?:\[CALL_ID\](\w*))?\s*(?:\[ARGS\])?(?=\s*\{)")
+
+_CALL_ID = re.compile(r"[A-Za-z0-9]{9}")
 
 
 @ToolParser.register("mistral")
@@ -41,7 +43,7 @@ class MistralToolParser(BlockParser):
             end = json_end(text, begin)
             if end is None:
                 break
-            found.append(attempt(_named, named[1], text[begin:end]))
+            found.append(attempt(_named, named[1], text[begin:end], named[2]))
             position = end
         if found and not named:
             return Block(position, found)
@@ -50,11 +52,18 @@ class MistralToolParser(BlockParser):
 
 
 def _listed(value: object) -> FunctionCall:
-    return call_of(value, arguments=("arguments", "parameters"))
+    call = call_of(value, arguments=("arguments", "parameters"))
+    return _labelled(call, value.get("id")) if isinstance(value, dict) else call
 
 
-def _named(name: str, arguments: str) -> FunctionCall:
-    return function_call(name, decode(arguments))
+def _named(name: str, arguments: str, identifier: str | None) -> FunctionCall:
+    return _labelled(function_call(name, decode(arguments)), identifier)
+
+
+def _labelled(call: FunctionCall, identifier: object) -> FunctionCall:
+    """The call with its identifier, if it is one that Mistral's templates take back."""
+    fits = isinstance(identifier, str) and _CALL_ID.fullmatch(identifier) is not None
+    return call.model_copy(update={"id": identifier}) if fits else call
 
 
 def _unreadable(body: str) -> FunctionCall:

@@ -13,15 +13,14 @@ from etude.chat.parsers.bare import BareParser
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import Block, Found, Malformed, attempt, skip_space, until
 from etude.chat.parsers.json_call import Unreadable, function_call
+from etude.chat.parsers.literal import parse_expression, read_literal
 from etude.schemas import FunctionCall
 
-MAX_CHARS = 100_000  # of a list of calls: Python's parser is not made for hostile text
 _TOKEN = re.compile(
     r"""[\s\w.,:=+-]+|"[^"\\]*(?:\\.[^"\\]*)*"|'[^'\\]*(?:\\.[^'\\]*)*'|[()\[\]{}]""",
     re.DOTALL,
 )
 _STEP = {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}
-_JSON_NAMES = {"true": True, "false": False, "null": None}
 
 
 @ToolParser.register("pythonic", "llama4_pythonic", "llama4")
@@ -48,21 +47,12 @@ class PythonicToolParser(BareParser):
 def read_python_calls(body: str) -> Found:
     """The calls in a Python list of calls, or one reason why it is none."""
     try:
-        tree = _parsed(body)
+        tree = parse_expression(body)
     except Unreadable as reason:
         return [Malformed(str(reason))]
     if not isinstance(tree, ast.List) or not tree.elts:
         return [Malformed('it must be a list of calls such as [name(key="value")]')]
     return [attempt(read_python_call, each) for each in tree.elts]
-
-
-def _parsed(body: str) -> ast.expr:
-    if len(body) > MAX_CHARS:
-        raise Unreadable(f"it is longer than {MAX_CHARS} characters")
-    try:
-        return ast.parse(body, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise Unreadable('it is not valid Python; write [name(key="value")]') from None
 
 
 def read_python_call(node: ast.AST | None) -> FunctionCall:
@@ -77,26 +67,9 @@ def read_python_call(node: ast.AST | None) -> FunctionCall:
     if node.args or any(keyword.arg is None for keyword in node.keywords):
         raise Unreadable(f"the arguments of '{name[:100]}' must be named: {name[:100]}(key=value)")
     try:
-        return function_call(name, {str(keyword.arg): _literal(keyword.value) for keyword in node.keywords})
+        return function_call(name, {str(keyword.arg): read_literal(keyword.value) for keyword in node.keywords})
     except RecursionError:
         raise Unreadable("it is nested too deeply") from None
-
-
-def _literal(node: ast.expr) -> object:
-    if isinstance(node, ast.Constant) and isinstance(node.value, str | int | float | bool | None):
-        return node.value
-    if isinstance(node, ast.Name) and node.id in _JSON_NAMES:
-        return _JSON_NAMES[node.id]
-    if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub) and isinstance(node.operand, ast.Constant):
-        value = node.operand.value
-        if isinstance(value, int | float) and not isinstance(value, bool):
-            return -value
-    if isinstance(node, ast.List | ast.Tuple):
-        return [_literal(each) for each in node.elts]
-    if isinstance(node, ast.Dict) and all(isinstance(key, ast.Constant) for key in node.keys):
-        keys = [str(key.value) for key in node.keys if isinstance(key, ast.Constant)]
-        return dict(zip(keys, map(_literal, node.values)))
-    raise Unreadable("a value must be a literal: a text, number, list or dict")
 
 
 def _list_end(text: str, start: int) -> int | None:

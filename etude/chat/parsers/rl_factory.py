@@ -10,6 +10,7 @@ JSON5 (comments, single quotes, trailing commas) is tried where JSON fails, up t
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from typing import Any, ClassVar
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
@@ -28,13 +29,14 @@ class RLFactoryToolParser(JsonBlockParser):
 
     opening = ("<tool_call>",)
     closing = ("</tool_call>",)
+    stop_texts: tuple[str, ...] = ("</answer>",)
     answer_first: ClassVar[bool] = True
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """See `BlockParser.parse`; a turn that answers makes no calls."""
         pieces = self.read(text, tools)
         if self.answer_first and _answers(pieces):
-            return ParsedResponse(text.strip())
+            return replace(as_response(pieces), content=text.strip(), calls=[], errors=[])
         return as_response(pieces)
 
     def read_calls(self, body: str) -> Found:
@@ -46,6 +48,7 @@ class RLFactoryToolParser(JsonBlockParser):
 class CallsFirstToolParser(RLFactoryToolParser):
     """Parser in which calls win over an answer in the same turn."""
 
+    stop_texts = ()  # a call may follow the answer
     answer_first = False
 
 

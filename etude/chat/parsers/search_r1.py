@@ -31,6 +31,8 @@ class SearchR1ToolParser(BlockParser):
     thoughts = (("<think>", "</think>"), ("<information>", "</information>"))
     special_tokens = ("<search>", "</search>", "<answer>", "</answer>", "<information>", "</information>")
     stop_tokens = ("</search>", "</answer>")
+    stop_texts = ("</search>", "</answer>", "</tool_call>")
+    result_tag = "information"
 
     def parse(self, text: str, tools: Tools | None = None) -> ParsedResponse:
         """See `BlockParser.parse`; a turn whose answer comes first makes no calls."""
@@ -38,7 +40,7 @@ class SearchR1ToolParser(BlockParser):
         words = [piece for piece in pieces if not isinstance(piece, Thought)]
         before = itertools.takewhile(lambda piece: isinstance(piece, str), words)
         if any(_ANSWER.search(str(piece)) for piece in before):
-            return ParsedResponse(text.strip())
+            return replace(as_response(pieces), content=text.strip(), calls=[], errors=[])
         return replace(as_response(pieces), result_tag="information" if "<search>" in text else None)
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:

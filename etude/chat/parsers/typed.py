@@ -1,17 +1,19 @@
 """Arguments that a format writes as plain text, read as the tool's schema says.
 
 Invariant: no text is lost: one that is no value of the types its schema allows stays a text, so that whoever checks the
-arguments can say what is wrong with it. Nothing is evaluated.
+arguments can say what is wrong with it. As vLLM does, `null` and `None` are null wherever no text is allowed, `True` and
+`False` are read in any case, and an object or a list may be written in Python. Nothing is evaluated.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from etude.chat.parsers.base import Tools
 from etude.chat.parsers.json_call import Unreadable, decode
+from etude.chat.parsers.literal import parse_expression, read_literal
 
 _KINDS: dict[str, type | tuple[type, ...]] = {
     "integer": int,
@@ -21,17 +23,29 @@ _KINDS: dict[str, type | tuple[type, ...]] = {
     "array": list,
     "object": dict,
 }
+_NULLS, _BOOLEANS = {"null", "none"}, {"true", "false"}
+
+
+def names_of(tools: Tools | None) -> set[str]:
+    """The names of the tools on offer."""
+    return {function["name"] for function in _functions(tools) if isinstance(function.get("name"), str)}
 
 
 def properties_of(tools: Tools | None, name: str) -> dict[str, Any]:
     """Schemas of the arguments of the tool `name`; empty where it is unknown or has none."""
-    for tool in tools or ():
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if function is not None and function.get("name") == name:
+    for function in _functions(tools):
+        if function.get("name") == name:
             parameters = function.get("parameters")
             properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
             return dict(properties) if isinstance(properties, Mapping) else {}
     return {}
+
+
+def _functions(tools: Tools | None) -> Iterator[Mapping[str, Any]]:
+    for tool in tools or ():
+        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
+        if isinstance(function, Mapping):
+            yield function
 
 
 def typed_value(text: str, schema: object) -> Any:
@@ -39,11 +53,24 @@ def typed_value(text: str, schema: object) -> Any:
     kinds = _types(schema)
     if not kinds or kinds == {"string"}:
         return text
+    word = text.strip().lower()
+    if word in _NULLS and ("null" in kinds or "string" not in kinds):
+        return None
     try:
-        value = decode(text.strip().lower() if text.strip() in ("True", "False", "None") else text)
-    except Unreadable:
-        return None if text.strip() == "None" and "null" in kinds else text
+        value = _value(word if word in _BOOLEANS else text, kinds)
+    except (Unreadable, RecursionError):
+        return text
     return value if any(_is(value, kind) for kind in kinds) else text
+
+
+def _value(text: str, kinds: set[str]) -> Any:
+    """The value that `text` is in JSON or, where it must be an object or a list, in Python."""
+    try:
+        return decode(text)
+    except Unreadable:
+        if "string" in kinds or not kinds & {"array", "object"}:
+            raise
+    return read_literal(parse_expression(text.strip()))
 
 
 def json_or_text(text: str) -> Any:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 
-from etude.chat.parsers.bare import BareParser
+from etude.chat.parsers.bare import LIST_OF_CALLS, BareParser
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import Block, JsonBlockParser
 
@@ -23,7 +23,7 @@ class XlamToolParser(BareParser, JsonBlockParser):
     closing = ("```", "</tool_call>")
     may_stay_open = True
     special_tokens = ("[TOOL_CALLS]",)
-    bare = re.compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:')
+    bare = LIST_OF_CALLS
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`."""

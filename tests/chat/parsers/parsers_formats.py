@@ -86,6 +86,13 @@ def harmony(calls):
     )
 
 
+def harmony_head(calls):
+    """As the chat template writes calls behind `<|start|>assistant`, with which its generation prompt ends."""
+    return "<|start|>assistant".join(
+        f" to=functions.{name}<|channel|>commentary json<|message|>{to_json(given)}<|call|>" for name, given in calls
+    )
+
+
 def minimax(calls):
     render = element(
         lambda n: f'<invoke name="{n}">\n', lambda k, v: f'<parameter name="{k}">{v}</parameter>\n', "</invoke>\n"
@@ -128,6 +135,13 @@ FORMATS = {
         lenient=True,
         trims=True,
     ),
+    "qwen3_coder alone": Format(
+        "qwen3_coder",
+        each(lambda n, g: CODER(n, g).removeprefix("<tool_call>\n")),
+        "<function=",
+        CODER_TAGS,
+        lenient=True,
+    ),
     "minimax_m2": Format(
         "minimax_m2", minimax, "<minimax:tool_call>", ("parameter>", "<parameter", "invoke", "tool_call>"), trims=True
     ),
@@ -152,9 +166,11 @@ FORMATS = {
     "deepseek_v31 plain": Format("deepseek_v31", V31_PLAIN, "<|tool▁call▁begin|>"),
     "kimi_k2": Format("kimi_k2", kimi, "<|tool_call_begin|>"),
     "gpt_oss": Format("gpt_oss", harmony, "to=functions."),
+    "gpt_oss head": Format("gpt_oss", harmony_head, "to=functions.", around=False),
     "phi4": Format("phi4", lambda calls: f"functools{listed(calls)}", "functools["),
     "phi4 tag": Format("phi4", lambda calls: f"<|tool_call|>{listed(calls)}<|/tool_call|>", "<|tool_call|>"),
     "granite": Format("granite", lambda calls: f"<|tool_call|>{listed(calls)}", "<|tool_call|>"),
+    "granite bare": Format("granite", listed, "[{", around=False),
     "granite 3.1": Format("granite", lambda calls: f"<tool_call>{listed(calls)}", "<tool_call>"),
     "granite 4": Format("granite", HERMES, "<tool_call>"),
     "granite 20b": Format(

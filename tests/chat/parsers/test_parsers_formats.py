@@ -20,6 +20,13 @@ MALFORMED = [
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "invalid JSON"),
     ("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "it holds no function"),
     ("qwen3_coder", "<tool_call><function=></function></tool_call>", "the function has no name"),
+    ("qwen3_coder", "I look. <function=get_wea", "its tag <function= is not closed"),
+    ("seed_oss", "<function=></function>", "the function has no name"),
+    ("llama3_json", 'Sure! {"name": "f", "parameters": {"a": }}', "invalid JSON"),
+    ("llama3_json", 'Sure! {"type": "function", "name": "f", "parameters": {"a"', "invalid JSON"),
+    ("llama3_json", 'Sure! {"name": "f", "parameters": 3}', "must be a JSON object"),
+    ("granite", '[{"name": "f", "arguments": {}', "invalid JSON"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "it is not closed; end it with </tool_call>"),
     ("seed_oss", "<seed:tool_call>get_weather</seed:tool_call>", "it holds no function"),
     ("minimax_m2", "<minimax:tool_call></minimax:tool_call>", "it holds no function"),
     (
@@ -78,6 +85,28 @@ MALFORMED = [
     ("gpt_oss", "<|channel|>commentary to=browser.search<|message|>{}<|call|>", "must go to=functions.NAME"),
     ("gpt_oss", "<|channel|>commentary to=functions.f", "no <|message|>"),
     ("gpt_oss", "<|channel|>commentary to=functions.f<|message|>{}<|start|>assistant", "end it with <|call|>"),
+    ("gpt_oss", " to=functions.f<|channel|>commentary json", "no <|message|>"),
+    ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>x<|call|>", "invalid JSON"),
+    ("gpt_oss", " to=functions.f<|call|>", "no <|message|>"),
+    ("gpt_oss", "<|call|>", "no <|message|>"),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", "end it with <|call|>"),
+    ("gpt_oss", " to=browser.open<|channel|>commentary<|message|>{}<|call|>", "must go to=functions.NAME"),
+    ("gpt_oss", '<|channel|>commentary<|message|>{"a": 1}<|call|>', "addressed to nobody"),
+    ("gpt_oss", "<|channel|>analysis<|message|>f<|call|>", "addressed to nobody"),
+    (
+        "deepseek_v3",
+        "<｜tool▁calls▁begin｜>function<｜tool▁sep｜>f\n```json\n{}\n```",
+        "no call follows <｜tool▁calls▁begin｜>",
+    ),
+    (
+        "deepseek_v31",
+        "<｜tool▁calls▁begin｜>f<｜tool▁sep｜>{}<｜tool▁calls▁end｜>",
+        "begin each with <｜tool▁call▁begin｜>",
+    ),
+    ("kimi_k2", "<|tool_calls_section_begin|>functions.f:0 {}", "no call follows <|tool_calls_section_begin|>"),
+    ("kimi_k2", "<|tool_calls_section_begin|>", "no call follows <|tool_calls_section_begin|>"),
+    ("hermes", '<tool_call>{"name": "f", "arguments": {}}</tool_call> done </think>', "it stands in a thought"),
+    ("hermes", '<tool_call>{"name": "f"}</tool_call></think>\n', "it stands in a thought"),
     ("phi4", 'functools[{"name": "f"}]', '"arguments" is missing'),
     ("phi4", "functools[f(1)]", "invalid JSON"),
     ("granite", "<|tool_call|>f", "invalid JSON"),
@@ -110,7 +139,12 @@ def test_a_call_that_cannot_be_read_is_told_in_one_line(name, text, reason):
 
 PLAIN = [
     ("llama3_json", '{"answer": 42}'),
-    ("llama3_json", 'The call would be {"name": "f", "parameters": {}}.'),
+    ("llama3_json", 'The record {"name": "f", "age": 3} and {"type": "object", "parameters": 2} are no calls.'),
+    ("llama3_json", 'It is {"name": {"name": "f", "parameters": {}}} inside.'),
+    ("llama3_json", 'Begin with {"name": and end with }.'),
+    ("qwen3_coder", "Write <function= and then\nthe name."),
+    ("granite", '[{"city": "Rome"}]'),
+    ("granite", 'Use [{"name": "f", "arguments": {}}] for that.'),
     ("pythonic", "[1, 2, 3]"),
     ("pythonic", "Use [f(a=1)] for that."),
     ("pythonic", "[see f(x)]"),
@@ -138,6 +172,15 @@ def test_what_only_looks_like_a_call_is_text(name, text):
 SPELLINGS = [
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
     ("qwen3_coder", "<tool_call><function=f></function><function=g></function></tool_call>", [("f", {}), ("g", {})]),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>\n</tool_call>", [("f", {"a": "1"})]),
+    ("qwen3_coder", "<function=f><parameter=a>1<function=g>", [("f", {"a": "1"}), ("g", {})]),
+    ("qwen3_coder", "<function=f></function><tool_call><function=g></function></tool_call>", [("f", {}), ("g", {})]),
+    ("seed_oss", "<function=f></function></seed:tool_call>", [("f", {})]),
+    (
+        "granite",
+        ' [{"name": "f", "arguments": {"a": 1}}, {"arguments": {}, "name": "g"}]',
+        [("f", {"a": 1}), ("g", {})],
+    ),
     ("minimax_m2", "<minimax:tool_call><invoke name='f'></invoke></minimax:tool_call>", [("f", {})]),
     ("llama3_json", '{"name": "f", "arguments": {"a": 1}}', [("f", {"a": 1})]),
     ("llama3_json", '{"type": "function", "name": "f", "parameters": {}}', [("f", {})]),
@@ -148,7 +191,11 @@ SPELLINGS = [
     ("kimi_k2", "<|tool_call_begin|> f:12 <|tool_call_argument_begin|> {} <|tool_call_end|>", [("f", {})]),
     ("kimi_k2", "<|tool_call_begin|>functions.a.b:1<|tool_call_argument_begin|>{}<|tool_call_end|>", [("a.b", {})]),
     ("gpt_oss", "<|start|>assistant to=functions.f<|channel|>commentary json<|message|>{}<|call|>", [("f", {})]),
-    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|>", [("f", {})]),
+    ("gpt_oss", " to=functions.f<|channel|>commentary json<|message|>{}<|call|>", [("f", {})]),
+    ("gpt_oss", "to=functions.f <|constrain|>json<|message|>{}<|call|>", [("f", {})]),
+    ("gpt_oss", " to=functions.f<|message|>{}<|call|>", [("f", {})]),
+    ("gpt_oss", "<|message|><|end|><|start|>assistant to=functions.f<|channel|>commentary<|message|>{}", [("f", {})]),
+    ("gpt_oss", "<|channel|>commentary to=functions.f <|constrain|>json<|message|><|call|>", [("f", {})]),
     ("internlm2", '<|action_start|><|plugin|>{"name": "f", "arguments": {}}', [("f", {})]),
     ("cohere", 'Action: ```json\n[{"tool_name": "f", "parameters": {}}]\n```', [("f", {})]),
     ("cohere", 'Action: ```json\n[{"tool_name": "directly-answer", "parameters": {}}]\n```', []),
@@ -164,6 +211,53 @@ SPELLINGS = [
 def test_spellings_that_upstreams_accept(name, text, calls):
     parsed = parse(name, text)
     assert (calls_of(parsed), parsed.errors, parsed.content.replace("<think>x</think>", "")) == (calls, [], "")
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "calls", "content"),
+    [
+        ("qwen3_coder", "I look. <function=f></function> Done.", ["f"], "I look.  Done."),
+        (
+            "qwen3_coder",
+            "<think><function=no></function></think><function=f>",
+            ["f"],
+            "<think><function=no></function></think>",
+        ),
+        ("llama3_json", 'Sure! {"name": "f", "parameters": {}} Done.', ["f"], "Sure!  Done."),
+        ("llama3_json", 'A: {"name": "f", "parameters": {}}; {"arguments": {}, "name": "g"}', ["f", "g"], "A:"),
+        ("llama3_json", '{"name": "f", "parameters": {}} and {"name": "g", "parameters": {}}', ["f", "g"], "and"),
+        ("llama3_json", 'Of {"name": "x"} make {"name": "f", "parameters": {}}', ["f"], 'Of {"name": "x"} make'),
+        ("llama3_json", 'Not {"name": x}, but {"name": "f", "parameters": {}}', ["f"], 'Not {"name": x}, but'),
+        ("llama3_json", '```json\n{"name": "f", "parameters": {}}\n```', ["f"], "```json\n\n```"),
+        (
+            "llama3_json",
+            'Hm {"name": "f", "parameters": {}}<|python_tag|>{"name": "g", "parameters": {}}',
+            ["f", "g"],
+            "Hm",
+        ),
+        (
+            "llama3_json",
+            '<think>{"name": "no", "parameters": {}}</think>Hm {"name": "f", "parameters": {}}',
+            ["f"],
+            '<think>{"name": "no", "parameters": {}}</think>Hm',
+        ),
+        ("granite", '[{"name": "f", "arguments": {}}] Done.', ["f"], "Done."),
+        ("granite", '<think>hm</think>[{"name": "f", "arguments": {}}]', ["f"], "<think>hm</think>"),
+    ],
+)
+def test_calls_without_tags_leave_the_words_around_them(name, text, calls, content):
+    parsed = parse(name, text)
+    assert ([call.name for call in parsed.calls], parsed.errors, parsed.content) == (calls, [], content)
+
+
+@pytest.mark.parametrize(
+    ("offered", "name"),
+    [(["b"], "b"), (["a.b"], "a.b"), (["a.b", "b"], "a.b"), (["c"], "a.b"), ([], "a.b")],
+)
+def test_a_dotted_name_is_that_of_a_tool_on_offer(offered, name):
+    tools = [{"type": "function", "function": {"name": each}} for each in offered]
+    text = "<|tool_call_begin|>functions.a.b:0<|tool_call_argument_begin|>{}<|tool_call_end|>"
+    assert [(call.name, call.id) for call in parse("kimi_k2", text, tools).calls] == [(name, "functions.a.b:0")]
 
 
 def test_the_form_of_the_documents():
@@ -187,6 +281,24 @@ def test_harmony_shows_what_a_user_sees():
         "gpt_oss", "<|channel|>analysis<|message|>hm<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
     )
     assert (parsed.content, parsed.calls) == ("42", [])
+
+
+def test_harmony_reads_a_turn_from_where_the_prompt_ends():
+    parsed = parse("gpt_oss", 'I look. to=functions.f<|channel|>commentary json<|message|>{"a": 1}<|call|>')
+    assert (parsed.content, calls_of(parsed), parsed.errors) == ("I look.", [("f", {"a": 1})], [])
+    parsed = parse("gpt_oss", "<|message|>42<|return|>")
+    assert (parsed.content, parsed.calls, parsed.errors) == ("42", [], [])
+    parsed = parse(
+        "gpt_oss", "mind the from=a to=b words<|end|><|start|>assistant<|channel|>final<|message|>42<|return|>"
+    )
+    assert (parsed.calls, parsed.errors) == ([], [])
+
+
+def test_a_call_in_a_thought_before_an_answer_is_reasoning():
+    mused = 'maybe <tool_call>{"name": "f", "arguments": {}}</tool_call></think>'
+    assert parse("hermes", f"{mused} The answer is 7.").errors == []
+    called = parse("hermes", f'{mused}<tool_call>{{"name": "g", "arguments": {{}}}}</tool_call>')
+    assert (calls_of(called), called.errors) == ([("g", {})], [])
 
 
 @pytest.mark.parametrize(
@@ -236,6 +348,10 @@ VALUES = [
         ("o", "[1]", "[1]"),
         ("l", "[1, null]", [1, None]),
     ],
+    *[("i", "null", None), ("b", "NONE", None), ("o", "None", None), ("u", "null", "null"), ("b", "TRUE", True)],
+    *[("o", "{'a': [1, None, (True, -2.5)]}", {"a": [1, None, [True, -2.5]]}), ("l", "['x', null]", ["x", None])],
+    *[("o", "['x']", "['x']"), ("o", "dict(a=1)", "dict(a=1)"), ("o", "{'a'", "{'a'"), ("i", "0x10", "0x10")],
+    *[("m", "x", "x"), ("l", "(" * 300 + ")" * 300, "(" * 300 + ")" * 300), ("l", "[" * 40, "[" * 40)],
     *[("m", "null", None), ("m", "None", None), ("m", "3", 3), ("e", "1", "1"), ("k", "1", 1), ("u", "3", 3)],
     *[("u", "three", "three"), ("x", "3", "3"), ("unknown", "3", "3")],
 ]
@@ -294,6 +410,16 @@ HOSTILE = [
         "<answer>",
     ),
     *("[f(a=", "(", "<escape>", " ", "<information>", "to=functions.f ", '{"name": "f", "parameters": {}};'),
+    *(
+        'x {"name": ',
+        'x {"name": "f", "parameters": {',
+        'x {"name": 1, "',
+        '{"name": "\\"',
+        "<function=",
+        "<function=f>",
+        "<invoke name=",
+        "<parameter=",
+    ),
 ]
 
 

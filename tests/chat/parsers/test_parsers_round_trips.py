@@ -81,7 +81,9 @@ def test_a_call_cut_short_is_never_lost_and_never_another_call(label, calls, sha
     elif len(found) > 1:
         assert found[:-1] == calls[: len(found) - 1]
     if style.opening in text:
-        assert found or parsed.errors or not style.around
+        assert (
+            found or parsed.errors or parsed.reasoning or not style.around
+        )  # an argument may hold the end of a thought
     else:
         assert not found
 
@@ -98,7 +100,7 @@ def test_words_around_calls_are_content(label):
     assert "first" not in parsed.content
 
 
-@pytest.mark.parametrize("label", [label for label in FORMATS if label not in ("gpt_oss", "cohere")])
+@pytest.mark.parametrize("label", [label for label in FORMATS if label not in ("gpt_oss", "gpt_oss head", "cohere")])
 def test_reasoning_is_never_read_for_calls(label):
     style = FORMATS[label]
     calls = [("f", {"a": "x"})]

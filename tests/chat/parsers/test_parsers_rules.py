@@ -238,3 +238,21 @@ def test_stop_tokens_are_those_the_tokenizer_has():
     assert calls_of(parser.parse(parser.decode(ids))) == [("search", {"query": "x"})]
     tokenizer, _ = special("x")
     assert ToolParser.get_tool_parser("hermes", tokenizer).stop_token_ids == ()
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "reasoning", "spoken"),
+    [
+        ("hermes", "<think>a plan</think>One moment.<tool_call>{}</tool_call>", "a plan", "One moment."),
+        ("hermes", "a plan</think>One moment.", "a plan", "One moment."),
+        ("hermes", "<think>a plan", "a plan", ""),
+        ("hermes", "One moment.", "", "One moment."),
+        ("seed_oss", "<seed:think>a plan</seed:think>One moment.", "a plan", "One moment."),
+        ("llama3_json", '<think>a plan</think>{"name": "f", "parameters": {}}', "a plan", ""),
+        ("search_r1", "<think>a plan</think><answer>4</answer>", "a plan", "<answer>4</answer>"),
+        ("rl_factory", "<think>a plan</think><answer>4</answer>", "a plan", "<answer>4</answer>"),
+    ],
+)
+def test_reasoning_is_told_from_what_is_spoken(name, text, reasoning, spoken):
+    parsed = parse(name, text)
+    assert (parsed.reasoning, parsed.spoken) == (reasoning, spoken)

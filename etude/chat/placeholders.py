@@ -1,0 +1,125 @@
+"""`Placeholders`: where images stand in token ids.
+
+A chat template writes the image part of a message as one placeholder token, usually between two others; a model wants as
+many placeholders as the image has tokens. Content that has images is a list of parts, `{"type": "image"}` and
+`{"type": "text", "text": …}`; the pictures themselves travel beside the messages, in the order of their parts.
+
+Invariant: a placeholder in the ids comes from an image part and from nothing else. In a text the tokens of images stay
+the plain characters they are spelled with, in prompts too: such a token without an image would be an image that is not
+there. How many tokens an image has is left to `etude.models.reader`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from etude.errors import DataError
+from etude.trajectory import Provenance
+
+Message = Mapping[str, Any]
+Run = tuple[list[int], Provenance]
+
+CUT = "\ufdd2"
+"""A Unicode noncharacter, which no text may contain: marks the place where a spelled-out token is to be cut in two."""
+
+_WITHOUT_CUT = {ord(CUT): "\ufffd"}
+
+
+def is_image(part: object) -> bool:
+    """Whether a part of a message's content is an image."""
+    return isinstance(part, Mapping) and part.get("type") == "image"
+
+
+def image_count(message: Message) -> int:
+    """Number of images in a message's content."""
+    content = message.get("content")
+    return 0 if content is None or isinstance(content, str) else sum(map(is_image, content))
+
+
+def content_of(text: str, images: int) -> str | list[dict[str, Any]]:
+    """A message's content: `images` images, and then `text`; the text alone where there is no image."""
+    if not images:
+        return text
+    return [{"type": "image"}] * images + ([{"type": "text", "text": text}] if text else [])
+
+
+def text_of(content: Any) -> str:
+    """The words of a message's content, for readers that are shown no images: each is `[image]`."""
+    if isinstance(content, str) or not isinstance(content, Sequence):
+        return str(content or "")
+    return "".join("[image]" if is_image(part) else str(part.get("text") or "") for part in content)
+
+
+class Placeholders:
+    """The placeholder of one model's images, by its id, and the texts of all tokens that the template writes for one."""
+
+    def __init__(self, number: int, texts: Iterable[str]) -> None:
+        self.id = number
+        self._texts = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
+
+    def guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
+        """`messages` with a `CUT` inside every token of images that a text spells out."""
+        return [
+            {key: self._guarded_content(value) if key == "content" else value for key, value in message.items()}
+            for message in messages
+        ]
+
+    def _guarded_content(self, content: Any) -> Any:
+        if isinstance(content, str):
+            return self._texts.sub(_cut_in_two, content.translate(_WITHOUT_CUT))
+        if isinstance(content, Sequence):
+            return [
+                {**part, "text": self._guarded_content(part["text"])}
+                if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+                else part
+                for part in content
+            ]
+        return content
+
+    def expanded(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
+        """`ids` with the n-th placeholder as often as the n-th image has tokens.
+
+        Raises:
+            DataError: there are more placeholders than images, or fewer.
+        """
+        found = ids.count(self.id)
+        _check_count(found, len(image_tokens))
+        if not found:
+            return list(ids)
+        tokens = iter(image_tokens)
+        whole: list[int] = []
+        for number in ids:
+            whole += [number] * (next(tokens) if number == self.id else 1)
+        return whole
+
+    def expanded_runs(
+        self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]
+    ) -> list[Run]:
+        """`runs` likewise; the n-th image's placeholders are a run of their own, with the provenance `owners[n]`.
+
+        Raises:
+            DataError: there are more placeholders than images, or fewer.
+        """
+        _check_count(sum(ids.count(self.id) for ids, _ in runs), len(image_tokens))
+        images = iter(zip(image_tokens, owners, strict=True))
+        whole: list[Run] = []
+        for ids, provenance in runs:
+            rest = ids
+            while self.id in rest:
+                place = rest.index(self.id)
+                tokens, owner = next(images)
+                whole += [(rest[:place], provenance), ([self.id] * tokens, owner)]
+                rest = rest[place + 1 :]
+            whole.append((rest, provenance))
+        return [(ids, provenance) for ids, provenance in whole if ids]
+
+
+def _cut_in_two(found: re.Match[str]) -> str:
+    return f"{found[0][0]}{CUT}{found[0][1:]}"
+
+
+def _check_count(placeholders: int, images: int) -> None:
+    if placeholders != images:
+        raise DataError(f"the messages have places for {placeholders} images, and {images} are given")

@@ -1,0 +1,257 @@
+"""How an assistant turn ends, and the stub turns behind which a rollout's new messages are rendered.
+
+It is found by difference, from a stub turn rendered as the last message and with another message behind it:
+
+    the turn as the last one        the turn in a history       the policy stops at     what follows is taken from behind
+    closed by a token               closed by the same          that token              that token
+    closed by a token               closed by another           the last one's token    the history's token
+    closed by a token               the next message's first    the last one's token    nothing: all of it is written
+    not closed                      the next message's first    that first token        that first token
+
+(ChatML; gpt-oss, where `<|return|>` becomes `<|end|>`; templates that close the last turn alone; GLM.) A turn that calls
+may end with another token than one that answers (gpt-oss: `<|call|>`): either closes a turn of any kind.
+
+Invariant: sampled ids stay as they are. A token that ends a turn is put in front of what follows only where the sampled
+ids do not end with it, nor with one that the template would have replaced by it. After any other stop (a limit, the eos
+of a model that has another end of turn, the first token of a message that does not come) it is written.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from etude.chat.encoding import Encoder
+from etude.chat.labelled import LabelledEncoder
+from etude.errors import ConfigError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Message = Mapping[str, Any]
+Call = tuple[str, str]
+
+ANCHOR = "Etude stub turn"
+PROBE = "An answer with 42 words."
+USER_STUB: Message = {"role": "user", "content": "A question."}
+_UNNAMED = "unknown"  # the function of an answer that does not say whose it is, in templates that write names
+_NAMES = ("name", "tool_call_id")
+_PLAIN = re.compile(r"[\w.:/-]{1,128}")
+
+
+class Stub(Enum):
+    """A stub turn, by what it holds."""
+
+    ANSWER = "an answer"
+    CALL = "one call"
+    CALLS = "a call for each tool message"
+
+    def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
+        """The stub conversation that `answers`, as `answers_to` gives them, follow."""
+        return _conversation(self.calls(answers))
+
+    def calls(self, answers: Sequence[Message]) -> tuple[Call, ...]:
+        """The (identifier, function) of each call that the stub makes for `answers`: all that it depends on."""
+        if self is Stub.ANSWER:
+            return ()
+        asked = [m for m in answers if m.get("role") == "tool"] or [{}]
+        made = tuple([(m.get("tool_call_id", _call_id(0)), m.get("name", _UNNAMED)) for m in asked])
+        return made if self is Stub.CALLS else made[:1]
+
+    def answers_to(self, messages: Sequence[Message]) -> list[Message]:
+        """`messages`, tool messages naming the call that they answer where the stub makes one.
+
+        A function's name or a call's identifier is the model's, and stands among the template's words: one that is not
+        made of plain characters is not written.
+        """
+        if self is Stub.ANSWER:
+            return list(messages)
+        answers: list[Message] = []
+        asked = 0
+        for message in messages:
+            if message.get("role") == "tool":
+                message = {key: value for key, value in message.items() if key not in _NAMES or _is_plain(value)}
+                message = {"tool_call_id": _call_id(asked if self is Stub.CALLS else 0), **message}
+                asked += 1
+            answers.append(message)
+        return answers
+
+
+def _conversation(calls: tuple[Call, ...]) -> tuple[Message, Message]:
+    if not calls:
+        return USER_STUB, {"role": "assistant", "content": ANCHOR}
+    made = [
+        {"id": number, "type": "function", "function": {"name": name, "arguments": {"text": ANCHOR}}}
+        for number, name in calls
+    ]
+    return USER_STUB, {"role": "assistant", "content": "", "tool_calls": made}
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, str) and _PLAIN.fullmatch(value) is not None
+
+
+def _call_id(number: int) -> str:
+    """Nine letters and digits, as Mistral's templates want them."""
+    return f"stub{number:05d}"
+
+
+@dataclass(frozen=True)
+class TurnEnd:
+    """The token behind which what follows a turn is taken.
+
+    `lead` is white space before it. `closes`: it is the turn's own, and not the first token of the next message. `written`
+    is put where the policy did not end its turn so; `encoder` encodes behind the token.
+    """
+
+    text: str
+    lead: str
+    id: int
+    closes: bool
+    written: tuple[int, ...]
+    encoder: LabelledEncoder
+
+
+Render = Callable[[Sequence[Message], bool], str]
+
+
+class Turns:
+    """The ends of one template's turns; `render` writes messages, with the generation prompt or without it.
+
+    Raises:
+        ConfigError: the template does not write an assistant's words, or does not end them with a token.
+    """
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, render: Render, encoder: Encoder, control: frozenset[int]
+    ) -> None:
+        self._render, self._encoder, self._control = render, encoder, control
+        self._added = {token.content: n for n, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+        self._tokens = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
+        self._ends: dict[tuple[Stub, str], TurnEnd] = {}
+        self._stops: dict[int, str | None] = {}
+        self.answered = self.use(Stub.ANSWER, "user")
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """What the policy ends its turns with, that of an answer first."""
+        return tuple(self._stops)
+
+    def use(self, stub: Stub, role: str) -> TurnEnd:
+        """`end`; from now on the policy stops as such a turn ends."""
+        end, (own, _) = self.end(stub, role), self._last(stub)
+        self._stops[end.id if own is None else self._added[own]] = own
+        return end
+
+    def end(self, stub: Stub, role: str) -> TurnEnd:
+        """The end of a stub turn that a message of `role` follows.
+
+        Raises:
+            ConfigError: the template refuses that, or does not end the turn with a token.
+        """
+        found = self._ends.get((stub, role))
+        if found is None:
+            found = self._ends[stub, role] = self._found(stub, role)
+        return found
+
+    def opening(self, end: TurnEnd, last: int | None) -> tuple[int, ...]:
+        """What stands in front of that which follows `end`, behind sampled ids of which `last` is the last one."""
+        return () if last == end.id or (end.closes and last in self._stops) else end.written
+
+    def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
+        """`text`, in which an assistant's message stands last and begins at `start`, up to the policy's stop.
+
+        `end` is that of a turn which the next message follows: where the template closes none, its token is the stop.
+        """
+        at, own = max(((text.rfind(own, start), own) for own in self._stops.values() if own), default=(-1, ""))
+        if at >= 0:
+            return text[: at + len(own)]
+        _, before = self._last(Stub.ANSWER)
+        last = _after_anchor(self._render(Stub.ANSWER.before([]), False))
+        return text.removesuffix(last[len(before) :]) + end.lead + end.text
+
+    def _found(self, stub: Stub, role: str) -> TurnEnd:
+        own, _ = self._last(stub)
+        lead, written, rest = self._followed(stub, role)
+        closes = written == own or not self._opens(stub, role, written, rest)
+        ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
+        encoder = LabelledEncoder(self._encoder, written, self._control)
+        return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
+
+    def _last(self, stub: Stub) -> tuple[str | None, str]:
+        """(the token that closes the stub where it is the last message, what stands before it behind the anchor)."""
+        last = _after_anchor(self._render(stub.before([]), False))
+        words = len(last.rstrip())
+        if stub is Stub.ANSWER:
+            start = len(last) - len(last.lstrip())
+            token = self._tokens.match(last, start)
+            if token is None and start < len(last):
+                raise ConfigError(_OPEN_END)
+            return (None, "") if token is None else (token.group(), last[:start])
+        closing, _ = self._last(Stub.ANSWER)
+        if closing is None:
+            return None, last[:words]
+        if closing in last:
+            return closing, last[: last.index(closing)]
+        final = [token for token in self._tokens.finditer(last) if token.end() == words]
+        if not final:
+            raise ConfigError(_OPEN_END)
+        return final[-1].group(), last[: final[-1].start()]
+
+    def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
+        """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""
+        own, before = self._last(stub)
+        messages = stub.answers_to([{"role": role, "content": PROBE}])
+        text = _after_anchor(self._render([*stub.before(messages), *messages], True))
+        if own is not None and text.startswith(before + own):
+            token, start = own, len(before)
+        elif text.startswith(before):
+            start = len(text) - len(text[len(before) :].lstrip())
+            match = self._tokens.match(text, start)
+            token = "" if match is None else match.group()
+        else:  # it writes the words of the last turn otherwise
+            token, start = own or "", text.find(own or "\0")
+        if not token or start < 0:
+            raise ConfigError(_OPEN_END)
+        return text[len(before) : start], token, text[start + len(token) :].partition(PROBE)[0]
+
+    def _opens(self, stub: Stub, role: str, token: str, rest: str) -> bool:
+        """Whether a token that does not close the last turn is the first one of the message that follows.
+
+        It is, where the generation prompt begins with it, where messages of another role begin with another, or where no
+        other token stands between it and the content, and it stands so before a conversation's first message, too.
+        """
+        first = self._tokens.search(self._generation_prompt)
+        if first is not None and first.group() == token:
+            return True
+        for other in {"user", "tool"} - {role}:
+            try:
+                _, others, others_rest = self._followed(stub, other)
+            except ConfigError:  # it knows no such messages here
+                continue
+            if others != token or other == "user":
+                return others != token or self._opens_users(token, others_rest)
+        return self._opens_users(token, rest) if role == "user" else self._tokens.search(rest) is None
+
+    def _opens_users(self, token: str, rest: str) -> bool:
+        begins = self._render([USER_STUB], False).partition(str(USER_STUB["content"]))[0].endswith(token + rest)
+        return self._tokens.search(rest) is None and begins
+
+    @cached_property
+    def _generation_prompt(self) -> str:
+        bare, whole = (self._render([USER_STUB], generate) for generate in (False, True))
+        return whole[len(bare) :] if whole.startswith(bare) else ""
+
+
+_OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"
+
+
+def _after_anchor(text: str) -> str:
+    _, found, after = text.partition(ANCHOR)
+    if not found:
+        raise ConfigError("the chat template does not write the content of an assistant message")
+    return after
