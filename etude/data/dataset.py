@@ -1,8 +1,9 @@
 """`RLDataset`: the prompts that rollouts start from.
 
 Invariant: every prompt that the dataset holds fits `data.max_prompt_length` tokens, counted with the schemas of the
-tools that its row may use, exactly as the rollout will send it; nothing is ever cut from a prompt. All faults of the
-files are found when the dataset is built, before any model is loaded.
+tools that its row may use and the tokens of its images, exactly as the rollout will send it; nothing is ever cut from a
+prompt. All faults of the files are found when the dataset is built, before any model is loaded; only that a picture's
+pixels are broken shows when it is first read. Pictures in rows are kept on disk, not in memory.
 
 Batching and resuming are left to `loader`, padding to `collate`.
 """
@@ -13,11 +14,12 @@ import copy
 import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
+from etude.data.blobs import Blobs
 from etude.data.files import Row, located_rows
+from etude.data.images import place_images, refuse_other_media, size_of
 from etude.data.messages import Message
 from etude.data.options import DataOptions, file_list
 from etude.data.rows import active_tools, check_row
@@ -42,11 +44,22 @@ class PromptTemplate(Protocol):
     def tokenizer(self) -> Detokenizer:
         """The tokenizer whose template this is."""
 
-    def prompt_length(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> int:
+    def prompt_length(
+        self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
+    ) -> int:
         """Tokens of the prompt with its generation prompt and tool schemas; DataError where it cannot be rendered."""
 
-    def initial_ids(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> list[int]:
+    def initial_ids(
+        self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
+    ) -> list[int]:
         """Ids of the same prompt."""
+
+
+class ImageMeter(Protocol):
+    """What the dataset needs of `etude.models.ImageReader`."""
+
+    def tokens(self, size: tuple[int, int]) -> int:
+        """Tokens of a picture of `size` (width, height); DataError where the model takes none of that shape."""
 
 
 class RLDataset:
@@ -54,15 +67,17 @@ class RLDataset:
 
     An item has the row's own columns and `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
     `index` (extra_info.index, else the row's number over all files), `data_source`, `reward_model`, `extra_info`,
-    `tools_kwargs`, `interaction_kwargs` and, if the row names one, `agent_name`. Items are copies: changing one changes
-    nothing here.
+    `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes them).
+    Items are copies: changing one changes nothing here.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
         chat: renders prompts.
         tool_schemas: OpenAI dictionaries of the configured tools by name; None when tools are turned off.
         interactions: names of the configured interactions.
+        agent_loops: names of the registered agent loops; None where they are not known, and then any will do.
         options: the `data` section.
+        images: how many tokens an image is; None where the model reads text only, and no row may have images.
         max_samples: stop after this many rows; -1 for all.
 
     Raises:
@@ -77,15 +92,22 @@ class RLDataset:
         options: DataOptions,
         *,
         interactions: Sequence[str] = (),
+        agent_loops: Sequence[str] | None = None,
+        images: ImageMeter | None = None,
         max_samples: int = -1,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
         self.tool_schemas = tool_schemas
         self._interactions = list(interactions)
+        self._agent_loops = agent_loops
         self.options = options
         self.overlong = 0
+        self._images = images
+        self._blobs = Blobs()
+        self._any_images = False
         self._rows: list[Row] = []
+        self._image_tokens: list[tuple[int, ...]] = []
         self._indices: list[object] = []
         self._read(max_samples)
 
@@ -93,13 +115,21 @@ class RLDataset:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digest = hashlib.sha256()
-        for number, (where, raw) in enumerate(_all_rows(self.files)):
-            row = check_row(raw, where, self._tool_names, self.options.prompt_key, self._interactions)
-            if self._fits(row, where):
+        for number, (folder, where, raw) in enumerate(_all_rows(self.files)):
+            row = check_row(
+                raw, where, self._tool_names, self.options.prompt_key, self._interactions, self._agent_loops
+            )
+            image_tokens = self._placed(row, folder, where)
+            if self._fits(row, image_tokens, where):
                 index = row["extra_info"].get("index")
+                row = self._blobs.kept(row)
                 self._rows.append(row)
+                self._image_tokens.append(image_tokens)
                 self._indices.append(number if index is None else index)
                 digest.update(repr(row[self.options.prompt_key]).encode())
+                if image_tokens:
+                    self._any_images = True
+                    digest.update(repr(row["images"]).encode())
             if len(self._rows) == max_samples:
                 break
         self.fingerprint = digest.hexdigest()[:16]
@@ -114,10 +144,27 @@ class RLDataset:
     def _tool_names(self) -> list[str] | None:
         return None if self.tool_schemas is None else list(self.tool_schemas)
 
-    def _fits(self, row: Row, where: str) -> bool:
-        limit = self.options.max_prompt_length
+    def _placed(self, row: Row, folder: Path, where: str) -> tuple[int, ...]:
+        """The tokens of each image of `row`, whose prompt gets an image part for it."""
+        refuse_other_media(row, where)
+        pictures = place_images(row, self.options.image_key, self.options.prompt_key, folder, where)
+        if not pictures:
+            return ()
+        if self._images is None:
+            raise DataError(
+                f"{where}: the row has images, and the model reads text only: take a vision-language model, or set "
+                "data.image_key=null"
+            )
         try:
-            length = self.chat.prompt_length(row[self.options.prompt_key], self._schemas(row))
+            return tuple(self._images.tokens(size_of(picture)) for picture in pictures)
+        except DataError as error:
+            raise DataError(f"{where}: {one_line(error)}") from error
+
+    def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
+        limit = self.options.max_prompt_length
+        shown = (image_tokens,) if image_tokens else ()
+        try:
+            length = self.chat.prompt_length(row[self.options.prompt_key], self._schemas(row), *shown)
         except DataError as error:
             raise DataError(f"{where}: {one_line(error)}") from error
         if length <= limit:
@@ -147,9 +194,12 @@ class RLDataset:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        row = copy.deepcopy(self._rows[number])
+        row = self._blobs.restored(copy.deepcopy(self._rows[number]))
+        if self._any_images:
+            row.setdefault("images", None)  # all rows of a data set have the same columns
         messages, schemas = row[self.options.prompt_key], self._schemas(row)
-        ids, extra_info = self.chat.initial_ids(messages, schemas), row["extra_info"]
+        shown = (self._image_tokens[number],) if self._image_tokens[number] else ()
+        ids, extra_info = self.chat.initial_ids(messages, schemas, *shown), row["extra_info"]
         return row | {
             "raw_prompt": messages,
             "raw_prompt_ids": ids,
@@ -166,5 +216,7 @@ class RLDataset:
 RLHFDataset = RLDataset
 
 
-def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[str, Row]]:
-    return chain.from_iterable(located_rows(name) for name in files)
+def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:
+    for name in files:
+        folder = Path(name).expanduser().parent
+        yield from ((folder, where, row) for where, row in located_rows(name))

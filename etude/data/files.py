@@ -26,6 +26,7 @@ SUFFIXES = (".parquet", ".jsonl", ".json")
 MAX_LINE_BYTES = 64 * 2**20
 MAX_JSON_BYTES = 2**30
 _BATCH_ROWS = 1024
+_BATCH_BYTES = 64 * 2**20
 
 
 def read_rows(path: str | Path) -> list[Row]:
@@ -73,12 +74,19 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
     number = 0
     try:
         with pq.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=_BATCH_ROWS):
+            for batch in file.iter_batches(batch_size=_batch_rows(file.metadata)):
                 for row in batch.to_pylist():
                     yield f"{path}: row {number}", row
                     number += 1
     except (pa.ArrowException, OSError) as error:
         raise DataError(f"{path}: not a readable parquet file (after row {number}): {one_line(error)}") from error
+
+
+def _batch_rows(metadata: pq.FileMetaData) -> int:
+    """Rows to read at once: fewer where they are large, as rows with images are."""
+    groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
+    size = sum(group.total_byte_size for group in groups)
+    return max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(size, 1)))
 
 
 def _json_line_rows(path: Path) -> Iterator[tuple[str, object]]:

@@ -1,7 +1,8 @@
 """Chat messages as they stand in data files.
 
-Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, text content,
-tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a template takes a null for a value).
+Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, content that is
+text or a list of text and image parts, tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a
+template takes a null for a value). Which picture an image part shows is left to `images`.
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ Message = dict[str, Any]
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
-def checked_messages(value: object, where: str) -> list[Message]:
-    """The messages in `value`; `where` names the file, row and column for errors.
+def checked_messages(value: object, where: str, *, images: bool = False) -> list[Message]:
+    """The messages in `value`; `where` names the file, row and column for errors, `images` allows image parts.
 
     Raises:
         DataError: not a non-empty list of {role, content}, an unknown role, content that is not text, a bad tool call.
@@ -27,10 +28,10 @@ def checked_messages(value: object, where: str) -> list[Message]:
     if not isinstance(value, list) or not value:
         found = "an empty list" if value == [] else type(value).__name__
         raise DataError(f"{where} must be a non-empty list of {{role, content}} messages, got {found}")
-    return [_checked_message(message, f"{where}[{number}]") for number, message in enumerate(value)]
+    return [_checked_message(message, f"{where}[{number}]", images) for number, message in enumerate(value)]
 
 
-def _checked_message(value: object, where: str) -> Message:
+def _checked_message(value: object, where: str, images: bool) -> Message:
     if not isinstance(value, dict):
         raise DataError(f"{where} must be a {{role, content}} message, got {type(value).__name__}")
     message: Message = without_nulls(value)
@@ -43,9 +44,25 @@ def _checked_message(value: object, where: str) -> Message:
     else:
         message.pop("tool_calls", None)
     content = message.get("content")
-    if not isinstance(content, str):
+    if isinstance(content, list) and content:
+        parts = [_checked_part(part, f"{where} ({role})", images) for part in content]
+        plain = all(part["type"] == "text" for part in parts)
+        message["content"] = "".join(part["text"] for part in parts) if plain else parts
+    elif not isinstance(content, str):
         raise DataError(f"{where} ({role}) needs 'content' as text, got {type(content).__name__}")
     return message
+
+
+def _checked_part(value: object, where: str, images: bool) -> dict[str, Any]:
+    kind = value.get("type") if isinstance(value, dict) else None
+    if isinstance(value, dict) and kind == "text" and isinstance(value.get("text"), str):
+        return {"type": "text", "text": value["text"]}
+    if isinstance(value, dict) and kind == "image" and images:
+        if len(value) > 1:
+            raise DataError(f"{where}: an image part names no picture: it shows the next one of the images column")
+        return {"type": "image"}
+    allowed = "{type: text, text} or {type: image}" if images else "{type: text, text}"
+    raise DataError(f"{where}: a part of 'content' must be {allowed}, got {kind or type(value).__name__}")
 
 
 def _checked_calls(value: object, where: str) -> list[dict[str, Any]]:

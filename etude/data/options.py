@@ -37,6 +37,7 @@ class DataOptions:
     shuffle: bool = True
     seed: int = 1
     prompt_key: str = "prompt"
+    image_key: str | None = "images"
     apply_chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:

@@ -28,6 +28,7 @@ def check_row(
     tool_names: Sequence[str] | None,
     prompt_key: str = "prompt",
     interactions: Sequence[str] = (),
+    agent_loops: Sequence[str] | None = None,
 ) -> Row:
     """`row` in its plain form, checked: `extra_info` and `reward_model` are there, nulls under the kwargs are not.
 
@@ -37,6 +38,7 @@ def check_row(
         tool_names: the configured tools; None when tools are turned off, and then the rows' tool settings are left out.
         prompt_key: the column that holds the messages.
         interactions: the configured interactions.
+        agent_loops: the registered agent loops; None where nobody knows them.
 
     Raises:
         DataError: the row breaks the contract; one line that names `where`.
@@ -45,8 +47,9 @@ def check_row(
     if prompt_key not in checked:
         hint = did_you_mean(prompt_key, checked)
         raise DataError(f"{where}: no column '{prompt_key}' (data.prompt_key){hint} (columns: {', '.join(checked)})")
-    checked[prompt_key] = checked_messages(checked[prompt_key], f"{where}: {prompt_key}")
+    checked[prompt_key] = checked_messages(checked[prompt_key], f"{where}: {prompt_key}", images=True)
     _check_texts(checked, where)
+    _check_agent(checked.get("agent_name"), where, agent_loops)
     for key in ("reward_model", "extra_info"):
         checked[key] = _object(checked.get(key), f"{where}: {key}")
     extra_info = checked["extra_info"]
@@ -84,6 +87,14 @@ def _check_texts(row: Row, where: str) -> None:
         row.pop("agent_name", None)
     elif not isinstance(row["agent_name"], str):
         raise DataError(f"{where}: agent_name must be text, got {type(row['agent_name']).__name__}")
+
+
+def _check_agent(name: str | None, where: str, known: Sequence[str] | None) -> None:
+    if known is not None and name is not None and name not in known:
+        listed = ", ".join(known)
+        raise DataError(
+            f"{where}: agent_name: unknown agent loop '{name}'{did_you_mean(name, known)} (known: {listed})"
+        )
 
 
 def _check_selection(selection: object, where: str) -> None:

@@ -88,6 +88,17 @@ def test_active_tools_are_the_configured_in_their_order(selection, expected):
     assert active_tools({"extra_info": {"tool_selection": selection}}, ["a", "b", "c"]) == expected
 
 
+def test_an_agent_loop_that_nobody_registered():
+    row = a_row(agent_name="tool_agnet")
+    assert check_row(row, "f: row 4", TOOLS)["agent_name"] == "tool_agnet"  # where the loops are not known
+    with pytest.raises(DataError) as caught:
+        check_row(row, "f: row 4", TOOLS, agent_loops=["env_agent", "tool_agent"])
+    assert str(caught.value) == (
+        "f: row 4: agent_name: unknown agent loop 'tool_agnet'; did you mean 'tool_agent'? (known: env_agent, tool_agent)"
+    )
+    assert check_row(a_row(), "f: row 4", TOOLS, agent_loops=[]) == a_row()
+
+
 @pytest.mark.parametrize("row", [{}, {"extra_info": None}, {"extra_info": {}}])
 def test_active_tools_default_to_all(row):
     assert active_tools(row, ["a", "b"]) == ["a", "b"]
@@ -120,7 +131,10 @@ def one(message):
         (one({"role": "usr", "content": "x"}), "prompt[1] has the unknown role 'usr'; did you mean 'user'?"),
         (one({"content": "x"}), "prompt[1] has the unknown role None"),
         (one({"role": "user"}), "prompt[1] (user) needs 'content' as text, got NoneType"),
-        (one({"role": "user", "content": [{"type": "text"}]}), "needs 'content' as text, got list"),
+        (one({"role": "user", "content": []}), "needs 'content' as text, got list"),
+        (one({"role": "user", "content": [{"type": "text"}]}), "a part of 'content' must be {type: text, text}"),
+        (one({"role": "user", "content": ["x"]}), "or {type: image}, got str"),
+        (one({"role": "user", "content": [{"type": "image", "image": "a.png"}]}), "an image part names no picture"),
         (one({"role": "assistant", "tool_calls": {"a": 1}}), "tool_calls must be a list, got dict"),
         (one({"role": "assistant", "tool_calls": ["x"]}), "tool_calls[0] must be {type: function"),
         (

@@ -1,0 +1,103 @@
+"""`Blobs`: the bytes of a data set's rows, kept in a file instead of in memory.
+
+Invariant: `restored(kept(value))` equals `value`; equal bytes are kept once. The file is temporary and has no name, so that
+it vanishes with the process, whatever becomes of it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import tempfile
+from dataclasses import dataclass
+from typing import Any
+
+from etude.errors import DataError, one_line
+
+SMALLEST = 1024  # bytes: less is cheaper to keep as it is
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Where the bytes are, and what they are: their digest, and whether they were a text."""
+
+    start: int
+    size: int
+    digest: str
+    text: bool = False
+
+
+class Blobs:
+    """Bytes and `data:` texts of rows; the file is made when the first is kept."""
+
+    def __init__(self) -> None:
+        self._file: int | None = None
+        self._size = 0
+        self._places: dict[bytes, Kept] = {}
+
+    def kept(self, value: Any) -> Any:
+        """`value` with what is large in it kept in the file, at any depth.
+
+        Raises:
+            DataError: the file cannot be written.
+        """
+        if isinstance(value, dict):
+            return {key: self.kept(member) for key, member in value.items()}
+        if isinstance(value, list):
+            return [self.kept(member) for member in value]
+        if isinstance(value, bytes) and len(value) >= SMALLEST:
+            return self._keep(value, text=False)
+        if isinstance(value, str) and len(value) >= SMALLEST and value.startswith("data:"):
+            return self._keep(value.encode("utf-8", "surrogatepass"), text=True)
+        return value
+
+    def restored(self, value: Any) -> Any:
+        """`value` with what was kept in its place.
+
+        Raises:
+            DataError: the file cannot be read.
+        """
+        if self._file is None:
+            return value
+        if isinstance(value, dict):
+            return {key: self.restored(member) for key, member in value.items()}
+        if isinstance(value, list):
+            return [self.restored(member) for member in value]
+        if isinstance(value, Kept):
+            data = self._read(value)
+            return data.decode("utf-8", "surrogatepass") if value.text else data
+        return value
+
+    def _keep(self, data: bytes, *, text: bool) -> Kept:
+        key = hashlib.blake2b(data, digest_size=16, person=b"text" if text else b"bytes").digest()
+        if key not in self._places:
+            try:
+                if self._file is None:
+                    with tempfile.TemporaryFile(prefix="etude-rows-") as file:
+                        self._file = os.dup(file.fileno())
+                done = 0
+                while done < len(data):
+                    done += os.pwrite(self._file, data[done:], self._size + done)
+            except OSError as error:
+                raise DataError(
+                    f"cannot keep the rows' images in {tempfile.gettempdir()}: {one_line(error)}"
+                ) from error
+            self._places[key] = Kept(self._size, len(data), key.hex(), text)
+            self._size += len(data)
+        return self._places[key]
+
+    def _read(self, place: Kept) -> bytes:
+        assert self._file is not None  # there is a place in it
+        parts, done = [], 0
+        while done < place.size:
+            part = os.pread(self._file, place.size - done, place.start + done)
+            if not part:
+                raise DataError("the file that keeps the rows' images was cut")
+            parts.append(part)
+            done += len(part)
+        return b"".join(parts)
+
+    def __del__(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None

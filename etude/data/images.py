@@ -1,0 +1,103 @@
+"""The images of a row: the pictures that its prompt shows, and their places in it.
+
+A row's pictures stand in a column of their own (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as
+verl's files and Hugging Face's image feature hold them. Each `<image>` in the prompt's texts is the place of the next one.
+
+Invariant: a row that `place_images` returned has as many image parts in its prompt as pictures in its column, in the same
+order; relative paths are those of files beside the data file. Pictures are opened for their size alone: pixels are read
+when a trajectory starts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from etude.chat.placeholders import image_count
+from etude.data.files import Row
+from etude.data.messages import Message
+from etude.errors import DataError
+from etude.tools.builtin.images import MAX_PIXELS, image_size
+
+MARKER = "<image>"
+_OTHER_MEDIA = ("videos", "audios")
+_ADDRESSES = ("data:", "file://", "http://", "https://")
+
+
+def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
+    """Raises DataError for a row with videos or sounds, which no model here is shown."""
+    for key in _OTHER_MEDIA:
+        if row.get(key):
+            raise DataError(
+                f"{where}: the column '{key}' is not supported: a model is shown images only (rename a column that only "
+                "your tools read)"
+            )
+
+
+def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where: str) -> list[Any]:
+    """The pictures of `row`, which gets them as a list under `images`; `<image>` in its prompt becomes an image part.
+
+    Args:
+        row: as `check_row` returned it; changed in place.
+        key: the pictures' column; None: no row has pictures.
+        prompt_key: the messages' column.
+        folder: what relative paths start from.
+        where: the place that errors name.
+
+    Raises:
+        DataError: the column is no list of pictures, or the prompt has places for more or fewer.
+    """
+    column = None if key is None else row.pop(key, None)
+    if column is not None and not isinstance(column, list):
+        raise DataError(f"{where}: {key} must be a list of images, got {type(column).__name__}")
+    pictures = [_source(each, folder, f"{where}: {key}[{n}]") for n, each in enumerate(column or ())]
+    messages = row[prompt_key]
+    if column is not None:
+        messages = [_with_parts(message) for message in messages]
+    places = sum(map(image_count, messages))
+    if places != len(pictures):
+        raise DataError(
+            f"{where}: the prompt has places for {places} images ('{MARKER}'), and {key or 'data.image_key=null'} holds "
+            f"{len(pictures)}"
+        )
+    if pictures:
+        row[prompt_key], row["images"] = messages, pictures
+    return pictures
+
+
+def size_of(picture: Any) -> tuple[int, int]:
+    """(width, height) of a picture of a row; raises DataError where it cannot be opened or is too large."""
+    return image_size(picture, MAX_PIXELS)
+
+
+def _source(value: Any, folder: Path, where: str) -> Any:
+    """A picture as `load_image` takes it."""
+    if isinstance(value, Mapping):
+        value = next((value[key] for key in ("bytes", "path", "image") if value.get(key)), None)
+    if isinstance(value, str) and value and not value.startswith(_ADDRESSES):
+        return {"path": str((folder / Path(value).expanduser()).absolute())}
+    if isinstance(value, str | bytes) and value:
+        return value
+    if hasattr(value, "size") and hasattr(value, "convert"):  # Pillow's
+        return value
+    raise DataError(f"{where} must be a path, bytes, or an object with one of them, got {type(value).__name__}")
+
+
+def _with_parts(message: Message) -> Message:
+    """`message` with its markers as image parts."""
+    content = message["content"]
+    if isinstance(content, str):
+        return {**message, "content": list(_parts(content))} if MARKER in content else message
+    parts: list[Any] = []
+    for part in content:
+        parts += _parts(part["text"]) if part["type"] == "text" and MARKER in part["text"] else [part]
+    return {**message, "content": parts}
+
+
+def _parts(text: str) -> Iterator[dict[str, Any]]:
+    for number, piece in enumerate(text.split(MARKER)):
+        if number:
+            yield {"type": "image"}
+        if piece:
+            yield {"type": "text", "text": piece}
