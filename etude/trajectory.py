@@ -13,7 +13,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import chain, groupby
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from etude.images import ImageInput
 
 
 class Provenance(str, Enum):
@@ -36,6 +39,7 @@ class StopReason(str, Enum):
     TIME_LIMIT = "time_limit"  # multi_turn.max_seconds
     MALFORMED_CALL = "malformed_call"  # where multi_turn.malformed_calls is "end"
     PROMPT_TOO_LONG = "prompt_too_long"
+    CONTEXT_REFUSED = "context_refused"  # the chat template does not write what was answered; dropped
     INFRASTRUCTURE = "infrastructure"  # dropped after its retries: never trained on
     CANCELLED = "cancelled"
 
@@ -64,7 +68,8 @@ class ToolCallRecord:
     """One executed (or refused) tool call: what was asked, what was answered, how long it took.
 
     `error` is None, "tool" (the tool told the model something), "exception", "invalid_arguments" (of a known tool),
-    "unknown_tool", "malformed", or, of a call that ended its trajectory, "timeout" or "infrastructure".
+    "unknown_tool", "malformed", "not_executed" (beyond the calls that one turn may make), or, of a call that ended its
+    trajectory, "timeout" or "infrastructure".
     """
 
     turn: int
@@ -78,6 +83,7 @@ class ToolCallRecord:
     source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"
     retries: int = 0  # attempts before the last, which infrastructure broke
     timeouts: int = 0  # attempts that took too long
+    blocked_loop: int = 0  # times that it was seen to block the event loop
 
 
 @dataclass
@@ -103,7 +109,8 @@ class Rewards:
 class Trajectory:
     """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
 
-    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
+    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them. `images`
+    are those of its context, in the order of their placeholders in `prompt_ids` and the segments.
     """
 
     request_id: str
@@ -118,6 +125,7 @@ class Trajectory:
     timings: dict[str, float] = field(default_factory=dict)
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
+    images: list[ImageInput] = field(default_factory=list)
 
     def append(
         self,
@@ -194,6 +202,7 @@ class Trajectory:
             num_turns=self.num_turns,
             metrics=dict(self.timings),
             trajectory=self,
+            images=tuple(self.images),
         )
 
     def to_record(self) -> dict[str, Any]:
@@ -212,12 +221,13 @@ class Trajectory:
             "num_turns": self.num_turns,
             "timings": self.timings,
             "sampling": self.sampling,
-        }
+        } | ({"images": [image.to_record() for image in self.images]} if self.images else {})
 
 
 @dataclass
 class AgentLoopOutput:
-    """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal."""
+    """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal;
+    `images` are those that `generate` was given last."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -228,6 +238,7 @@ class AgentLoopOutput:
     metrics: dict[str, float] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     trajectory: Trajectory | None = None
+    images: tuple[ImageInput, ...] = ()
 
     def to_trajectory(self, request_id: str) -> Trajectory:
         """The trajectory behind this view; for a view built by hand, one made from runs of equal mask.
@@ -240,7 +251,7 @@ class AgentLoopOutput:
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
             raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
-        made = Trajectory(request_id, list(self.prompt_ids), timings=dict(self.metrics))
+        made = Trajectory(request_id, list(self.prompt_ids), timings=dict(self.metrics), images=list(self.images))
         made.rewards.score = self.reward_score
         position = 0
         for sampled, run in groupby(self.response_mask):

@@ -5,6 +5,7 @@ from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, AgentPar
 from etude.agents.batch import to_batch, token_level_scores
 from etude.agents.client import TrajectoryClient
 from etude.agents.environments.loop import EnvAgentLoop
+from etude.agents.gateway.loop import OpenAIAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
 from etude.agents.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
 from etude.agents.result import RolloutResult
@@ -25,6 +26,7 @@ __all__ = [
     "AgentState",
     "EnvAgentLoop",
     "MultiTurnOptions",
+    "OpenAIAgentLoop",
     "RolloutOptions",
     "RolloutResult",
     "Sampling",

@@ -15,7 +15,11 @@ from typing import Any
 from etude.agents.client import TrajectoryClient
 from etude.agents.interactions import BaseInteraction
 from etude.agents.options import RolloutOptions
+from etude.agents.pictures import read_row
 from etude.chat import ChatTemplate, ToolParser
+from etude.chat.placeholders import image_count
+from etude.images import ImageInput
+from etude.models import ImageReader
 from etude.registry import Registry
 from etude.tools import BaseTool
 from etude.trace import Tracer
@@ -36,7 +40,8 @@ class AgentParts:
 
 @dataclass(frozen=True)
 class AgentContext:
-    """What the trajectories of one worker share. `config` is the whole resolved configuration, for users' loops."""
+    """What the trajectories of one worker share. `config` is the whole resolved configuration, for users' loops;
+    `processor` (Hugging Face's) and `images` are those of a vision model, None where the model reads text only."""
 
     config: Any
     options: RolloutOptions
@@ -47,6 +52,8 @@ class AgentContext:
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
     environment: Any = None
     tracer: Tracer | None = None
+    processor: Any = None
+    images: ImageReader | None = None
 
 
 class AgentLoopBase(ABC):
@@ -60,7 +67,8 @@ class AgentLoopBase(ABC):
         config: the whole configuration, keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`.
         server_manager: samples tokens.
         tokenizer, chat: for prompts, `chat.initial_ids(messages, tools)`; for what follows an assistant turn,
-            `chat.context_ids(messages, after_stop=…)`. Neither ever encodes a sampled id again.
+            `chat.context_ids(messages, after=sampled_ids)`. Neither ever encodes a sampled id again.
+        processor: the Hugging Face processor of a vision model, else None.
         tools: the configured tools by name.
     """
 
@@ -80,6 +88,18 @@ class AgentLoopBase(ABC):
         self.chat = trainer_config.chat
         self.tools = trainer_config.tools
 
+    async def read_images(self, row: Mapping[str, Any]) -> list[ImageInput]:
+        """The images that the row's `raw_prompt` shows. Their `tokens` go to `chat.initial_ids`, all images of the context
+        to every `generate(images=…)`, and to the `Trajectory` or `AgentLoopOutput`.
+
+        Raises:
+            DataError: one cannot be decoded; names the row.
+        """
+        reader = self.context.images
+        if reader is None or not any(map(image_count, row["raw_prompt"])):
+            return []
+        return await read_row(reader, row.get("images") or (), f"row {row['request_id']}")
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop, for `run_in_executor`."""
@@ -98,16 +118,19 @@ class AgentLoopBase(ABC):
         return len(trajectory.prompt_ids) <= self.context.options.prompt_length and self.room(trajectory) >= 1
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
         """Rolls out one trajectory.
 
         Args:
-            sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `seed`.
-            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …) and `request_id`.
+            sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `stop`, `seed`.
+            row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, 0 unless
+                infrastructure broke an earlier run.
 
         Returns:
             The response's ids with their mask. Where `response_logprobs` is None, those of the engine are filled in. A
             `reward_score` counts where `reward_model.enable=false`; otherwise the reward manager's score replaces it.
+            A loop that rewrote its history, so that no one context holds all that was sampled, returns a list in time
+            order: the last is the main sequence and alone carries rewards, messages and stop reason.
 
         Raises:
             InfrastructureError: the world broke; the trajectory is retried from fresh state.

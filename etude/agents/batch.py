@@ -18,11 +18,13 @@ from etude.agents.result import RolloutResult
 from etude.protocol import DataProto
 from etude.trajectory import Trajectory
 
+IMAGES = "multi_modal_inputs"
+
 
 def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `RolloutResult`s."""
+    with the `RolloutResult`s; where a row has images, also `multi_modal_inputs`, a tuple of them a row."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in results]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -30,8 +32,7 @@ def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
     attention = torch.cat([before, after], dim=1).long()
-    rollouts = np.empty(len(results), dtype=object)
-    rollouts[:] = list(results)
+    images = [tuple(t.images) for t in trajectories]
     return DataProto.from_single_dict(
         {
             "prompts": prompts,
@@ -41,9 +42,17 @@ def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
-            "rollout": rollouts,
+            "rollout": _objects(results),
         }
+        | ({IMAGES: _objects(images)} if any(images) else {})
     )
+
+
+def with_images(batch: DataProto) -> DataProto:
+    """`batch` with the column of images, empty where it has none, so that it can be joined to one that has them."""
+    if IMAGES not in batch.non_tensor_batch:
+        batch.non_tensor_batch[IMAGES] = _objects([()] * len(batch))
+    return batch
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
@@ -56,6 +65,13 @@ def token_level_scores(results: Sequence[RolloutResult], width: int, tool_weight
     """(batch, width) rewards where they belong (`Trajectory.token_level_scores`); zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in results]
     return _padded(rows, 0.0, width=width)
+
+
+def _objects(values: Sequence[Any]) -> np.ndarray:
+    column = np.empty(len(values), dtype=object)
+    for number, value in enumerate(values):  # one by one: NumPy would spread equal tuples over a second axis
+        column[number] = value
+    return column
 
 
 def _padded(rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False) -> Tensor:

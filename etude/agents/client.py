@@ -1,17 +1,19 @@
 """`TrajectoryClient`: one trajectory's door to the engine, and the witness of what was drawn through it.
 
 Invariant: a token that an output marks as sampled (mask 1) was drawn by the engine as the continuation of exactly the ids
-that stand before it; `check` refuses an output for which that does not hold. Training on tokens nobody sampled, or
-sampled after something else, is a bug, never a warning. A loop may still drop a turn or mask one out.
+and images that stand before it, and no draw is claimed twice; `check` refuses outputs for which that does not hold.
+Training on tokens nobody sampled, or sampled after something else, is a bug, never a warning. A loop may still drop a
+turn or mask one out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
+from etude.agents.request_ids import RequestIds
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
+from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.trace import TraceSpan, span
 from etude.trajectory import AgentLoopOutput
@@ -20,8 +22,9 @@ from etude.trajectory import AgentLoopOutput
 class TrajectoryClient:
     """What agent loops call their `server_manager`.
 
-    Seeds: turn t of a trajectory draws with a seed made from the trajectory's seed and t, so that no two turns share
-    random numbers, and no loop has to think of it.
+    Seeds: request t of a trajectory, counted as they are made, draws with a seed made from the trajectory's seed and t,
+    so that no two turns, branches or sequences share random numbers, and no loop has to think of it. Several requests may be
+    under way at once; the engine then knows each by a name of its own (see `RequestIds`).
 
     Attributes:
         outputs: what the engine returned, turn by turn.
@@ -32,6 +35,8 @@ class TrajectoryClient:
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self._histories: list[_History] = []
         self._ended = False
+        self._asked = 0
+        self._ids = RequestIds(engine, request_id)
         self.outputs: list[TokenOutput] = []
 
     async def generate(
@@ -40,9 +45,12 @@ class TrajectoryClient:
         *,
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams | Mapping[str, Any],
+        draw: int | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. Whatever `request_id` a loop made up, the engine knows the trajectory by its own.
+
+        `draw` takes the place of the request's number in its seed: the same draw again gives the same random numbers.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
@@ -52,17 +60,19 @@ class TrajectoryClient:
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
-        seed = (params.seed * 1_000_003 + 97 * len(self.outputs)) & 0x7FFFFFFFFFFFFFFF
-        asked = list(prompt_ids)
+        seed = (params.seed * 1_000_003 + 97 * (self._asked if draw is None else draw)) & 0x7FFFFFFFFFFFFFFF
+        self._asked += 1  # before the wait: requests under way at once must not draw alike
+        asked, media = list(prompt_ids), _images(media)
         with span("generation", "generate") as recorded:
-            output = await self._engine.generate(self.request_id, asked, replace(params, seed=seed), **_images(media))
+            with self._ids.one() as name:
+                output = await self._engine.generate(name, asked, params.seeded(seed), **media)
             if recorded is not None:
                 self._describe(recorded, asked, output)
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
         if not self._histories or not self._histories[-1].grows_to(asked):
             self._histories.append(_History(asked))
-        self._histories[-1].add(asked, output)
+        self._histories[-1].add(asked, output, digests(media.get("images") or ()))
         self.outputs.append(output)
         return output
 
@@ -79,12 +89,23 @@ class TrajectoryClient:
     def end(self) -> None:
         """Nothing more may be sampled."""
         self._ended = True
+        self._ids.end()
 
-    def check(self, output: AgentLoopOutput) -> None:
-        """Raises EtudeError when the output marks a token as sampled that the engine did not sample there."""
+    def check(self, *outputs: AgentLoopOutput) -> None:
+        """Checks what a trajectory's loop returned: one output, or its several sequences.
+
+        Raises:
+            EtudeError: one marks a token as sampled that the engine did not sample there, or several claim one draw.
+        """
+        for output in outputs:
+            self._check_drawn(output)
+        if len(outputs) > 1:
+            self._check_claimed_once(outputs)
+
+    def _check_drawn(self, output: AgentLoopOutput) -> None:
         mask = bytes(map(bool, output.response_mask))
         drawn = bytearray(len(mask))
-        for place, log_probs in self._drawn(output):
+        for place, log_probs, _, _ in self._drawn(output):
             drawn[place : place + len(log_probs)] = bytes([1]) * len(log_probs)
         wrong = next((i for i, (claimed, ours) in enumerate(zip(mask, drawn)) if claimed > ours), None)
         if wrong is not None and wrong < len(output.response_ids):
@@ -94,39 +115,60 @@ class TrajectoryClient:
                 "returned them"
             )
 
+    def _check_claimed_once(self, outputs: Sequence[AgentLoopOutput]) -> None:
+        """A token may be in as many sequences as the engine drew it, after the same ids: once, unless it drew twins."""
+        claimed: set[tuple[int, int]] = set()
+        for number, output in enumerate(outputs):
+            missing = {i for i, sampled in enumerate(output.response_mask) if sampled}
+            for place, log_probs, history, context_place in self._drawn(output):
+                for i in range(len(log_probs)):
+                    token = (history, context_place + i)
+                    if place + i in missing and token not in claimed:
+                        missing.discard(place + i)
+                        claimed.add(token)
+            if missing:
+                raise EtudeError(
+                    f"sequence {number} of {self.request_id} marks response token {min(missing)} as sampled, but an earlier "
+                    "sequence claims that draw: mask it out in all but one, or it would be trained on twice"
+                )
+
     def log_probs(self, output: AgentLoopOutput) -> list[float]:
         """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
         found = [0.0] * len(output.response_ids)
-        for place, log_probs in self._drawn(output):
+        for place, log_probs, _, _ in self._drawn(output):
             found[place : place + len(log_probs)] = log_probs
         return found
 
-    def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float]]]:
-        """(response position, log-probs) of every run of tokens that the engine drew right there."""
+    def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float], int, int]]:
+        """(response position, log-probs, history, position in it) of every run of tokens that the engine drew there."""
         start = len(output.prompt_ids)
         context = [*output.prompt_ids, *output.response_ids]
-        for history in self._histories:
+        shown = digests(output.images)
+        for number, history in enumerate(self._histories):
             shared = common_beginning(history.context, context)
-            for place, log_probs in history.turns:
+            for place, log_probs, seen in history.turns:
+                if seen != shown[: len(seen)]:
+                    continue
                 first, last = max(place, start), min(place + len(log_probs), shared)
                 if first < last:
-                    yield first - start, log_probs[first - place : last - place]
+                    yield first - start, log_probs[first - place : last - place], number, first
 
 
 class _History:
-    """A context that grew turn by turn: its ids, and where in it the engine drew with which log-probs."""
+    """A context that grew turn by turn: its ids, and where in it the engine drew with which log-probs, having been shown
+    the images of which digests."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
-        self.turns: list[tuple[int, list[float]]] = []
+        self.turns: list[tuple[int, list[float], tuple[int, ...]]] = []
 
     def grows_to(self, asked: list[int]) -> bool:
         """Whether `asked` begins with this context."""
         return asked[: len(self.context)] == self.context
 
-    def add(self, asked: list[int], output: TokenOutput) -> None:
+    def add(self, asked: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
         self.context += asked[len(self.context) :]
-        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)])))
+        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), seen))
         self.context += output.token_ids
 
 
@@ -144,4 +186,12 @@ def _images(media: Mapping[str, Any]) -> dict[str, Any]:
     images = given.pop("image_data", given.pop("images", None))
     if given:
         raise ConfigError(f"generate() takes no '{next(iter(given))}'")
-    return {} if images is None else {"images": images}
+    for image in images or ():
+        if not isinstance(image, ImageInput):
+            raise ConfigError(f"generate() takes images as `read_images` gives them, not {type(image).__name__}")
+    return {"images": images} if images else {}
+
+
+def digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
+    """What the images are known by."""
+    return tuple([image.digest for image in images])

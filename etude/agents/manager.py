@@ -22,6 +22,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+from etude.agents.acceptance import accepted
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.collector import calm_collector
@@ -30,7 +31,7 @@ from etude.agents.groups import Groups
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import Scorer, score_result
 from etude.bounded import GRACE_SECONDS, called, result_of
-from etude.errors import ConfigError, EtudeError, is_infrastructure, one_line
+from etude.errors import ConfigError, is_infrastructure, one_line
 from etude.inference import Engine
 from etude.tools import BrokenCall, CallPolicy
 from etude.trace import TraceSpan
@@ -138,7 +139,7 @@ class _Run:
         self._to_trace: set[int] = set()
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._given_up: set[int] = set()
-        self._under_way: dict[int, asyncio.Task[Trajectory]] = {}
+        self._under_way: dict[int, asyncio.Task[list[Trajectory]]] = {}
         self._done = 0
 
     async def all(self) -> list[RolloutResult]:
@@ -209,9 +210,10 @@ class _Run:
             if index in self._given_up:
                 return RolloutResult(None, attempt, attempt, StopReason.CANCELLED, cause, broken), request_id
             client = self._client(request_id)
-            task = self._under_way[index] = asyncio.ensure_future(called(self._run_once, index, client))
+            task = self._under_way[index] = asyncio.ensure_future(called(self._run_once, index, attempt, client))
             try:
-                trajectory = await result_of(task, self._options.trajectory_timeout, self._manager._clean_up_seconds)
+                grace = self._manager._clean_up_seconds
+                *earlier, trajectory = await result_of(task, self._options.trajectory_timeout, grace)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -224,26 +226,29 @@ class _Run:
             finally:
                 del self._under_way[index]
                 client.end()
-            if trajectory.stop_reason is StopReason.PROMPT_TOO_LONG:
-                return RolloutResult(None, attempt + 1, attempt, StopReason.PROMPT_TOO_LONG, cause, broken), request_id
-            return RolloutResult(trajectory, attempt + 1, attempt, None, cause, broken), request_id
+            if trajectory.stop_reason in (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED):
+                return RolloutResult(None, attempt + 1, attempt, trajectory.stop_reason, cause, broken), request_id
+            return RolloutResult(trajectory, attempt + 1, attempt, None, cause, broken, earlier), request_id
         return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE, cause, broken), request_id
 
-    async def _run_once(self, index: int, client: TrajectoryClient) -> Trajectory:
+    async def _run_once(self, index: int, attempt: int, client: TrajectoryClient) -> list[Trajectory]:
+        """The sequences of one run, the main one last."""
         context, row = self._manager.context, self._rows[index]
         name = self._manager.loop_name(row)
         loop = AGENT_LOOPS.get(name)(
-            trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=None
+            trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
         )
         number = int(row.get("rollout_index", index))
         params = self._sampling.params(number, self._options.response_length, context.chat.stop_token_ids)
+        params["stop"] = tuple(self._options.stop or ())
         with self._traced(index, client.request_id) as whole:
-            output = await loop.run(params, **{**row, "request_id": client.request_id})
+            returned = await loop.run(params, **{**row, "request_id": client.request_id, "attempt": attempt})
             if whole is not None:
-                _describe(whole, output)
-        trajectory = self._accepted(output, client, name)
-        trajectory.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
-        return trajectory
+                _describe(whole, returned)
+        sequences = accepted(returned, client, name, self._options.response_length)
+        for sequence in sequences:
+            sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+        return sequences
 
     def _client(self, request_id: str) -> TrajectoryClient:
         context = self._manager.context
@@ -257,29 +262,6 @@ class _Run:
         names = ("step", "uid", "index", "rollout_index", "validate", "data_source")
         named = {name: row[name] for name in names if row.get(name) is not None}
         return tracer.trajectory(request_id, {"request_id": request_id, **named})
-
-    def _accepted(self, output: AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
-        """The trajectory in what a loop returned.
-
-        Raises:
-            EtudeError: it is not what loops return, or claims tokens that were not sampled.
-            ConfigError: it is longer than `data.max_response_length`.
-        """
-        if not isinstance(output, AgentLoopOutput):
-            raise EtudeError(f"the agent loop '{name}' must return an AgentLoopOutput, not {type(output).__name__}")
-        client.check(output)
-        if output.response_logprobs is None:
-            output.response_logprobs = client.log_probs(output)
-        try:
-            trajectory = output.to_trajectory(client.request_id)
-        except ValueError as error:
-            raise EtudeError(f"the agent loop '{name}' returned a wrong AgentLoopOutput: {one_line(error)}") from error
-        if trajectory.response_length > self._options.response_length:
-            raise ConfigError(
-                f"the agent loop '{name}' returned {trajectory.response_length} response tokens, more "
-                f"than data.max_response_length={self._options.response_length}"
-            )
-        return trajectory
 
     async def _finish(self, index: int, scorer: Scorer) -> None:
         """Scores a finished trajectory."""
@@ -311,9 +293,12 @@ class _Run:
         self._manager._report(self._done, len(self._rows))
 
 
-def _describe(whole: TraceSpan, output: object) -> None:
+def _describe(whole: TraceSpan, returned: object) -> None:
     """What a trajectory's span says of its end, where the loop returned one."""
+    output = returned[-1] if isinstance(returned, list) and returned else returned
     trajectory = output.trajectory if isinstance(output, AgentLoopOutput) else None
+    if isinstance(returned, list):
+        whole.set(sequences=len(returned))
     if trajectory is not None:
         rewards = trajectory.rewards
         whole.set(

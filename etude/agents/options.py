@@ -12,7 +12,7 @@ from etude.trace import TraceOptions
 
 @dataclass(frozen=True)
 class MultiTurnOptions:
-    """Limits of a conversation; None means no limit. `max_tool_response_length` counts tokens."""
+    """Limits of a conversation; None means no limit."""
 
     enable: bool = True
     format: str = "hermes"
@@ -23,6 +23,7 @@ class MultiTurnOptions:
     max_user_turns: int | None = None
     max_parallel_calls: int = 8
     max_tool_response_length: int = 2048
+    tool_response_length_unit: str = "tokens"
     min_answer_tokens: int = 1
     max_seconds: float | None = None
     malformed_calls: str = "tell"
@@ -34,6 +35,11 @@ class MultiTurnOptions:
             raise ConfigError(
                 "multi_turn.tool_response_truncate_side must be left, middle or right, "
                 f"not '{self.tool_response_truncate_side}'"
+            )
+        if self.tool_response_length_unit not in ("tokens", "characters"):
+            raise ConfigError(
+                "multi_turn.tool_response_length_unit must be tokens or characters, "
+                f"not '{self.tool_response_length_unit}'"
             )
         if self.malformed_calls not in ("tell", "penalise", "end"):
             raise ConfigError(f"multi_turn.malformed_calls must be tell, penalise or end, not '{self.malformed_calls}'")
@@ -52,11 +58,31 @@ class MultiTurnOptions:
 
 
 @dataclass(frozen=True)
+class OpenAIAgentOptions:
+    """What the agent loop `openai_agent` runs: a function, `path/to/file.py:name`, or a command."""
+
+    function: str | None = None
+    command: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.function is not None and self.command:
+            raise ConfigError("rollout.agent.openai_agent: set function or command, not both")
+
+
+@dataclass(frozen=True)
 class AgentOptions:
     """Which agent loops there are beside the registered ones, and which a row without `agent_name` gets."""
 
     default_agent_loop: str | None = None
     agent_loop_config_path: str | None = None
+    openai_agent: OpenAIAgentOptions = field(default_factory=OpenAIAgentOptions)
+
+    def __post_init__(self) -> None:
+        named = self.openai_agent.function is not None or bool(self.openai_agent.command)
+        if self.default_agent_loop == "openai_agent" and not named:
+            raise ConfigError(
+                "rollout.agent.default_agent_loop=openai_agent needs rollout.agent.openai_agent.function or .command"
+            )
 
 
 @dataclass(frozen=True)
@@ -81,6 +107,7 @@ class RolloutOptions:
     top_p: float = 1.0
     top_k: int = -1
     do_sample: bool = True
+    stop: tuple[str, ...] | None = None
     prompt_length: int = 1024
     response_length: int = 2048
     max_model_len: int | None = None
@@ -112,8 +139,11 @@ class RolloutOptions:
     def __post_init__(self) -> None:
         if self.mode not in ("async", "sync"):
             raise ConfigError(f"rollout.mode must be async or sync, not '{self.mode}'")
-        if self.n < 1 or self.infrastructure_retries < 0 or self.max_concurrent_trajectories < 1:
-            raise ConfigError("rollout.n and max_concurrent_trajectories must be >= 1, infrastructure_retries >= 0")
+        if not all(isinstance(text, str) and text for text in self.stop or ()):
+            raise ConfigError(f"rollout.stop must be a list of texts that are not empty, not {self.stop!r:.80}")
+        for key, least in (("n", 1), ("max_concurrent_trajectories", 1), ("infrastructure_retries", 0)):
+            if getattr(self, key) < least:
+                raise ConfigError(f"rollout.{key} must be at least {least}, got {getattr(self, key)}")
         if min(self.prompt_length, self.response_length, self.max_num_seqs, self.max_num_batched_tokens) < 1:
             raise ConfigError(
                 "rollout.prompt_length, response_length, max_num_seqs and max_num_batched_tokens must be >= 1"

@@ -53,4 +53,4 @@ async def score_result(
             continue
         trajectory.timings["compute_score"] = time.perf_counter() - started
         return
-    result.trajectory, result.dropped = None, StopReason.INFRASTRUCTURE
+    result.drop(StopReason.INFRASTRUCTURE)

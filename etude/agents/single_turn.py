@@ -15,12 +15,15 @@ class SingleTurnAgentLoop(AgentLoopBase):
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """See `AgentLoopBase.run`."""
         messages = list(row["raw_prompt"])
-        prompt_ids = self.chat.initial_ids(messages)
-        trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages)
+        images = await self.read_images(row)
+        prompt_ids = self.chat.initial_ids(messages, image_tokens=[image.tokens for image in images])
+        trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages, images=images)
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
             return trajectory.to_output()
-        output = await self.server_manager.generate(prompt_ids=prompt_ids, sampling_params=sampling_params)
+        output = await self.server_manager.generate(
+            prompt_ids=prompt_ids, sampling_params=sampling_params, images=tuple(images) or None
+        )
         trajectory.append(
             output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
         )

@@ -17,7 +17,9 @@ answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are 
    but their rewards count); the interaction may end the conversation → `COMPLETED`;
 5. `max_assistant_turns` reached → `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds`
    have passed → `TIME_LIMIT`;
-6. the answers, with room for `min_answer_tokens` more, do not fit → `TOOL_RESPONSE_OVERFLOW`.
+6. the chat template does not write the answers, nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
+7. the answers, with room for `min_answer_tokens` more, do not fit, though the tools' texts are cut as far as they may be →
+   `TOOL_RESPONSE_OVERFLOW`.
 
 Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token, and
 tools and interactions are released in every ending.
@@ -25,24 +27,33 @@ tools and interactions are released in every ending.
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
+from etude.agents.answers import naming, shortened, written
 from etude.agents.base import AgentLoopBase, register
 from etude.agents.interactions import InteractionSession
+from etude.agents.pictures import Answer, answer_of, read_all
 from etude.chat import ParsedResponse
-from etude.errors import DataError
+from etude.chat.labelled import Run
+from etude.chat.placeholders import content_of, image_count
+from etude.errors import ConfigError, DataError, one_line
 from etude.inference import SamplingParams, TokenOutput
+from etude.models import ImageReader
 from etude.registry import did_you_mean
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.trajectory import AgentLoopOutput, Provenance, StopReason, ToolCallRecord, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
+NOT_EXECUTED = "not_executed"
+logger = logging.getLogger(__name__)
+
 _MEDIA = "(the tool returned media that a text model cannot see)"
 
 
@@ -55,9 +66,23 @@ class Conversation:
     sampling: SamplingParams
     tool_schemas: list[dict[str, Any]]
     user: InteractionSession | None = None
+    token_limit: TokenLimit | None = None  # cuts the tools' answers further, where they leave too little room
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
-    after_stop: bool = True  # whether the sampled ids end with the template's end-of-turn token
+    spoken: dict[int, str] = field(default_factory=dict)  # by the number of the message: what a user hears of a turn
+    tool_answers: set[int] = field(default_factory=set)  # numbers of messages that answer calls, whatever their role
+    sampled: Sequence[int] = ()  # the last turn's ids
+
+    def heard(self) -> list[dict[str, Any]]:
+        """The conversation for an interaction: see `BaseInteraction.generate_response`."""
+        heard = []
+        for number, message in enumerate(self.trajectory.messages):
+            if number in self.spoken:
+                message = {**message, "spoken": self.spoken[number]}
+            elif number in self.tool_answers:
+                message = {**message, "role": "tool"}
+            heard.append(message)
+        return heard
 
 
 @register("tool_agent")
@@ -72,18 +97,26 @@ class ToolAgentLoop(AgentLoopBase):
         """
         active, user = self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
+        trajectory.images = await self.read_images(row)
         limits = self.context.options.multi_turn
-        side, tokenizer = limits.tool_response_truncate_side, self.tokenizer
-        counted = TokenLimit(limits.max_tool_response_length, side, tokenizer, self._tool_tokens)
+        in_tokens, longest = limits.tool_response_length_unit == "tokens", limits.max_tool_response_length
+        counted = TokenLimit(
+            longest if in_tokens else None,
+            limits.tool_response_truncate_side,
+            self.tokenizer,
+            self._tool_tokens,
+            None if in_tokens else longest,
+        )
         async with ToolSession(
             active, row.get("tools_kwargs"), request_id=row["request_id"], token_limit=counted
         ) as session:
             data = Conversation(
                 trajectory,
                 session,
-                _with_stops(SamplingParams.of(sampling_params), self.context.parser.stop_token_ids),
-                [tool.get_openai_tool_schema().to_openai() for tool in active.values()],
+                self._with_stops(SamplingParams.of(sampling_params)),
+                session.schemas,
                 user,
+                counted,
             )
             async with user or nullcontext():
                 await self.converse(data, row)
@@ -122,16 +155,32 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            append_to_last_user(trajectory.messages, self.chat.disarmed(shown(response)))
-        trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None)
+            await self._greet(trajectory, response)
+        tokens = [image.tokens for image in trajectory.images]
+        trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None, tokens)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
+
+    async def _greet(self, trajectory: Trajectory, response: ToolResponse) -> None:
+        reader = self._reader_for("user")
+        if reader is None:
+            append_to_last_user(trajectory.messages, self.chat.disarmed(shown(response)))
+            return
+        answer = await answer_of(response, reader)
+        images = await read_all(reader, answer.pictures)
+        place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
+        trajectory.images[place:place] = images
+
+    def _reader_for(self, role: str) -> ImageReader | None:
+        """What reads images for messages of `role`, where model and template show them there."""
+        return self.context.images if role in self.chat.image_roles else None
 
     async def _handle_generating(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
         output = await self.sample(data)
         data.parsed = await self.context.parser.parse_ids(output.token_ids, data.tool_schemas or None)
+        data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if output.stop_reason != "stop" or self.room(trajectory) < 1:
             self._note_malformed(data)  # a call cut off by the length limit is no habit worth answering
             return end(data, StopReason.RESPONSE_LENGTH)
@@ -149,7 +198,9 @@ class ToolAgentLoop(AgentLoopBase):
         started = time.perf_counter()
         sampling = data.sampling if data.sampling.max_tokens <= room else replace(data.sampling, max_tokens=room)
         output = await self.server_manager.generate(
-            prompt_ids=trajectory.prompt_ids + trajectory.response_ids, sampling_params=sampling
+            prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
+            sampling_params=sampling,
+            images=tuple(trajectory.images) or None,
         )
         add_time(trajectory, "generate_sequences", started)
         trajectory.append(
@@ -157,29 +208,64 @@ class ToolAgentLoop(AgentLoopBase):
         )
         trajectory.assistant_turns += 1
         trajectory.messages.append({"role": "assistant", "content": self.chat.decode(output.token_ids)})
-        data.after_stop = output.token_ids[-1:] == [self.chat.end_of_turn_id]
+        data.sampled = output.token_ids
         return output
 
     async def _handle_tools(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
-        turn = trajectory.assistant_turns - 1
+        turn, first = trajectory.assistant_turns - 1, len(trajectory.tool_calls)
+        if data.parsed.result_tag is None and not self.chat.answers_tools:
+            data.parsed = replace(data.parsed, result_tag=self.context.parser.result_tag or "tool_response")
         started = time.perf_counter()
         allowed, extra = data.parsed.calls[: limits.max_parallel_calls], data.parsed.calls[limits.max_parallel_calls :]
         outcomes = await data.session.execute(allowed, turn)
         add_time(trajectory, "tool_calls", started)
+        pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
         texts = []
-        for outcome in outcomes:
-            texts.append(shown(outcome.response))
+        for number, outcome in enumerate(outcomes):
+            texts.append(pictured[number].text if number in pictured else shown(outcome.response))
             record(trajectory, outcome, texts[-1])
         for call in extra:
             texts.append(f"Not executed: at most {limits.max_parallel_calls} calls are executed in one turn.")
-            trajectory.tool_calls.append(ToolCallRecord(turn, call.name, call.arguments, texts[-1], error="malformed"))
+            trajectory.tool_calls.append(ToolCallRecord(turn, call.name, call.arguments, texts[-1], error=NOT_EXECUTED))
         texts += data.parsed.errors
         self._note_malformed(data)
         unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
         if unreadable and limits.malformed_calls == "penalise":
             trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
-        return self.feed_back(data, [data.parsed.result_message(text) for text in texts])
+        called = [*(outcome.call for outcome in outcomes), *extra]
+
+        def messages_of(texts: Sequence[str]) -> list[dict[str, Any]]:
+            unread = [None] * len(data.parsed.errors)
+            messages = [data.parsed.result_message(text, call) for text, call in zip(texts, [*called, *unread])]
+            if self.chat.names_calls:
+                messages[: len(called)] = [naming(m, call.name) for m, call in zip(messages, called)]
+            return [pictured[n].message(m) if n in pictured else m for n, m in enumerate(messages)]
+
+        def shorter(excess: int) -> list[dict[str, Any]] | None:
+            cut = None if data.token_limit is None else shortened(texts, excess, data.token_limit)
+            if cut is None:
+                return None
+            texts[:] = cut
+            records = zip(trajectory.tool_calls[first:], texts)
+            trajectory.tool_calls[first:] = [replace(record, response=text) for record, text in records]
+            return messages_of(texts)
+
+        data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(texts)))
+        tokens = [tokens for answer in pictured.values() for tokens in answer.tokens]
+        state = self.feed_back(data, messages_of(texts), tokens, shorter)
+        if state is AgentState.GENERATING and self.context.images is not None:  # pixels are read only where answers fit
+            for answer in pictured.values():
+                trajectory.images += await read_all(self.context.images, answer.pictures)
+        return state
+
+    async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:
+        """The outcomes that are not text alone, by their number; none where the model is not shown images here."""
+        reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
+        if reader is None:
+            return {}
+        responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
+        return {n: await answer_of(r, reader) for n, r in responses.items() if r.image or r.video}
 
     def _note_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
@@ -190,15 +276,24 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         assert data.user is not None
         started = time.perf_counter()
-        answer = await data.user.answer(trajectory.messages)
+        answer = await data.user.answer(data.heard())
         add_time(trajectory, "interaction", started)
         trajectory.rewards.steps.append((trajectory.assistant_turns - 1, INTERACTION, answer.reward))
         if answer.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, [{"role": "user", "content": answer.text}])
 
-    def feed_back(self, data: Conversation, messages: Sequence[dict[str, Any]]) -> AgentState:
-        """Checks endings 5 and 6; otherwise adds what tools or the user said to the context."""
+    def feed_back(
+        self,
+        data: Conversation,
+        messages: Sequence[dict[str, Any]],
+        image_tokens: Sequence[int] = (),
+        shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
+    ) -> AgentState:
+        """Checks endings 5 to 7; otherwise adds what tools or the user said to the context.
+
+        `shorter` gives the messages in so many tokens fewer, or None where there is not enough to cut.
+        """
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
         if limits.max_assistant_turns is not None and trajectory.assistant_turns >= limits.max_assistant_turns:
@@ -207,17 +302,51 @@ class ToolAgentLoop(AgentLoopBase):
             return end(data, StopReason.MAX_USER_TURNS)
         if limits.max_seconds is not None and time.perf_counter() - data.started >= limits.max_seconds:
             return end(data, StopReason.TIME_LIMIT)
-        context = self.chat.context_ids(messages, after_stop=data.after_stop)
-        if sum(len(ids) for ids, _ in context) + limits.min_answer_tokens > self.room(trajectory):
-            return end(data, StopReason.TOOL_RESPONSE_OVERFLOW)
+        room = self.room(trajectory) - limits.min_answer_tokens
+        context = self._context_of(data, messages, image_tokens)
+        while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
+            messages = (shorter(excess) if shorter is not None else None) or ()
+            if not messages:
+                return end(data, StopReason.TOOL_RESPONSE_OVERFLOW)
+            trajectory.messages[-len(messages) :] = messages
+            context = self._context_of(data, messages, image_tokens)
+        if context is None:
+            return end(data, StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
             trajectory.append(ids, provenance)
         trajectory.user_turns += 1
         return AgentState.GENERATING
 
+    def _context_of(
+        self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
+    ) -> list[Run] | None:
+        """The ids of the last messages; where the template does not write them, of lines that say so, or None."""
+        trajectory = data.trajectory
+        try:
+            return self.chat.context_ids(messages, after=data.sampled, image_tokens=image_tokens)
+        except ConfigError as error:  # start-up has seen that it writes such messages: it is what these say
+            logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
+            trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
+            told = [] if image_tokens else written(self.chat, messages)
+            if not told:
+                return None
+            trajectory.messages[-len(messages) :] = told
+            return self.chat.context_ids(told, after=data.sampled)
+
+    def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
+        """`sampling` that also ends turns where the format of calls does."""
+        parser = self.context.parser
+        ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
+        texts = sampling.stop if sampling.stop or self.context.options.stop is not None else tuple(parser.stop_texts)
+        return replace(sampling, stop_token_ids=ids, stop=texts)
+
     def _tool_tokens(self, text: str) -> int:
-        context = self.chat.context_ids([{"role": "tool", "content": text}], after_stop=True)
-        return sum(len(ids) for ids, provenance in context if provenance is Provenance.TOOL)
+        role = "tool" if self.chat.answers_tools else "user"
+        try:
+            context = self.chat.context_ids([{"role": role, "content": text}])
+        except ConfigError:  # the answer as a whole will be told so; see `feed_back`
+            return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 
     _handlers: ClassVar[dict[AgentState, str]] = {  # by name, so that a subclass may override one
         AgentState.PENDING: "_handle_pending",
@@ -237,24 +366,30 @@ def end(data: Conversation, reason: StopReason) -> AgentState:
     return AgentState.TERMINATED
 
 
-def _with_stops(sampling: SamplingParams, parser_stops: Sequence[int]) -> SamplingParams:
-    return replace(sampling, stop_token_ids=tuple(dict.fromkeys([*sampling.stop_token_ids, *parser_stops])))
-
-
 def add_time(trajectory: Trajectory, name: str, started: float) -> None:
     trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
 
 
-def append_to_last_user(messages: list[dict[str, Any]], text: str) -> None:
-    """DESIGN: a non-empty initial response is appended to the last user message."""
-    for message in reversed(messages):
-        if message["role"] == "user":
-            message["content"] = f"{message['content']}\n{text}"
-            return
-    messages.append({"role": "user", "content": text})
+def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
+    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
+
+    Returns the number of images that stand before those.
+    """
+    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
+    if last is None:
+        messages.append({"role": "user", "content": content_of(text, images)})
+        return sum(map(image_count, messages[:-1]))
+    message = messages[last]
+    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
+    if isinstance(content, str) and not images:
+        message["content"] = f"{content}\n{text}"
+    else:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
+    return before
 
 
 def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
-    trajectory.tool_calls.append(replace(outcome.to_record(), response=text))
+    trajectory.tool_calls.append(outcome.to_record(text))
     if outcome.error is None:
         trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))

@@ -119,7 +119,7 @@ class AtlasAgentLoop(AgentLoopBase):
         trajectory.tool_calls += [outcome.to_record() for outcome in outcomes]
         messages = [{"role": "tool", "content": outcome.response.text or ""} for outcome in outcomes]
         messages.append({"role": "user", "content": f"Look-ups left: {self.lookups_left}."})
-        context = self.chat.context_ids(messages, after_stop=trajectory.response_ids[-1] == self.chat.end_of_turn_id)
+        context = self.chat.context_ids(messages, after=trajectory.response_ids)
         if sum(len(ids) for ids, _ in context) >= self.room(trajectory):
             trajectory.stop_reason = StopReason.TOOL_RESPONSE_OVERFLOW
             return AgentState.TERMINATED

@@ -78,13 +78,13 @@ def options(*, multi_turn=None, **given):
     return RolloutOptions(multi_turn=MultiTurnOptions(**(multi_turn or {})), **given)
 
 
-def context(tools=(), config=None, interactions=(), environment=None, **given):
+def context(tools=(), config=None, interactions=(), environment=None, parser=None, **given):
     return AgentContext(
         config=config,
         options=options(**given),
         tokenizer=TOKENIZER,
         chat=CHAT,
-        parser=HermesToolParser(TOKENIZER),
+        parser=parser or HermesToolParser(TOKENIZER),
         tools={tool.name: tool for tool in tools},
         interactions={each.name: each for each in interactions},
         environment=environment,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import torch
+from turn_templates import HARMONY, HARMONY_TOKENS, ROLES, ROLES_TOKENS
 
 from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
 from etude.agents.interactions import BaseInteraction
@@ -53,7 +54,8 @@ FORGETFUL = """{%- for m in messages %}
 {%- if add_generation_prompt %}{{- '<|im_start|>assistant\n<think>\n' }}{%- endif %}"""
 """Writes earlier turns of the model differently than the last one, groups tools' messages, and opens a thought."""
 
-TEMPLATES = {"own": None, "headers": HEADERS, "forgetful": FORGETFUL}
+TEMPLATES = {"own": None, "headers": HEADERS, "forgetful": FORGETFUL, "harmony": HARMONY, "roles": ROLES}
+SPECIAL = {HEADERS: ("<start>", "<end>"), HARMONY: HARMONY_TOKENS, ROLES: ROLES_TOKENS}
 
 
 @ToolParser.register("exact_stage")
@@ -98,8 +100,8 @@ class Policy:
 
     def __init__(self, folder, template):
         tokenizer = build_tiny_tokenizer(TEXTS, 380)
-        if template is HEADERS:
-            tokenizer.add_special_tokens({"additional_special_tokens": ["<start>", "<end>"]})
+        if template in SPECIAL:
+            tokenizer.add_special_tokens({"additional_special_tokens": list(SPECIAL[template])})
         tokenizer.chat_template = template or tokenizer.chat_template
         save_pretrained(build_tiny_model(SPEC, tokenizer), tokenizer, folder)
         self.tool, self.user = Say(), Ask({"name": "ask"})

@@ -3,12 +3,14 @@
 import asyncio
 
 import pytest
+import torch
 from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, encode, says
 from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agents import AgentLoopOutput, TrajectoryClient
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
+from etude.images import ImageInput
 from etude.inference import TokenOutput
 
 PROMPT = CHAT.initial_ids(QUESTION)
@@ -103,7 +105,10 @@ def test_media_of_other_loops_are_understood_or_refused():
         )
 
     assert asyncio.run(ask(image_data=None, video_data=None)).token_ids == says("a")
-    assert asyncio.run(ask(image_data=["pixels"])).token_ids == says("a")
+    image = ImageInput.of(torch.zeros(4, 8), (1, 2, 2), merge_size=2)
+    assert asyncio.run(ask(image_data=[image])).token_ids == says("a")
+    with pytest.raises(ConfigError, match="takes images as `read_images` gives them, not str"):
+        asyncio.run(ask(images=["pixels"]))
     with pytest.raises(ConfigError, match="takes no 'video_data'"):
         asyncio.run(ask(video_data=["frames"]))
     with pytest.raises(ConfigError, match="unknown sampling parameter 'temprature'; did you mean 'temperature'"):

@@ -6,6 +6,7 @@ from typing import ClassVar
 
 import pytest
 from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
+from turn_templates import HARMONY
 
 from etude.agents import AgentLoopManager, EnvAgentLoop, Sampling
 from etude.agents.environments import (
@@ -19,6 +20,7 @@ from etude.agents.environments import (
     register_env,
 )
 from etude.errors import ConfigError, EtudeError, InfrastructureError
+from etude.models import build_tiny_tokenizer
 from etude.trajectory import Provenance, StopReason
 
 
@@ -101,6 +103,14 @@ def test_get_prompt_renders_as_the_template_does_and_keeps_the_messages():
     assert TOKENIZER.decode([t for ids, _ in runs for t in ids]).endswith(answer)
     with pytest.raises(ConfigError, match="mode must be one of"):
         tools.get_prompt("4", TOKENIZER, mode="tol_call")
+
+
+def test_get_prompt_answers_calls_where_the_template_wants_some():
+    tokenizer = build_tiny_tokenizer(["What is 2 + 3?"] * 4, 400)
+    tokenizer.chat_template = HARMONY
+    answer = manager(Echo()).get_prompt("4", tokenizer, mode="tool_call")
+    assert str(answer).endswith('to=assistant<|channel|>commentary<|message|>"4"<|end|><|start|>assistant')
+    assert answer.messages == [{"role": "tool", "content": "4"}]
 
 
 def test_step_gives_the_four_lists():
@@ -221,6 +231,18 @@ def test_an_observation_that_cannot_be_exact_is_refused(said, message):
         play([says("4")], cls)
 
 
+def test_what_the_model_itself_spelled_out_may_be_repeated_to_it():
+    class Echoes(Env):
+        def step(self, responses, tokenizer=None):
+            said = [f"I do not know {response!r}" for response in responses]
+            return said, ["stop" in r for r in responses], [1] * len(responses), [0] * len(responses)
+
+    trajectory, _ = play([says("<tool_call> <think>hm</think>"), says("stop")], Echoes)
+    assert trajectory.messages[-2]["content"] == "I do not know '<tool_call> <think>hm</think>'"
+    tag = TOKENIZER.convert_tokens_to_ids("<tool_call>")
+    assert not any(tag in s.token_ids for s in trajectory.segments if s.provenance is Provenance.USER)
+
+
 @pytest.mark.parametrize("returned", [None, ([""], [False]), ([], [], [], [])])
 def test_a_step_that_returns_something_else_is_named(returned):
     class Odd(Env):
@@ -317,6 +339,28 @@ def test_one_broken_trajectory_does_not_hold_up_the_others():
     rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": i} for i in range(3)]
     results = asyncio.run(agents.generate(rows, Sampling(1.0, 1.0, -1, seed=1)))
     assert [r.trajectory is not None for r in results] == [True, False, True]
+
+
+@pytest.mark.parametrize("own_step", [False, True])
+def test_in_lock_step_a_broken_tool_costs_its_own_trajectory_only(own_step):
+    def respond(parameters):
+        if parameters.get("text") == "bad":
+            raise InfrastructureError("tool down")
+        return "fine"
+
+    cls = type("Own", (Env,), {"step": lambda self, r, t=None: Env.step(self, r, t)}) if own_step else Env
+    tool = Echo(respond=respond)
+    env = environment(cls, [tool], lockstep=True)
+
+    def script(request_id, prompt, turn):
+        return says("<answer>4</answer>" if turn else call(text="bad" if "/1/" in request_id else "good"))
+
+    agents = AgentLoopManager(context([tool], environment=env, infrastructure_retries=1), Recorder(script))
+    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": i} for i in range(4)]
+    results = asyncio.run(agents.generate(rows, Sampling(1.0, 1.0, -1, seed=1)))
+    assert [r.trajectory is not None for r in results] == [True, False, True, True]
+    assert [r.failures for r in results] == ([1, 2, 1, 1] if own_step else [0, 2, 0, 0])
+    assert tool.log["create"] == tool.log["release"]
 
 
 # -- Gymnasium's manner ----------------------------------------------------------------------------------------------
@@ -426,3 +470,107 @@ def test_a_manager_may_make_tools_of_its_own():
         assert list(env.tools) == ["echo", "own"]
     finally:
         TOOL_MANAGERS._items.pop("own")
+
+
+def answers(script, manager_class, *tools):
+    """The trajectory of a base environment with that manager."""
+    from etude.agents.environments import TOOL_MANAGERS
+
+    TOOL_MANAGERS._items["own"] = manager_class
+    try:
+        env = load_environment(EnvOptions(tool_manager="own"), {t.name: t for t in tools}, lockstep=False)
+        return roll(script, env.tools.values(), loop_class=EnvAgentLoop, environment=env)[0]
+    finally:
+        del TOOL_MANAGERS._items["own"]
+
+
+def test_every_method_of_a_manager_may_be_overridden():
+    class Actions(QwenManager):
+        def execute_actions(self, responses):
+            actions, results = super().execute_actions(responses)
+            return actions, [
+                [{"role": "tool", "content": "mine"}] if a == "actions" else r for a, r in zip(actions, results)
+            ]
+
+    class Batch(QwenManager):
+        async def _execute_tool_batch(self, action, tools):
+            found = await super()._execute_tool_batch(action, tools)
+            return [{**message, "content": "mine"} for message in found] if action == "actions" else found
+
+    class Read(QwenManager):
+        def parse_tools(self, response):
+            return [{"name": "echo", "args": {"text": "mine"}}] if "CALL" in response else response
+
+    script = [says(call(text="x") + "CALL"), says("<answer>5</answer>")]
+    for manager_class in (Actions, Batch, Read):
+        tool = Echo(respond=lambda p: p["text"])
+        trajectory = answers(script, manager_class, tool)
+        assert trajectory.messages[3] == {"role": "tool", "content": "mine"}, manager_class
+        assert tool.log == {"create": 1, "execute": 1, "calc_reward": 1, "release": 1}
+
+
+@pytest.mark.parametrize(("glue", "exact"), [("", True), ("\n(think first)", False)])
+def test_a_prompt_rendered_by_an_override_is_taken_where_it_is_the_templates(glue, exact):
+    class Rendered(QwenManager):
+        def get_prompt(self, input_data, tokenizer, mode="initial", add_generation_prompt=True):
+            return str(super().get_prompt(input_data, tokenizer, mode, add_generation_prompt)) + glue
+
+    script = [says(call(text="x")), says("<answer>5</answer>")]
+    if exact:
+        assert answers(script, Rendered, Echo()).messages[3]["role"] == "tool"
+    else:
+        with pytest.raises(EtudeError, match="observed rendered text with control tokens"):
+            answers(script, Rendered, Echo())
+
+
+def test_a_manager_may_hold_tools_in_qwen_agents_shape():
+    class Count:
+        name, description, parameters = (
+            "count",
+            "Counts letters.",
+            [{"name": "text", "type": "string", "required": True}],
+        )
+
+        def call(self, params, **kwargs):
+            return f"got {params}"
+
+    class Own(QwenManager):
+        def _build_tools(self):
+            self.tool_map["count"] = Count()
+
+    trajectory = answers([says(call("count", text="x")), says("<answer>5</answer>")], Own)
+    assert trajectory.messages[3]["content"] == 'got {"text": "x"}'
+
+    class Wrong(QwenManager):
+        def _build_tools(self):
+            self.tool_map["count"] = 5
+
+    with pytest.raises(ConfigError, match=r"tool_map\['count'\] is a int"):
+        Wrong({})
+
+
+@pytest.mark.parametrize(
+    ("methods", "message"),
+    [
+        ({"reset": lambda self, **_: "hello"}, r"reset must return \(observation, info\).*'hello'"),
+        ({"reset": lambda self, **_: (None, {})}, r"reset must return \(observation, info\)"),
+        ({"step": lambda self, action: ("x", 1.0, True, False, "info")}, "step must return observation, reward"),
+        ({"step": lambda self, action: ("x", 1.0, True, {})}, "step must return observation, reward"),
+        ({"step": lambda self, action: ("x", "1.0", True, False, {})}, "the environment returned a str"),
+        ({"step": lambda self, action: ("x", float("inf"), True, False, {})}, "not finite"),
+        ({"step": lambda self, action: ({"text": "x"}, 1.0, False, False, {})}, "must observe text or messages"),
+    ],
+)
+def test_a_text_environment_that_returns_something_else_is_named(methods, message):
+    with pytest.raises((EtudeError, InfrastructureError), match=message):
+        play([says("1"), says("2")], type("Odd", (TextEnv,), methods))
+
+
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [([], "get_step_reward must return one reward a response"), (["a"], "the environment returned a str")],
+)
+def test_a_process_reward_that_is_none_is_named(returned, message):
+    cls = type("Odd", (Env,), {"get_step_reward": lambda self, responses, format_score=0.1: returned})
+    with pytest.raises((EtudeError, InfrastructureError), match=message):
+        play([says("<answer>4</answer>")], cls, options={"use_process_reward": True})

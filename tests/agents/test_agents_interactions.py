@@ -5,7 +5,7 @@ import json
 from collections import Counter
 
 import pytest
-from agents_stage import CHAT, QUESTION, Echo, Recorder, call, context, roll, says
+from agents_stage import CHAT, QUESTION, TOKENIZER, Echo, Recorder, call, context, roll, says
 from aiohttp import web
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager, Sampling
@@ -17,6 +17,7 @@ from etude.agents.interactions import (
     load_interactions,
 )
 from etude.bounded import within
+from etude.chat import ToolParser
 from etude.errors import ConfigError, InfrastructureError
 from etude.trajectory import Provenance, StopReason
 
@@ -89,6 +90,24 @@ def test_tools_run_before_the_user_speaks():
     assert [m["role"] for m in user.seen[0]] == ["system", "user", "assistant", "tool", "assistant"]
     assert tool.log == {"create": 1, "execute": 1, "calc_reward": 1, "release": 1}
     assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_a_user_hears_words_and_neither_thoughts_nor_calls():
+    user, tool = Patient({"enough": 2}), Echo(respond=lambda p: "secret")
+    thought = "<think>a plan</think>One moment."
+    talk([says(thought + call(text="x")), says("5")], user, tools=[tool])
+    heard = user.seen[0]
+    assert [m.get("spoken") for m in heard if m["role"] == "assistant"] == ["One moment.", "5"]
+    assert "a plan" in heard[2]["content"]
+
+
+def test_what_tools_answer_is_no_word_of_the_users_whatever_its_role():
+    user, tool = Patient({"enough": 2}), Echo("search", respond=lambda p: "secret")
+    parser = ToolParser.get_tool_parser("search_r1", TOKENIZER)
+    talk([says("<search> q </search>"), says("5")], user, tools=[tool], parser=parser)
+    heard = user.seen[0]
+    assert [m["role"] for m in heard] == ["system", "user", "assistant", "tool", "assistant"]
+    assert "secret" in heard[3]["content"]
 
 
 def test_the_last_allowed_turn_is_judged_and_not_answered():
@@ -236,8 +255,9 @@ def test_a_simulated_user_sees_words_not_thoughts_and_ends_the_conversation():
     messages = [
         {"role": "system", "content": "You are a shop."},
         {"role": "user", "content": "Refund!"},
-        {"role": "assistant", "content": "<think>no</think>Sure.<tool_call>{}</tool_call>"},
+        {"role": "assistant", "content": "<think>no</think>Sure.<tool_call>{}</tool_call>", "spoken": "Sure."},
         {"role": "tool", "content": "secret"},
+        {"role": "assistant", "content": "[f(a=1)]", "spoken": ""},
     ]
     turns, asked = converse(
         [said("Thanks"), said("###STOP###")], [messages, messages], system_prompt="Order {order}.", api_key="k"
@@ -285,6 +305,10 @@ class WeatherInteraction(BaseInteraction):
 """
 
 
+GSM8K = "etude.agents.interactions.gsm8k.Gsm8kInteraction"
+SIMULATED = "etude.agents.interactions.simulated_user.SimulatedUser"
+
+
 def written(tmp_path, text):
     (tmp_path / "user.py").write_text(USER_FILE)
     path = tmp_path / "interaction.yaml"
@@ -318,6 +342,14 @@ def test_interactions_load_by_class_and_by_file_with_the_documents_names(tmp_pat
         ),
         ("interaction: [{class_name: 'user.py:WeatherInteraction', confg: {}}]", "did you mean 'config'"),
         ("interaction: [{class_name: 'user.py:WeatherInteraction', config: {timeout: -1}}]", "config.timeout must be"),
+        (f"interaction: [{{class_name: {SIMULATED}, config: {{timeout: abc}}}}]", "config.timeout must be"),
+        (f"interaction: [{{class_name: {GSM8K}, config: {{method: strct}}}}]", "strict or flexible, not 'strct'"),
+        (f"interaction: [{{class_name: {GSM8K}, config: {{timout: 3}}}}]", "'config.timout'; did you mean 'timeout'"),
+        (
+            "interaction: [{class_name: verl.interactions.gsm8k_interaction.Gsm8kInteraction}]",
+            f"here this class is {GSM8K}",
+        ),
+        ("interaction: [{class_name: verl.interactions.weather.WeatherInteraction}]", "derive your class from"),
         (
             "interaction: [{class_name: 'user.py:WeatherInteraction'}, {class_name: 'user.py:WeatherInteraction'}]",
             "the name 'weather' is taken",

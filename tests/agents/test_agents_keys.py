@@ -3,6 +3,7 @@ refused with the reason. There is no third kind, and no key of ours that is miss
 
 import asyncio
 import json
+import sys
 from dataclasses import replace
 
 import pytest
@@ -107,6 +108,19 @@ def max_tool_response_length(folder):
     assert len(TOKENIZER.encode(cut, add_special_tokens=False)) <= 20
 
 
+def tool_response_length_unit(folder):
+    few = "multi_turn.max_tool_response_length=20"
+    [tokens, _] = answers(few, respond=lambda _: LONG)
+    [characters, _] = answers(few, "multi_turn.tool_response_length_unit=characters", respond=lambda _: LONG)
+    assert (len(tokens) > 20, len(characters)) == (True, 20)
+    assert "(truncated)" in characters
+    [cut, _] = answers(
+        few, "multi_turn.tool_response_length_unit=characters", "multi_turn.tool_response_truncate_side=right",
+        respond=lambda _: "\u65e5" * 60,
+    )  # fmt: skip
+    assert cut == "\u65e5" * 6 + "...(truncated)"
+
+
 def tool_response_truncate_side(folder):
     short = "multi_turn.max_tool_response_length=20"
     cut = {
@@ -171,6 +185,28 @@ def agent_loop_config_path(folder):
         AGENT_LOOPS._items.pop("keys_stage", None)
 
 
+def openai_agent(folder):
+    (folder / "agent.py").write_text(
+        "async def run(client, row):\n"
+        "    await client.chat.completions.create(model='any', messages=row['raw_prompt'])\n"
+        "    return 0.25\n"
+    )
+    program = (
+        "import json, os, sys, urllib.request as web; body = json.dumps({'messages': json.load(sys.stdin)['raw_prompt']})"
+        "; url = os.environ['OPENAI_BASE_URL'] + '/chat/completions'"
+        "; head = {'Authorization': 'Bearer ' + os.environ['OPENAI_API_KEY']}"
+        "; web.urlopen(web.Request(url, body.encode(), head)); print(0.5)"
+    )
+    command = json.dumps([sys.executable, "-c", program])
+    named = ("agent.default_agent_loop=openai_agent", f"agent.openai_agent.function={folder}/agent.py:run")
+    assert played(*named).rewards.score == 0.25
+    assert played(named[0], f"agent.openai_agent.command={command}").rewards.score == 0.5
+    assert played().rewards.score is None
+    for wrong in (named[:1], (*named, "agent.openai_agent.command=[a]")):
+        with pytest.raises(ConfigError, match="openai_agent"):
+            rollout_options(*wrong)
+
+
 WORKS = {
     f"multi_turn.{test.__name__.rstrip('_')}": test
     for test in (
@@ -182,6 +218,7 @@ WORKS = {
         max_user_turns,
         max_parallel_calls,
         max_tool_response_length,
+        tool_response_length_unit,
         tool_response_truncate_side,
         format_,
         min_answer_tokens,
@@ -189,7 +226,7 @@ WORKS = {
         malformed_calls,
         malformed_call_penalty,
     )
-} | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path)}
+} | {f"agent.{test.__name__}": test for test in (default_agent_loop, agent_loop_config_path, openai_agent)}
 REFUSED = {
     "multi_turn.use_inference_chat_template=true": "one template",
     "multi_turn.tokenization_sanity_check_mode=strict": "never encoded again",

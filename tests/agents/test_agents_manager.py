@@ -179,7 +179,7 @@ def run_of(output_of):
 @pytest.mark.parametrize(
     ("output_of", "error", "message"),
     [
-        (lambda ids: None, EtudeError, "'bad' must return an AgentLoopOutput, not NoneType"),
+        (lambda ids: None, EtudeError, "'bad' must return an AgentLoopOutput, or several, not NoneType"),
         (lambda ids: ([*ids, 3], [1] * len(ids)), EtudeError, "'bad' returned a wrong AgentLoopOutput"),
         (lambda ids: ([*ids, 3], [1] * (len(ids) + 1)), EtudeError, "did not sample it"),
         (lambda ids: (ids + [3] * 40, [1] * len(ids) + [0] * 40), ConfigError, "than data.max_response_length=30"),

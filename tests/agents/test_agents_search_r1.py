@@ -7,10 +7,12 @@ import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, context, says
 
-from etude.agents import ToolAgentLoop, TrajectoryClient
+from etude.agents import AgentLoopManager, RolloutOptions, ToolAgentLoop, TrajectoryClient
 from etude.chat import ToolParser
+from etude.errors import ConfigError
+from etude.inference import SamplingParams
 from etude.tools.builtin.search import SearchTool
 from etude.trajectory import Provenance, StopReason
 
@@ -80,3 +82,47 @@ def test_a_query_that_cannot_be_asked_is_told_in_the_same_tags(retriever):
         trajectory.messages[-2]["content"] == "<information>tool call 1 was not read: the query is empty</information>"
     )
     assert [record.error for record in trajectory.tool_calls] == ["malformed"]
+
+
+def test_a_turn_that_ends_at_a_stop_text_is_closed_by_the_template(retriever):
+    """The engine stopped at `</search>`: the sampled ids stay as they are, and the end of turn is put behind them."""
+    tool = SearchTool({"retrieval_service_url": f"http://127.0.0.1:{retriever.server_port}/retrieve", "topk": 1})
+    turn = TOKENIZER.encode("<search> red panda </search>", add_special_tokens=False)
+    trajectory, engine = rollout([turn, says("<answer> Asia </answer>")], tool)
+    assert [params.stop for _, _, params in engine.asked] == [("</search>", "</answer>", "</tool_call>")] * 2
+    sampled, end, *_ = trajectory.segments
+    assert (list(sampled.token_ids), sampled.provenance) == (turn, Provenance.SAMPLED)
+    assert (end.token_ids[0], end.provenance) == (CHAT.end_of_turn_id, Provenance.TEMPLATE)
+    prompt = len(trajectory.prompt_ids)
+    assert engine.asked[1][1][prompt : prompt + len(turn) + 1] == [*turn, CHAT.end_of_turn_id]
+    assert trajectory.response_mask[: len(turn) + 1] == [1] * len(turn) + [0]
+
+
+@pytest.mark.parametrize(
+    ("format", "stop", "expected"),
+    [
+        ("search_r1", None, ("</search>", "</answer>", "</tool_call>")),
+        ("search_r1", (), ()),
+        ("search_r1", ("</code>",), ("</code>",)),
+        ("rl_factory", None, ("</answer>",)),
+        ("rl_factory_calls_first", None, ()),
+        ("hermes", None, ()),
+        ("hermes", ("</code>",), ("</code>",)),
+    ],
+)
+def test_stop_texts_are_those_of_the_configuration_or_else_of_the_format(format, stop, expected):
+    engine = Recorder([says("<answer>5</answer>")])
+    given = context([Echo()], parser=ToolParser.get_tool_parser(format, TOKENIZER), stop=stop)
+    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0}]
+    asyncio.run(AgentLoopManager(given, engine).generate(rows, SAMPLING))
+    assert [params.stop for _, _, params in engine.asked] == [expected]
+
+
+def test_stop_texts_reach_a_single_turn_and_must_be_texts():
+    engine = Recorder([says("5")])
+    rows = [{"raw_prompt": QUESTION, "uid": "u", "rollout_index": 0}]
+    asyncio.run(AgentLoopManager(context(stop=("\n\n",)), engine).generate(rows, SAMPLING))
+    assert SamplingParams.of(engine.asked[0][2]).stop == ("\n\n",)
+    for wrong in (("",), (3,)):
+        with pytest.raises(ConfigError, match=r"rollout\.stop must be a list of texts"):
+            RolloutOptions(stop=wrong)

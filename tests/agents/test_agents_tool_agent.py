@@ -8,8 +8,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
+from etude.agents.answers import LEAST_TOKENS, shortened
+from etude.chat import ToolParser
 from etude.errors import DataError, InfrastructureError
-from etude.tools import ToolResponse
+from etude.tools import TokenLimit, ToolResponse
 from etude.tools.truncation import shorten
 from etude.trajectory import Provenance, StopReason
 
@@ -71,10 +73,11 @@ def test_assistant_turns_are_checked_before_user_turns():
 def test_turn_limits_are_checked_before_the_fit_of_the_answer():
     tool = Echo(respond=lambda _: "long " * 500)
     limits = {"max_assistant_turns": 1}
-    assert roll([says(call())], [tool], response_length=60, multi_turn=limits)[0].stop_reason is (
+    room = len(says(call())) + 20
+    assert roll([says(call())], [tool], response_length=room, multi_turn=limits)[0].stop_reason is (
         StopReason.MAX_ASSISTANT_TURNS
     )
-    trajectory, _ = roll([says(call())], [tool], response_length=60)
+    trajectory, _ = roll([says(call())], [tool], response_length=room)
     assert trajectory.stop_reason is StopReason.TOOL_RESPONSE_OVERFLOW
     assert trajectory.response_ids == says(call())
     assert tool.log["execute"] == 2
@@ -88,6 +91,23 @@ def test_a_turn_cut_by_the_budget_ends_for_length_and_runs_no_tool():
     assert trajectory.response_ids == turn[:-1]
     assert tool.log == {"create": 1, "calc_reward": 1, "release": 1}
     assert trajectory.rewards.final == {"echo": 0.25}
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("granite", '[{"name": "echo", "arguments": {"text": "x"}}]'),
+        ("llama3_json", 'Look: {"name": "echo", "parameters": {"text": "x"}}'),
+        ("qwen3_coder", "<function=echo>"),
+    ],
+)
+def test_a_whole_call_in_a_turn_cut_by_the_budget_is_not_run(name, text):
+    tool, parser, turn = Echo(), ToolParser.get_tool_parser(name, TOKENIZER), encode(text)
+    assert [call.name for call in parser.parse(text).calls] == ["echo"]
+    trajectory, _ = roll([[*turn, *encode(" and")]], [tool], response_length=len(turn), parser=parser)
+    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert tool.log == {}
+    assert trajectory.tool_calls == []
 
 
 def test_a_turn_that_fills_the_budget_exactly_ends_for_length():
@@ -163,7 +183,7 @@ def test_calls_beyond_the_limit_are_answered_and_not_executed():
     answers = [m["content"] for m in trajectory.messages if m["role"] == "tool"]
     assert answers[:2] == ["a", "b"]
     assert "at most 2 calls" in answers[2]
-    assert [record.error for record in trajectory.tool_calls] == [None, None, "malformed"]
+    assert [record.error for record in trajectory.tool_calls] == [None, None, "not_executed"]
     assert trajectory.tool_calls[2].arguments == '{"text": "c"}'
     assert "at most 2 calls" in TOKENIZER.decode(engine.asked[1][1])
 
@@ -383,6 +403,83 @@ def test_what_is_trained_on_is_what_was_sampled_after_what_the_engine_saw(turns,
             assert not {CHAT.end_of_turn_id, *TOKENIZER.all_special_ids} & set(segment.token_ids)
         before += segment.token_ids
     assert drawn == [token for token, m in zip(response, mask) if m]
+
+
+# -- room to answer ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("unit", ["tokens", "characters"])
+@pytest.mark.parametrize(("side", "mark"), [("left", "(truncated)..."), ("right", "...(truncated)")])
+def test_a_long_answer_is_cut_until_the_model_has_room_for_its_own(unit, side, mark):
+    tool, reserve = Echo(respond=lambda _: "first " + "long " * 300 + "last"), 30
+    limits = {"min_answer_tokens": reserve, "tool_response_truncate_side": side, "tool_response_length_unit": unit}
+    first = says(call())
+    trajectory, engine = roll([first, says("5")], [tool], response_length=len(first) + 100, multi_turn=limits)
+    assert (trajectory.stop_reason, trajectory.assistant_turns) == (StopReason.COMPLETED, 2)
+    assert reserve <= engine.asked[1][2].max_tokens <= reserve + 3  # the rest is the answer's
+    shown = trajectory.messages[-2]["content"]
+    assert mark in shown
+    assert shown.startswith("first ") == (side == "right")
+    assert shown.endswith(" last") == (side == "left")
+    assert trajectory.tool_calls[0].response == shown
+    assert shown in TOKENIZER.decode(engine.asked[1][1])
+
+
+def test_of_several_answers_the_longest_are_cut():
+    answers = iter(["short", "long " * 200, "longer " * 400])
+    turn = says(call(text="a") + call(text="b") + call(text="c") + BROKEN)
+    limits = {"min_answer_tokens": 20}
+    tool = Echo(respond=lambda _: next(answers))
+    trajectory, engine = roll([turn, says("5")], [tool], response_length=len(turn) + 300, multi_turn=limits)
+    shown = [message["content"] for message in trajectory.messages if message["role"] == "tool"]
+    assert shown[0] == "short"
+    assert "was not read" in shown[3]
+    assert shown[1].startswith("long long")
+    assert shown[2].startswith("longer longer")
+    lengths = [len(encode(text)) for text in shown[1:3]]
+    assert abs(lengths[0] - lengths[1]) <= 4
+    assert [record.response for record in trajectory.tool_calls] == shown
+    assert 20 <= engine.asked[1][2].max_tokens <= 26
+
+
+def test_an_answer_of_which_next_to_nothing_would_be_left_ends_the_trajectory():
+    tool, turns = Echo(respond=lambda _: "long " * 300), [says(call()), says("5")]
+    context = len(roll(turns, [Echo()])[1].asked[1][1]) - len(
+        roll(turns, [Echo()])[1].asked[0][1]
+    )  # with an empty answer
+    for room, reason in ((LEAST_TOKENS, StopReason.COMPLETED), (LEAST_TOKENS - 1, StopReason.TOOL_RESPONSE_OVERFLOW)):
+        trajectory, _ = roll(turns, [tool], response_length=context + room + 5, multi_turn={"min_answer_tokens": 5})
+        assert trajectory.stop_reason is reason
+    assert len(trajectory.tool_calls[0].response) > 1000  # as the tool gave it
+    assert trajectory.response_ids == turns[0]
+
+
+def test_the_tags_of_results_are_not_cut():
+    tool = Echo(respond=lambda _: "long " * 300)
+    turn = says("<search>x</search>")
+    parser = ToolParser.get_tool_parser("search_r1", TOKENIZER)
+    trajectory, _ = roll([turn, says("5")], [tool], response_length=len(turn) + 120, parser=parser)
+    shown = trajectory.messages[-2]["content"]
+    assert shown.startswith("<information>long long")
+    assert shown.endswith("long </information>")
+    assert "...(truncated)..." in shown
+
+
+@given(st.lists(st.integers(0, 400), min_size=1, max_size=6), st.integers(1, 1500))
+def test_shortened_answers_save_what_they_must_and_no_more_than_they_need(sizes, excess):
+    limit = TokenLimit(None, "right", TOKENIZER, lambda text: len(encode(text)))
+    texts = ["a b " * (size // 2) for size in sizes]
+    before = [limit.count(text) for text in texts]
+    cut = shortened(texts, excess, limit)
+    if cut is None:
+        room = sum(before) - excess
+        assert sum(min(size, LEAST_TOKENS) for size in before) > room or max(before) < LEAST_TOKENS
+        return
+    after = [limit.count(text) for text in cut]
+    assert sum(before) - sum(after) >= excess
+    longest = max(after)
+    assert all(text == whole for text, whole, size in zip(cut, texts, before) if size < longest)
+    assert sum(before) - sum(after) <= excess + 4 * len(sizes)
 
 
 # -- malformed calls, and time ---------------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, ToolManager
+from etude.agents.environments.tool_manager import ACTIONS, ANSWER, TOOL_MANAGERS, RenderedPrompt, ToolManager
 from etude.errors import ConfigError
 from etude.registry import Registry
 from etude.tools import BaseTool
@@ -93,9 +93,13 @@ class Env:
     def _observation(self, result: Any, tokenizer: Any) -> Any:
         if tokenizer is None:
             return result
-        return self.tool_manager.get_prompt(
-            input_data=result, tokenizer=tokenizer, mode="tool_call", add_generation_prompt=True
-        )
+        asked: dict[str, Any] = {"input_data": result, "tokenizer": tokenizer, "mode": "tool_call"}
+        shown = self.tool_manager.get_prompt(**asked, add_generation_prompt=True)
+        if isinstance(shown, str) and not isinstance(shown, RenderedPrompt):
+            # An override rendered it by itself: where it wrote what the template writes, the messages are known.
+            plain = ToolManager.get_prompt(self.tool_manager, **asked, add_generation_prompt=True)
+            return plain if plain == shown else shown
+        return shown
 
     # -- rewards ---------------------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ environment's reward is where the turn ended; its final score is the trajectory'
 
 from __future__ import annotations
 
+import asyncio
 import inspect
 import logging
 import math
@@ -23,7 +24,7 @@ from etude.agents.base import register
 from etude.agents.environments.env import Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.scores import environment_score
-from etude.agents.environments.tool_manager import RenderedPrompt, Turn, bound
+from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
 from etude.agents.tool_agent import Conversation, ToolAgentLoop, add_time, append_to_last_user, end, record
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import EtudeError, InfrastructureError, is_infrastructure, one_line
@@ -61,7 +62,7 @@ class Observed:
 
     messages: list[dict[str, Any]]
     over: bool
-    reward: float | None = None
+    reward: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
 
 
@@ -112,22 +113,23 @@ class EnvAgentLoop(ToolAgentLoop):
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
         add_time(trajectory, "tool_calls", started)
         turn = trajectory.assistant_turns - 1
-        if observed.reward is not None and not math.isnan(observed.reward):
-            trajectory.rewards.steps.append((turn, SOURCE, as_reward(observed.reward, "the environment")))
+        reward = observed.reward
+        if reward is not None and not (isinstance(reward, float) and math.isnan(reward)):
+            trajectory.rewards.steps.append((turn, SOURCE, as_reward(reward, "the environment")))
         if observed.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
 
-    def as_messages(self, observation: Any) -> list[dict[str, Any]]:
-        """An observation as messages.
+    def as_messages(self, observation: Any, said: str = "") -> list[dict[str, Any]]:
+        """An observation as messages; control tokens that the model itself spelled out (`said`) may be repeated to it.
 
         Raises:
-            EtudeError: it is neither text nor messages, or text that spells control tokens out.
+            EtudeError: it is neither text nor messages, or text that spells other control tokens out.
         """
         if isinstance(observation, RenderedPrompt):
             return observation.messages
         if isinstance(observation, str):
-            if self.chat.disarmed(observation) != observation:
+            if any(token in observation and token not in said for token in self.chat.control_tokens):
                 raise EtudeError(
                     "an environment observed rendered text with control tokens: return messages, or what "
                     "tool_manager.get_prompt returned"
@@ -146,8 +148,9 @@ class EnvStage:
         self._joined = False
 
     async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
-        """Takes its place where the steps of all trajectories go together."""
-        if self._environment.lockstep is not None:
+        """Takes its place where the steps of all trajectories go together; one that is run again steps alone, so that
+        what broke it does not break the others again."""
+        if self._environment.lockstep is not None and not row.get("attempt"):
             self._environment.lockstep.join()
             self._joined = True
         return ""
@@ -156,35 +159,49 @@ class EnvStage:
         """One step of a batch of one, or of all."""
         outcomes: list[Any] = []
         turn = Turn(data.session, data.trajectory.assistant_turns - 1, self._loop.loop, outcomes)
-        if self._environment.lockstep is None:
-            observation, over = (await self._steps([(text, turn)]))[0]
+        if self._joined and self._environment.lockstep is not None:
+            found = await self._environment.lockstep.step((text, turn), self._steps)
         else:
-            observation, over = await self._environment.lockstep.step((text, turn), self._steps)
+            found = (await self._steps([(text, turn)]))[0]
+        if isinstance(found, BaseException):
+            raise found
+        observation, over = found
         for outcome in outcomes:
             record(data.trajectory, outcome, outcome.response.text or "")
         reward = None
         if self._env.use_process_reward:
             rewards = await _called(self._environment, "get_step_reward", self._env.get_step_reward, [text])
-            reward = float(rewards[0])
-        return Observed([] if over else self._loop.as_messages(observation), over, reward)
+            try:
+                reward = rewards[0]
+            except (TypeError, LookupError) as error:
+                raise _wrong(
+                    self._environment, "get_step_reward must return one reward a response", one_line(error)
+                ) from error
+        return Observed([] if over else self._loop.as_messages(observation, text), over, reward)
 
-    async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool]]:
-        """(observation, over) of each of several trajectories' turns."""
+    async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
+        """(observation, over) of each of several trajectories' turns, or what broke it.
+
+        A user's own step gets them as one batch, and what it raises breaks them all.
+        """
+        if _steps_itself(self._env):
+            return [*await self._batch(asked, self._env.step, limited=True)]
+        each = (self._batch([turn], self._env.astep, limited=False) for turn in asked)
+        found = await asyncio.gather(*each, return_exceptions=True)
+        return [entry if isinstance(entry, BaseException) else entry[0] for entry in found]
+
+    async def _batch(self, asked: Sequence[tuple[str, Turn]], step: Any, *, limited: bool) -> list[tuple[Any, bool]]:
         texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
-        env = self._env
-        own = type(env).step is not Env.step
         with bound(turns):
-            returned = await _called(
-                self._environment, "step", env.step if own else env.astep, texts, self._loop.tokenizer, limited=own
-            )
+            returned = await _called(self._environment, "step", step, texts, self._loop.tokenizer, limited=limited)
         try:
             observations, dones, _, _ = returned
             return [(observation, bool(done)) for _, observation, done in zip(texts, observations, dones, strict=True)]
         except (TypeError, ValueError) as error:
-            name = self._environment.name
-            raise EtudeError(
-                f"environment '{name}': step must return next_obs, dones, valid_action, is_tool, each with one entry a "
-                f"response: {one_line(error)}"
+            raise _wrong(
+                self._environment,
+                "step must return next_obs, dones, valid_action, is_tool, each with one entry a response",
+                one_line(error),
             ) from error
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
@@ -214,23 +231,29 @@ class TextStage:
         make: Any = self._environment.target
         self._env = await _called(self._environment, "__init__", make)
         options = dict(row.get("extra_info") or {})
-        observation, _ = await _called(
+        returned = await _called(
             self._environment, "reset", self._env.reset, seed=data.sampling.seed & 0x7FFFFFFF, options=options
         )
-        return str(observation)
+        if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
+            raise _wrong(
+                self._environment,
+                "reset must return (observation, info), the observation a text",
+                f"got {returned!r:.200}",
+            )
+        return str(returned[0])
 
     async def step(self, data: Conversation, text: str) -> Observed:
         """One step."""
         returned = await _called(self._environment, "step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
+            figures = dict(info or {})
         except (TypeError, ValueError) as error:
-            raise EtudeError(
-                f"environment '{self._environment.name}': step must return observation, reward, terminated, truncated, "
-                f"info: {one_line(error)}"
+            raise _wrong(
+                self._environment, "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
-        return Observed([] if over else self._loop.as_messages(observation), over, reward, dict(info or {}))
+        return Observed([] if over else self._loop.as_messages(observation, text), over, reward, figures)
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
         """None: a text environment's rewards are those of its steps."""
@@ -244,6 +267,16 @@ class TextStage:
                 await _called(self._environment, "close", closing)
             except EtudeError as error:
                 logger.warning("%s", error)
+
+
+def _steps_itself(env: Env) -> bool:
+    """Whether the user's class takes part in a step's running of tools, which then has a thread and batches."""
+    manager = type(env.tool_manager)
+    return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
+
+
+def _wrong(environment: Environment, rule: str, what: str) -> EtudeError:
+    return EtudeError(f"environment '{environment.name}': {rule}: {what}")
 
 
 def _stage_of(loop: EnvAgentLoop, environment: Environment) -> Stage:

@@ -3,6 +3,8 @@
     parse_response → ("answer", text) | ("actions", [{"name", "args"}, …])
     execute_actions(responses) → (actions, results)
 
+A subclass overrides whichever of its methods it likes: none is passed over by the loop.
+
 Invariant: a tool runs through a `ToolSession`, with its limits and lifecycle: that of the trajectory at hand where an
 agent loop has bound one, else one that lasts for the call. A response is one turn: its tools run at the same time and are
 answered in order.
@@ -11,6 +13,7 @@ answered in order.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -19,10 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from etude.chat.parsers.rl_factory import EMPTY_TOOL, final_answer, read_tools
+from etude.chat.turns import Stub
 from etude.errors import ConfigError, InfrastructureError
 from etude.registry import Registry
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools import BaseTool, ToolOutcome, ToolSession, load_tools
+from etude.tools import BaseTool, QwenTool, ToolOutcome, ToolSession, load_tools
 
 ACTIONS, ANSWER = "actions", "answer"
 Called = list[dict[str, str]]
@@ -67,7 +71,7 @@ class RenderedPrompt(str):
 
 
 class ToolManager:
-    """Base of all managers; a subclass may override any of the `parse_…` methods, `_build_tools` and `get_prompt`.
+    """Base of all managers.
 
     Attributes:
         verl_config: the section `actor_rollout_ref.env` as a mapping.
@@ -82,6 +86,7 @@ class ToolManager:
         self.functions: list[dict[str, Any]] = []
         self._given = tools
         self._build_tools()
+        self.tool_map = {name: _as_tool(name, tool) for name, tool in self.tool_map.items()}
 
     def _build_tools(self) -> None:
         """Fills `tool_map` and `functions`."""
@@ -163,14 +168,19 @@ class ToolManager:
         turns: Sequence[Turn | None] = _TURNS.get() or [None] * len(actions)
         if len(turns) != len(actions):
             raise ValueError(f"{len(actions)} responses for the {len(turns)} trajectories at hand")
-        batches = [self._execute_tool_batch(a, tools, turn) for a, tools, turn in zip(actions, tool_list, turns)]
-        return list(await asyncio.gather(*batches))
 
-    async def _execute_tool_batch(self, action: str, tools: Any, turn: Turn | None) -> Any:
+        async def batch(action: str, tools: Any, turn: Turn | None) -> Any:
+            with bound([] if turn is None else [turn]):
+                return await self._execute_tool_batch(action, tools)
+
+        return list(await asyncio.gather(*(batch(*each) for each in zip(actions, tool_list, turns))))
+
+    async def _execute_tool_batch(self, action: str, tools: Any) -> Any:
         """An answer as it is; otherwise one message for each tool."""
         if action != ACTIONS:
             return tools
-        known = [(self.full_name(tool["name"]), tool["args"]) for tool in tools]
+        turn = next(iter(_TURNS.get()), None)
+        known = [(self.full_name(tool["name"]), _json_text(tool["args"])) for tool in tools]
         calls = [FunctionCall(name=name, arguments=args) for name, args in known if name in self.tool_map]
         if turn is not None:
             outcomes = await turn.session.execute(calls, turn.number)
@@ -231,10 +241,16 @@ class ToolManager:
             tools = [{"type": "function", "function": function} for function in self.functions] or None
             text = render(messages, tools=tools, add_generation_prompt=add_generation_prompt)
         else:
-            base = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+            base: list[dict[str, Any]] = [{"role": "system", "content": "."}, {"role": "user", "content": "."}]
+            shown = messages
             if mode == "tool_call":
                 base.append({"role": "assistant", "content": "."})
-            whole = render([*base, *messages], add_generation_prompt=add_generation_prompt)
+                try:
+                    render([*base, *messages])
+                except Exception:  # a template raises whatever it likes: this one wants answers to calls
+                    shown = [dict(message) for message in Stub.CALLS.answers_to(messages)]
+                    base[1:] = map(dict, Stub.CALLS.before(shown))
+            whole = render([*base, *shown], add_generation_prompt=add_generation_prompt)
             text = whole.removeprefix(render(base))
         return RenderedPrompt.of(text, messages)
 
@@ -247,6 +263,19 @@ register_tool_manager = TOOL_MANAGERS.register
 class QwenManager(ToolManager):
     """RL-Factory's manager: `<tool_call>` blocks of JSON5, `<answer>` ends. The chat template says how they look, so that
     one manager serves every family of models."""
+
+
+def _as_tool(name: str, tool: Any) -> BaseTool:
+    """What an own `_build_tools` put into `tool_map`: an object in Qwen-Agent's shape will do."""
+    if isinstance(tool, BaseTool):
+        return tool
+    if callable(getattr(tool, "call", None)):
+        return QwenTool(tool, {}, name=name)
+    raise ConfigError(f"tool_map['{name}'] is a {type(tool).__name__}, neither a BaseTool nor in Qwen-Agent's shape")
+
+
+def _json_text(args: Any) -> str:
+    return args if isinstance(args, str) else json.dumps(args, ensure_ascii=False)
 
 
 def _described(item: str | Mapping[str, Any]) -> list[BaseTool]:

@@ -8,8 +8,12 @@ in every ending. An interaction object is shared by all trajectories; what belon
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 from uuid import uuid4
+
+from etude.errors import ConfigError
+from etude.registry import did_you_mean
 
 
 class BaseInteraction:
@@ -34,6 +38,10 @@ class BaseInteraction:
     ) -> tuple[bool, str, float, dict[str, Any]]:
         """Answers the conversation so far.
 
+        Args:
+            messages: the conversation. An assistant message's `content` is all that was sampled, its `spoken` what is
+                left of it without reasoning and tool calls; whatever tools answered has the role `tool`.
+
         Returns:
             Whether the conversation is over, the user's next words (unused when it is), the reward of the assistant's
             last turn, and figures to keep.
@@ -43,6 +51,18 @@ class BaseInteraction:
                 because an interaction's failure is never the model's.
         """
         raise NotImplementedError
+
+    @staticmethod
+    def check_keys(config: dict[str, Any], known: Sequence[str]) -> None:
+        """For a constructor that reads `known` keys of its `config`, beside those of every interaction.
+
+        Raises:
+            ConfigError: there is another key.
+        """
+        known = (*known, "name", "timeout", "max_response_chars")
+        for key in config:
+            if key not in known:
+                raise ConfigError(f"unknown key 'config.{key}'{did_you_mean(key, known)}")
 
     async def calculate_score(self, instance_id: str, **kwargs: Any) -> float:
         """The score of the conversation as it stands, for `generate_response` to call; the loop does not."""

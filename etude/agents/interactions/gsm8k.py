@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from etude.agents.interactions.base import BaseInteraction
+from etude.errors import ConfigError
 from etude.rewards.gsm8k import compute_score
 
 CORRECT = "Your response is correct!"
@@ -20,8 +21,12 @@ class Gsm8kInteraction(BaseInteraction):
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
+        """Raises ConfigError: `config` has an unknown key or method."""
         super().__init__(config)
+        self.check_keys(config, ["method"])
         self._method = config.get("method", "strict")
+        if self._method not in ("strict", "flexible"):
+            raise ConfigError(f"config.method must be strict or flexible, not {self._method!r}")
         self._conversations: dict[str, dict[str, str]] = {}
 
     async def start_interaction(

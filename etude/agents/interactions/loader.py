@@ -23,6 +23,14 @@ from etude.tools.config_file import read_data_file
 from etude.tools.environment import filled
 
 _KEYS = ("name", "class_name", "config")
+_MOVED = {
+    "Gsm8kInteraction": "here this class is etude.agents.interactions.gsm8k.Gsm8kInteraction",
+    "BaseInteraction": "here this class is etude.agents.interactions.BaseInteraction",
+}
+_NOT_HERE = (
+    "modules of verl.interactions are not used; derive your class from etude.agents.interactions.BaseInteraction "
+    "and name it as 'path/to/file.py:Class'"
+)
 
 
 def load_interactions(path: str | Path) -> dict[str, BaseInteraction]:
@@ -60,9 +68,9 @@ def _interaction(entry: object, file: Path, where: str) -> BaseInteraction:
     if not isinstance(name, str):
         raise ConfigError(f"{where}: name must be a text, not {name!r}")
     try:
+        InteractionLimits.from_config(config, name)
         made = found({**config, "name": name})
         made.name = name
-        InteractionLimits.from_config(config, name)
     except Exception as error:  # whatever a user's constructor raises is theirs to read
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where} ({entry['class_name']}): {kind}{one_line(error)}") from error
@@ -70,6 +78,8 @@ def _interaction(entry: object, file: Path, where: str) -> BaseInteraction:
 
 
 def _class(name: str, file: Path, where: str) -> type[BaseInteraction]:
+    if name.startswith("verl."):
+        raise ConfigError(f"{where}: {_MOVED.get(name.rpartition('.')[2], _NOT_HERE)}")
     try:
         found = import_beside(name, file)
     except ConfigError as error:

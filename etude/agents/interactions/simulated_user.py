@@ -19,8 +19,8 @@ from typing import Any
 from urllib.parse import urlsplit
 
 from etude.agents.interactions.base import BaseInteraction
+from etude.chat.placeholders import text_of
 from etude.errors import ConfigError, InfrastructureError
-from etude.registry import did_you_mean
 from etude.tools.builtin.http import JsonService
 
 STOP = "###STOP###"
@@ -29,9 +29,6 @@ INSTRUCTIONS = (
     f"When your request has been met, or cannot be met, answer {STOP} and nothing else."
 )
 _KEYS = (
-    "name",
-    "timeout",
-    "max_response_chars",
     "base_url",
     "model",
     "api_key",
@@ -41,8 +38,6 @@ _KEYS = (
     "max_tokens",
     "connections",
 )
-_THOUGHT = re.compile(r"\A.*</think>", re.DOTALL)
-_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
 class SimulatedUser(BaseInteraction):
@@ -60,9 +55,7 @@ class SimulatedUser(BaseInteraction):
             ConfigError: a key is missing, unknown or malformed.
         """
         super().__init__(config)
-        for key in config:
-            if key not in _KEYS:
-                raise ConfigError(f"unknown key '{key}'{did_you_mean(key, _KEYS)}")
+        self.check_keys(config, _KEYS)
         url = str(config.get("base_url", ""))
         if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
             raise ConfigError("config.base_url must be an http address, such as http://127.0.0.1:8000/v1")
@@ -106,8 +99,8 @@ def _seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
     """The conversation with its roles exchanged: the assistant's words are what the user's model answers."""
     seen = []
     for message in messages:
-        text = str(message.get("content") or "")
-        if message.get("role") == "assistant" and (said := _CALL.sub("", _THOUGHT.sub("", text)).strip()):
+        text = text_of(message.get("content"))
+        if message.get("role") == "assistant" and (said := str(message.get("spoken", text)).strip()):
             seen.append({"role": "user", "content": said})
         elif message.get("role") == "user":
             seen.append({"role": "assistant", "content": text})

@@ -1,0 +1,17 @@
+"""The gateway: agents written with an OpenAI client, served by the policy and recorded token by token.
+
+The server is in `etude.agents.gateway.server`, apart, because importing FastAPI takes a while.
+"""
+
+from etude.agents.gateway.loop import OpenAIAgentLoop, check_openai_agent, openai_agent
+from etude.agents.gateway.session import GatewaySession, SessionRules
+from etude.agents.gateway.store import SessionStore
+
+__all__ = [
+    "GatewaySession",
+    "OpenAIAgentLoop",
+    "SessionRules",
+    "SessionStore",
+    "check_openai_agent",
+    "openai_agent",
+]

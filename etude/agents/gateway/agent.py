@@ -1,0 +1,164 @@
+"""A user's agent as a call: `run(client, row)` or `run(base_url, api_key, row)`, asynchronous or not, or a command.
+
+Parameters are given by name, as many as are declared: `row` (the data row), `client` (`openai.AsyncOpenAI`, for a function
+that is not asynchronous `openai.OpenAI`), `base_url`, `api_key`, `model`. What comes back is None or the agent's reward.
+
+Invariant: an agent is checked when it is named, not when it first runs. A function that is not asynchronous runs in a
+thread; a command runs in a process group of its own, which does not outlive its trajectory, and inherits nothing of the
+environment but what programs need to start.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import json
+import os
+import signal
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from etude.agents.gateway.clients import Clients
+from etude.bounded import BlockingCalls, uninterrupted
+from etude.errors import ConfigError, EtudeError
+from etude.registry import did_you_mean
+
+MODEL = "policy"
+PARAMETERS = ("row", "client", "base_url", "api_key", "model")
+_INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
+_MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
+_threads = BlockingCalls(
+    "etude-agent", limit=1 << 14
+)  # one that waits for a thread would hold up a deterministic engine
+
+
+@dataclass(frozen=True)
+class Endpoint:
+    """Where an agent finds its policy."""
+
+    base_url: str
+    api_key: str
+
+
+class Agent(Protocol):
+    """What the loop runs; returns None or a reward."""
+
+    name: str
+
+    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any: ...
+
+
+class FunctionAgent:
+    """A function of the user's.
+
+    Raises:
+        ConfigError: it is no function, or wants parameters that nobody gives.
+    """
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.name = getattr(function, "__name__", type(function).__name__)
+        if not callable(function):
+            raise ConfigError(f"agent '{self.name}' is no function")
+        self._function = function
+        self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
+        self._wanted = _wanted(function, self.name)
+        if "client" in self._wanted:
+            Clients.check_installed()
+
+    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
+        """See `Agent.run`."""
+        given: dict[str, Any] = {"row": dict(row), "model": MODEL, **vars(endpoint)}
+        if "client" in self._wanted:
+            clients = Clients.here()
+            make = clients.asynchronous if self._is_async else clients.synchronous
+            given["client"] = make(endpoint.base_url, endpoint.api_key)
+        arguments = {name: given[name] for name in self._wanted}
+        if self._is_async:
+            return await self._function(**arguments)
+        return await _threads.run(self._function, **arguments)
+
+
+def _wanted(function: Callable[..., Any], name: str) -> list[str]:
+    wanted = []
+    for parameter in inspect.signature(function).parameters.values():
+        if parameter.kind in (parameter.VAR_KEYWORD, parameter.VAR_POSITIONAL):
+            continue
+        if parameter.name in PARAMETERS and parameter.kind is not parameter.POSITIONAL_ONLY:
+            wanted.append(parameter.name)
+        elif parameter.default is parameter.empty:
+            hint = did_you_mean(parameter.name, PARAMETERS)
+            raise ConfigError(
+                f"agent '{name}' wants a parameter '{parameter.name}'{hint} (there are {', '.join(PARAMETERS)})"
+            )
+    return wanted
+
+
+class CommandAgent:
+    """A program: the row as JSON on its stdin, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. A last
+    line of its stdout that is a number is the reward."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        if not command:
+            raise ConfigError("an agent's command must have at least one word")
+        self._command = list(command)
+        self.name = command[0]
+
+    async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
+        """See `Agent.run`.
+
+        Raises:
+            EtudeError: the program cannot be started, or ends with another status than 0.
+        """
+        environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
+        environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
+        pipe = asyncio.subprocess.PIPE
+        try:
+            process = await asyncio.create_subprocess_exec(
+                *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
+            )
+        except (FileNotFoundError, PermissionError) as error:
+            raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
+        try:
+            text = json.dumps(dict(row), default=repr).encode()
+            _, out, err = await asyncio.gather(_fed(process, text), _tail(process.stdout), _tail(process.stderr))
+            status = await process.wait()
+        finally:
+            await uninterrupted(_ended(process))
+        if status != 0:
+            said = " ".join(err.decode("utf-8", "replace").split())[-500:]
+            raise EtudeError(f"agent '{self.name}' ended with status {status}: {said or '(it said nothing)'}")
+        return _number(out)
+
+
+async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
+    assert process.stdin is not None
+    with contextlib.suppress(ConnectionError):  # it need not read its row
+        process.stdin.write(text)
+        await process.stdin.drain()
+    process.stdin.close()
+
+
+async def _tail(stream: asyncio.StreamReader | None) -> bytes:
+    """The last of what comes out."""
+    assert stream is not None
+    kept = b""
+    while piece := await stream.read(_MOST_OUTPUT):
+        kept = (kept + piece)[-_MOST_OUTPUT:]
+    return kept
+
+
+async def _ended(process: asyncio.subprocess.Process) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    await process.wait()
+
+
+def _number(out: bytes) -> float | None:
+    lines = out.decode("utf-8", "replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    try:
+        return float(last)
+    except ValueError:
+        return None

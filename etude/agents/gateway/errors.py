@@ -1,0 +1,40 @@
+"""`GatewayError`: what a client is told, in the form that OpenAI's clients read.
+
+Invariant: every refusal is one line with a status, a `type`, and where it helps the `param` to change and a `code` that a
+program can test. A client is told not to try again what will fail again.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+TOO_LONG = "context_length_exceeded"
+
+
+class GatewayError(Exception):
+    """A request is answered with `status` and this message.
+
+    `again` says whether the same request may succeed later, on which OpenAI's clients repeat it by themselves.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, again: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.again = status, code, param, again
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the answer."""
+        return {"x-should-retry": "true" if self.again else "false"}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return error_body(self.status, str(self), code=self.code, param=self.param)
+
+
+def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object for an answer with `status`."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}

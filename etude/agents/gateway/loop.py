@@ -1,0 +1,170 @@
+"""`openai_agent`: the agent loop of agents that talk to their policy over OpenAI's interface.
+
+The agent runs as it is; its base URL leads to a `GatewaySession` of this trajectory, inside this process. When it has
+returned, the session's sequences are what is trained on: see `recording`.
+
+How an agent's end is read: it returned → `completed`, or `response_length` where its last turn filled the context. It was
+refused a request for a limit's sake → that limit, whether it returned then or raised. The engine failed it → the trajectory
+is run again, whatever the agent made of that. It raised something else → broken infrastructure if that, or what caused it,
+is a failure of infrastructure or of some other server (a status of 408, 429 or 500 and more); else the user's bug, which
+ends the run.
+
+Invariant: no trajectory comes of a session in which the engine failed; no request is under way when `run` has returned or
+raised.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
+from etude.agents.gateway.agent import Agent, CommandAgent, Endpoint, FunctionAgent
+from etude.agents.gateway.session import GatewaySession
+from etude.agents.options import OpenAIAgentOptions
+from etude.bounded import called, settle
+from etude.errors import ConfigError, EtudeError, InfrastructureError, is_infrastructure, one_line
+from etude.inference import SamplingParams
+from etude.registry import import_object
+from etude.rewards.number import as_reward
+from etude.trajectory import AgentLoopOutput, StopReason
+
+_SERVER_FAULTS = (408, 429)
+
+
+@AGENT_LOOPS.register("openai_agent")
+class OpenAIAgentLoop(AgentLoopBase):
+    """Runs `function`, an object or `path/to/file.py:name`, or `command`, a list of words.
+
+    Without either it is what `rollout.agent.openai_agent` names.
+
+    Raises:
+        ConfigError: neither or both are given, or the function cannot be used.
+    """
+
+    def __init__(
+        self,
+        trainer_config: AgentContext,
+        *,
+        function: Callable[..., Any] | str | None = None,
+        command: Sequence[str] = (),
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(trainer_config, **kwargs)
+        if function is None and not command:
+            options = trainer_config.options.agent.openai_agent
+            function, command = options.function, options.command
+        self._agent = agent_of(function, command)
+
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+        """See `AgentLoopBase.run`: one output a sequence.
+
+        Raises:
+            EtudeError: the agent never asked the policy anything.
+            InfrastructureError: the engine failed.
+        """
+        from etude.agents.gateway.serving import LocalGateway  # FastAPI: only for those who need it
+
+        name = row["request_id"].replace("/", "~")
+        sampling = SamplingParams.of(sampling_params)
+        session = GatewaySession(name, self.server_manager, self.context, sampling)
+        async with LocalGateway.here().opened(session, self.tokenizer) as (base_url, api_key):
+            try:
+                reward = await self._reward(session, Endpoint(base_url, api_key), row)
+            finally:
+                await session.close()
+        trajectories = session.trajectories()
+        main = trajectories[-1]
+        if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
+            raise EtudeError(
+                f"agent '{self._agent.name}' returned without asking its policy anything: does it use the base URL that "
+                "it was given?"
+            )
+        main.rewards.score = reward
+        return [trajectory.to_output() for trajectory in trajectories]
+
+    async def _reward(self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]) -> float | None:
+        """What the agent returned; None where a limit ended it."""
+        agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
+        try:
+            await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            await settle({agent})
+        if session.broken.done():
+            raise session.broken.result()
+        try:
+            returned = agent.result()
+        except Exception as error:
+            if session.refused is not None:
+                return None
+            if (cause := broken_by(error)) is not None:
+                raise InfrastructureError(f"agent '{self._agent.name}': {one_line(error)}") from cause
+            raise
+        if returned is None:
+            return None
+        try:
+            return as_reward(returned, f"agent '{self._agent.name}'")
+        except InfrastructureError as error:  # a wrong return value is no weather
+            raise EtudeError(str(error)) from error
+
+
+def check_openai_agent(options: OpenAIAgentOptions) -> None:
+    """Imports the configured function, if there is one.
+
+    Raises:
+        ConfigError: it cannot be used.
+        MissingExtraError: it wants an `openai` client, and the package is not installed.
+    """
+    if options.function is not None:
+        agent_of(options.function, ())
+
+
+def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) -> Agent:
+    """The agent that a function, or its name, or a command stands for.
+
+    Raises:
+        ConfigError: neither or both are given, or the function cannot be used.
+    """
+    if (function is None) == (not command):
+        raise ConfigError(
+            "agent loop 'openai_agent': set either rollout.agent.openai_agent.function or rollout.agent.openai_agent.command"
+        )
+    if function is None:
+        return CommandAgent(command)
+    return FunctionAgent(import_object(function) if isinstance(function, str) else function)
+
+
+def broken_by(error: BaseException) -> BaseException | None:
+    """What in the chain of an exception's causes is a failure of infrastructure, or of some server, if anything is."""
+    seen: BaseException | None = error
+    while seen is not None and not isinstance(seen, EtudeError):  # which says what the user must change
+        status = getattr(seen, "status_code", None)
+        if is_infrastructure(seen) or (isinstance(status, int) and (status >= 500 or status in _SERVER_FAULTS)):
+            return seen
+        seen = seen.__cause__
+    return None
+
+
+def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Decorator for a file named in `plugins`: registers a function as the agent loop `name`.
+
+        @openai_agent("my_agent")
+        async def run(client, row): ...
+
+    Raises:
+        ConfigError: the name is taken, or the function wants what nobody gives.
+    """
+
+    def enter(function: Callable[..., Any]) -> Callable[..., Any]:
+        FunctionAgent(function)
+
+        def loop(**given: Any) -> OpenAIAgentLoop:
+            return OpenAIAgentLoop(**given, function=function)
+
+        for attribute in ("__module__", "__qualname__", "__wrapped__"):
+            setattr(loop, attribute, function if attribute == "__wrapped__" else getattr(function, attribute, name))
+        AGENT_LOOPS.register(name)(loop)
+        return function
+
+    return enter

@@ -1,0 +1,146 @@
+"""`Recording`: all turns of a session as a tree, and the sequences that it is trained on.
+
+A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and what
+was sampled behind them. A path from a root to a leaf is a context that the engine saw.
+
+Invariant: concatenating the ids along a path gives exactly what the engine saw and sampled. Each sampled token is in the
+response of one sequence: the main one, which ends with the last turn, has its whole path; an earlier one begins its response
+with the first turn that no later sequence has, and everything before that is its prompt.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.agents.gateway.messages import Message
+from etude.agents.gateway.reading import ReadTurn
+from etude.chat.template import Run
+from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
+
+
+@dataclass(frozen=True, eq=False)
+class Turn:
+    """One sampled choice.
+
+    Attributes:
+        parent: the turn that it continues; None at a root.
+        order: (number of the request, minus the choice's index): turns in time order, a request's first choice last.
+        context: what stands before it, behind the parent; at a root the prompt.
+        asked: the messages that are new since the parent; `message` the assistant's own.
+        total, answered: ids of the path to its end; those of them behind the root's prompt.
+        out_of_room: it was cut because the context was full.
+        drawn: temperature, top_p and top_k; the same along a path.
+        seconds: that sampling took.
+    """
+
+    parent: Turn | None
+    order: tuple[int, int]
+    context: list[Run]
+    asked: list[Message]
+    message: Message
+    read: ReadTurn
+    total: int
+    answered: int
+    out_of_room: bool
+    drawn: dict[str, float]
+    seconds: float
+
+    def path(self) -> list[Turn]:
+        """From the root to here."""
+        turns: list[Turn] = []
+        turn: Turn | None = self
+        while turn is not None:
+            turns.append(turn)
+            turn = turn.parent
+        return turns[::-1]
+
+    def ids(self) -> list[int]:
+        """All ids of the path."""
+        found: list[int] = []
+        for turn in self.path():
+            for run, _ in turn.context:
+                found += run
+            found += turn.read.output.token_ids
+        return found
+
+
+@dataclass
+class Recording:
+    """The turns of a session, in the order in which they came, and the rewards it was given."""
+
+    turns: list[Turn] = field(default_factory=list)
+    rewards: list[tuple[Turn, str, float]] = field(default_factory=list)
+    _after: dict[bytes, list[Turn]] = field(default_factory=lambda: defaultdict(list))
+    _continued: set[Turn] = field(default_factory=set)
+
+    def add(self, turn: Turn, key: bytes) -> None:
+        """Takes in a turn; `key` stands for the history up to it, the assistant's message included."""
+        self.turns.append(turn)
+        self._after[key].append(turn)
+        if turn.parent is not None:
+            self._continued.add(turn.parent)
+
+    def find(self, key: bytes) -> Turn | None:
+        """The turn that a history ends with; of choices that said the same, one that nothing continues yet."""
+        twins = self._after.get(key, [])
+        return next((turn for turn in twins if turn not in self._continued), twins[0] if twins else None)
+
+    @property
+    def last(self) -> Turn:
+        """The turn that the main sequence ends with."""
+        return max(self.turns, key=lambda turn: turn.order)
+
+    def sequences(self, request_id: str) -> list[Trajectory]:
+        """The sequences in time order; the last is the main one and alone carries rewards."""
+        leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
+        claimed: set[Turn] = set()
+        made = []
+        for leaf in reversed(leaves):
+            path = leaf.path()
+            made.append(_sequence(request_id, path, next(n for n, turn in enumerate(path) if turn not in claimed)))
+            claimed.update(path)
+        main = made[0]
+        place = {turn: number for number, turn in enumerate(self.last.path())}
+        main.rewards.steps = [(place.get(turn, len(place) - 1), name, value) for turn, name, value in self.rewards]
+        return made[::-1]
+
+
+def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
+    """The path, whose turns from number `first` on are its response."""
+    before = path[first].parent
+    prompt = [] if before is None else before.ids()
+    for ids, _ in path[first].context:
+        prompt += ids
+    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].drawn))
+    for number, turn in enumerate(path):
+        trajectory.messages += [*turn.asked, turn.message]
+        if number < first:
+            continue
+        for ids, provenance in turn.context if number > first else ():
+            trajectory.append(ids, provenance)
+        trajectory.user_turns += number > first
+        output = turn.read.output
+        trajectory.append(
+            output.token_ids, Provenance.SAMPLED, log_probs=output.log_probs, weight_versions=output.weight_versions
+        )
+        trajectory.tool_calls += _calls(trajectory.assistant_turns, turn, path[number + 1 : number + 2])
+        trajectory.assistant_turns += 1
+        trajectory.timings["generate_sequences"] = trajectory.timings.get("generate_sequences", 0.0) + turn.seconds
+    trajectory.stop_reason = StopReason.RESPONSE_LENGTH if path[-1].out_of_room else StopReason.COMPLETED
+    return trajectory
+
+
+def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
+    """The calls of a turn with what the agent answered to them, and those that could not be read."""
+    answers: dict[Any, str] = {}
+    for message in following[0].asked if following else ():
+        if message["role"] == "tool":
+            answers[message.get("tool_call_id")] = message["content"]
+    made = [
+        ToolCallRecord(number, call["function"]["name"], call["function"]["arguments"], answers.get(call["id"], ""))
+        for call in turn.message.get("tool_calls", ())
+    ]
+    return made + [ToolCallRecord(number, "", "", error, error="malformed") for error in turn.read.errors]

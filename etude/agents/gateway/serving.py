@@ -1,0 +1,140 @@
+"""`LocalGateway`: the gateway inside a rollout worker, on this machine alone, for as long as there is a trajectory.
+
+Invariant: one server an event loop; it listens on 127.0.0.1 before the first session is handed out and is gone when the
+last one has been given back. Signals stay the worker's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import resource
+import secrets
+import socket
+from collections.abc import AsyncIterator, Iterator
+from weakref import WeakKeyDictionary
+
+import uvicorn
+from starlette.types import ASGIApp
+
+from etude.agents.gateway.clients import Clients
+from etude.agents.gateway.server import create_app
+from etude.agents.gateway.session import GatewaySession
+from etude.agents.gateway.store import SessionStore
+from etude.bounded import settle, uninterrupted
+from etude.errors import InfrastructureError
+from etude.sandbox.serving import listen
+
+_GRACE_SECONDS = 2
+_MOST_FILES = 1 << 16
+
+
+class BackgroundServer(uvicorn.Server):
+    """Serves beside its caller's work."""
+
+    def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
+        super().__init__(
+            uvicorn.Config(
+                app,
+                log_config=None,
+                log_level="warning",
+                access_log=False,
+                server_header=False,
+                lifespan="off",
+                ws="none",
+                timeout_keep_alive=600,
+                timeout_graceful_shutdown=_GRACE_SECONDS,
+            )
+        )
+        self._listener = listener
+        self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+        self._listens: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._leaving = asyncio.Event()
+        self._task = asyncio.ensure_future(self.serve(sockets=[listener]))
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """Leaves signals alone."""
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._listens.set_result(None)
+
+    async def main_loop(self) -> None:
+        """Waits for its end; uvicorn's own looks for it ten times a second."""
+        await self._leaving.wait()
+
+    async def ready(self) -> None:
+        """Returns once it listens.
+
+        Raises:
+            InfrastructureError: it does not come to that.
+        """
+        await asyncio.wait({self._task, self._listens}, return_when=asyncio.FIRST_COMPLETED)
+        if not self._listens.done():
+            raise InfrastructureError("the gateway did not start")
+
+    async def stop(self) -> None:
+        """Ends it; who still asks has a moment."""
+        self._leaving.set()
+        await asyncio.wait({self._task}, timeout=_GRACE_SECONDS + 1)
+        await settle({self._task})
+        self._listener.close()
+
+
+class LocalGateway:
+    """Made by `LocalGateway.here`; `opened` is all that is needed of it."""
+
+    def __init__(self) -> None:
+        self._store = SessionStore(max_sessions=1 << 20)
+        self._guests = 0
+        self._server: BackgroundServer | None = None
+
+    @staticmethod
+    def here() -> LocalGateway:
+        """The one of the running event loop."""
+        loop = asyncio.get_running_loop()
+        if loop not in _gateways:
+            _gateways[loop] = LocalGateway()
+        return _gateways[loop]
+
+    @contextlib.asynccontextmanager
+    async def opened(self, session: GatewaySession, tokenizer: object) -> AsyncIterator[tuple[str, str]]:
+        """Serves `session`; (base URL, API key)."""
+        self._guests += 1
+        secret = secrets.token_urlsafe(24)
+        try:
+            if self._server is None:
+                _allow_files()
+                app = create_app(self._store, tokenizer)
+                self._server = BackgroundServer(app, listen("127.0.0.1", 0))
+            server = self._server
+            await server.ready()
+            self._store.add(session, secret)
+            yield f"{server.url}/s/{session.name}/v1", secret
+        finally:
+            self._store.remove(session.name)
+            self._guests -= 1
+            if not self._guests and self._server is not None:
+                leaving, self._server = self._server, None
+                await uninterrupted(_all_ended(leaving, Clients.taken()))
+
+
+async def _all_ended(server: BackgroundServer, clients: list[Clients]) -> None:
+    for each in clients:
+        await each.close()
+    await server.stop()
+
+
+def _allow_files() -> None:
+    """Lets this process have as many connections as it may: each request under way is two, and 1,024 files are often all
+    that a process is allowed unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+_gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, LocalGateway] = WeakKeyDictionary()

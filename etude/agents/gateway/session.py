@@ -1,0 +1,305 @@
+"""`GatewaySession`: one trajectory behind `/v1/chat/completions`.
+
+Here requests are limited, sampled, and recorded when they are answered; several may be under way at once. Where in the
+recording one belongs is the business of `placing`, what is told of an answer that of `reading`.
+
+Invariant: what is recorded is exactly what the engine saw and sampled. A request that fails, is refused or given up leaves
+nothing behind; the history goes on as if it had not been made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from etude.agents.base import AgentContext
+from etude.agents.client import TrajectoryClient
+from etude.agents.gateway.errors import TOO_LONG, GatewayError
+from etude.agents.gateway.messages import History, Message, plain_messages
+from etude.agents.gateway.placing import Place, placed
+from etude.agents.gateway.reading import ReadTurn, read_turn
+from etude.agents.gateway.recording import Recording, Turn
+from etude.agents.gateway.wire import ChatRequest
+from etude.bounded import settle
+from etude.errors import InfrastructureError, is_infrastructure, one_line
+from etude.inference import SamplingParams, TokenOutput
+from etude.rewards.number import as_reward
+from etude.trajectory import StopReason, Trajectory
+
+_SEEDED = 1 << 40  # draws that a request's seed names lie beyond those that are counted
+_DRAWN = ("temperature", "top_p", "top_k")
+
+
+@dataclass(frozen=True)
+class SessionRules:
+    """What a session's requests may do.
+
+    `own_sampling`: whether a request's temperature, top_p and top_k count, and its seed alone decides what it draws; in
+    training the first are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
+    must differ whatever seed the agent sets. `max_n`: choices of a request. `max_turns`: answered requests of a session.
+    `request_seconds`: that one may take; None where the trajectory has a time limit.
+    """
+
+    own_sampling: bool = False
+    max_n: int = 16
+    max_turns: int = 1000
+    request_seconds: float | None = None
+
+
+@dataclass(frozen=True)
+class Completion:
+    """What a request is answered with: its turns, one a choice, and the prompt's ids."""
+
+    request: ChatRequest
+    turns: list[Turn]
+    prompt_ids: list[int]
+    name: str
+
+
+class GatewaySession:
+    """One trajectory; `sampling` holds what requests leave open."""
+
+    def __init__(
+        self,
+        name: str,
+        client: TrajectoryClient,
+        context: AgentContext,
+        sampling: SamplingParams,
+        rules: SessionRules | None = None,
+    ) -> None:
+        self.name, self.rules = name, rules or SessionRules()
+        self._client, self._context, self._sampling = client, context, sampling
+        self.recording = Recording()
+        self.refused: StopReason | None = None
+        """Why the last request was refused, where a limit was in its way."""
+        self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
+        """What kept a request from being answered that was no fault of its own."""
+        self.started = self.last_used = time.monotonic()
+        self._sampling_now: set[asyncio.Task[TokenOutput]] = set()
+        self._closed = False
+        self._requests = self._answered = 0
+
+    @property
+    def under_way(self) -> int:
+        """Choices that are being sampled."""
+        return len(self._sampling_now)
+
+    @property
+    def request_id(self) -> str:
+        """The trajectory's at the engine."""
+        return self._client.request_id
+
+    def end(self) -> None:
+        """Gives up what is being sampled; nothing more is."""
+        self._closed = True
+        for task in self._sampling_now:
+            task.cancel()
+
+    async def close(self) -> None:
+        """As `end`, and waits until it is so."""
+        self.end()
+        await settle(set(self._sampling_now))
+
+    async def complete(self, request: ChatRequest) -> Completion:
+        """Answers a request.
+
+        Raises:
+            GatewayError: it is refused, or the engine failed.
+        """
+        self._check_limits(request)
+        messages = plain_messages(request.messages)
+        params = self._params(request)
+        history = History(messages, json.dumps([request.tools, _drawn(params)]))
+        place = placed(self.recording, messages, history, request, self._context)
+        self._check_room(place)
+        number = self._requests
+        self._requests += 1
+        started = time.perf_counter()
+        try:
+            outputs = await self._sample(place, params, request)
+            reads = [await read_turn(self._context.parser, output, request) for output in outputs]
+        finally:
+            self.last_used = time.monotonic()
+        seconds = (time.perf_counter() - started) / len(outputs)
+        self.refused = None
+        self._answered += 1
+        turns = [
+            self._record(place, history, read, (number, -choice), _drawn(params), seconds)
+            for choice, read in enumerate(reads)
+        ]
+        return Completion(request, turns, place.ids, f"{self.name}-{number}")
+
+    def reward(self, body: object) -> None:
+        """Takes `{"reward": number, "name": text?}` as a step reward of the last turn.
+
+        Raises:
+            GatewayError: it is none, or nothing was sampled yet.
+        """
+        given = body if isinstance(body, Mapping) else {}
+        name = given.get("name", "agent")
+        if not isinstance(name, str) or set(given) - {"reward", "name"} or given.get("reward") is None:
+            raise GatewayError(400, "a reward is {'reward': number}, with a 'name' if you like", param="reward")
+        try:
+            value = as_reward(given["reward"], "the agent")
+        except InfrastructureError as error:
+            raise GatewayError(400, one_line(error), param="reward") from error
+        if not self.recording.turns:
+            raise GatewayError(400, "there is no turn yet that a reward could be for")
+        self.last_used = time.monotonic()
+        self.recording.rewards.append((self.recording.last, name[:100], value))
+
+    def trajectories(self) -> list[Trajectory]:
+        """The sequences in time order, the main one last; without any turn one that is empty."""
+        name = self.request_id
+        made = self.recording.sequences(name) if self.recording.turns else [Trajectory(name, [])]
+        if self.refused is not None:
+            made[-1].stop_reason = self.refused
+        return made
+
+    # -- before sampling -----------------------------------------------------------------------------------------
+
+    def _check_limits(self, request: ChatRequest) -> None:
+        options = self._context.options.multi_turn
+        if self._closed:
+            raise self._over()
+        if (request.n or 1) > self.rules.max_n:
+            raise GatewayError(400, f"n: at most {self.rules.max_n} choices", param="n")
+        most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
+        if self._answered >= most:
+            raise self._refuse(StopReason.MAX_ASSISTANT_TURNS, f"this session's {most} turns are used up")
+        if options.max_seconds is not None and time.monotonic() - self.started >= options.max_seconds:
+            raise self._refuse(StopReason.TIME_LIMIT, f"this session's {options.max_seconds:g} seconds have passed")
+
+    def _refuse(self, reason: StopReason, message: str, code: str | None = None) -> GatewayError:
+        self.refused = reason
+        return GatewayError(400, message, code=code or reason.value)
+
+    def _params(self, request: ChatRequest) -> SamplingParams:
+        own: dict[str, Any] = {name: getattr(self._sampling, name) for name in _DRAWN}
+        if self.rules.own_sampling:
+            own |= {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
+            own["top_k"] = own["top_k"] or -1
+        parser, given = self._context.parser, self._sampling
+        ids = tuple(dict.fromkeys([*given.stop_token_ids, *parser.stop_token_ids]))
+        texts = given.stop if given.stop or self._context.options.stop is not None else tuple(parser.stop_texts)
+        seed = 0 if self.rules.own_sampling and request.seed is not None else self._sampling.seed
+        stop = (*texts, *request.stops)
+        return replace(given, **own, stop_token_ids=ids, stop=stop, seed=seed)
+
+    def _check_room(self, place: Place) -> None:
+        options, first = self._context.options, not self.recording.turns
+        least = 1 if first else options.multi_turn.min_answer_tokens
+        if place.room < least or (first and len(place.ids) > options.prompt_length):
+            raise self._too_long(len(place.ids), place.longest)
+
+    def _too_long(self, length: int, longest: int) -> GatewayError:
+        options = self._context.options
+        reason = StopReason.RESPONSE_LENGTH if self.recording.turns else StopReason.PROMPT_TOO_LONG
+        return self._refuse(
+            reason,
+            f"This model's maximum context length is {longest} tokens, of which the first prompt may have "
+            f"{options.prompt_length} and what follows a prompt {options.response_length}; these messages have {length}.",
+            TOO_LONG,
+        )
+
+    # -- sampling ------------------------------------------------------------------------------------------------
+
+    async def _sample(self, place: Place, params: SamplingParams, request: ChatRequest) -> list[TokenOutput]:
+        most = min(request.most_tokens or place.room, place.room)
+        params = replace(params, max_tokens=most)
+        tasks = [
+            asyncio.ensure_future(
+                self._client.generate(prompt_ids=place.ids, sampling_params=params, draw=_draw(request, choice))
+            )
+            for choice in range(request.n or 1)
+        ]
+        self._sampling_now.update(tasks)
+        try:
+            limit = self.rules.request_seconds
+            _, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            outputs = [self._sampled(task) for task in tasks if task.done()]
+            if waiting:
+                raise GatewayError(504, f"the engine did not answer within {limit:g} s", code="timeout")
+        finally:
+            await settle(tasks)
+            self._sampling_now.difference_update(tasks)
+        if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
+            raise self._too_long(len(place.ids), len(place.ids))
+        return outputs
+
+    def _sampled(self, task: asyncio.Task[TokenOutput]) -> TokenOutput:
+        if task.cancelled():
+            raise self._over()
+        if (error := task.exception()) is not None:
+            assert isinstance(error, Exception)
+            raise self._failed(error) from error
+        return task.result()
+
+    def _over(self) -> GatewayError:
+        return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
+
+    def _failed(self, error: Exception) -> GatewayError:
+        """The engine failed, or something of ours: no fault of the request."""
+        if not self.broken.done():
+            self.broken.set_result(error)
+        status = 503 if is_infrastructure(error) else 500
+        return GatewayError(status, f"{type(error).__name__}: {one_line(error)}", code="engine_failed")
+
+    def _record(
+        self,
+        place: Place,
+        history: History,
+        read: ReadTurn,
+        order: tuple[int, int],
+        drawn: dict[str, float],
+        seconds: float,
+    ) -> Turn:
+        message: Message = {"role": "assistant", "content": read.content}
+        if read.reasoning:
+            message["reasoning_content"] = read.reasoning
+        if read.calls:
+            message["tool_calls"] = [
+                {
+                    "id": call.id or _call_id(order, n),
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for n, call in enumerate(read.calls)
+            ]
+        length = len(read.output.token_ids)
+        cut = read.output.stop_reason == "length" and length >= place.room
+        turn = Turn(
+            place.parent,
+            order,
+            place.context,
+            place.asked,
+            message,
+            read,
+            len(place.ids) + length,
+            place.answered + length,
+            cut,
+            drawn,
+            seconds,
+        )
+        self.recording.add(turn, history.after(message))
+        return turn
+
+
+def _drawn(params: SamplingParams) -> dict[str, float]:
+    return {name: getattr(params, name) for name in _DRAWN}
+
+
+def _draw(request: ChatRequest, choice: int) -> int | None:
+    """The number that a request's `seed` gives its draws, so that the same request draws the same in this session."""
+    return None if request.seed is None else _SEEDED + (request.seed % _SEEDED) * 1024 + choice
+
+
+def _call_id(order: tuple[int, int], number: int) -> str:
+    """For formats in which the model gives none: nine letters and digits, as Mistral's template wants them, and the same in
+    every run, since templates may write them."""
+    return hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9]

@@ -1,0 +1,106 @@
+"""`SessionStore`: the sessions of a server, by name, and who may use them.
+
+Invariant: at most `max_sessions` at once. A session that was made here on a request (`make` is given) ends once, whether
+asked for, idle for `idle_seconds`, or at the server's end; then `on_end` gets it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import re
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.session import GatewaySession
+
+_NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    session: GatewaySession
+    secret: str | None
+
+
+class SessionStore:
+    """Sessions are added, or made by `make(name)` when they are first asked for."""
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int = 4096,
+        idle_seconds: float | None = None,
+        make: Callable[[str], GatewaySession] | None = None,
+        on_end: Callable[[GatewaySession], None] | None = None,
+    ) -> None:
+        self.max_sessions, self.idle_seconds = max_sessions, idle_seconds
+        self._make, self._on_end = make, on_end
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    @property
+    def makes(self) -> bool:
+        """Whether a session begins with its first request."""
+        return self._make is not None
+
+    def add(self, session: GatewaySession, secret: str | None) -> None:
+        """Takes in a session, whose requests must bear `secret`."""
+        self._entries[session.name] = _Entry(session, secret)
+
+    def remove(self, name: str) -> None:
+        """Its requests are refused from now on; it does not end here."""
+        self._entries.pop(name, None)
+
+    def get(self, name: str, key: str) -> GatewaySession:
+        """The session `name` for a request that bears `key`.
+
+        Raises:
+            GatewayError: there is none, the key is not its own, or there are too many.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            entry = self._entries[name] = _Entry(self.made(name), None)
+        if entry.secret is not None and not hmac.compare_digest(key.encode(), entry.secret.encode()):
+            raise GatewayError(401, "the API key is not this session's", code="invalid_api_key")
+        return entry.session
+
+    def made(self, name: str) -> GatewaySession:
+        """A session that is not among those of the store: for a single request, or about to be taken in.
+
+        Raises:
+            GatewayError: sessions are not made here, or there are too many.
+        """
+        if self._make is None:
+            raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
+        if not _NAME.fullmatch(name):
+            raise GatewayError(400, "a session's name has up to 128 letters, digits and . _ ~ -", param="session")
+        if len(self) >= self.max_sessions:
+            raise GatewayError(429, f"all {self.max_sessions} sessions are in use: end some", again=True)
+        return self._make(name)
+
+    def end(self, session: GatewaySession) -> None:
+        """Ends a session that was made here."""
+        self.remove(session.name)
+        session.end()
+        if self._on_end is not None:
+            self._on_end(session)
+
+    def end_all(self) -> None:
+        """Ends all of them."""
+        for entry in list(self._entries.values()):
+            self.end(entry.session)
+
+    async def end_idle(self) -> None:
+        """Ends sessions that nobody used for `idle_seconds`, until it is cancelled."""
+        assert self.idle_seconds is not None
+        while True:
+            await asyncio.sleep(min(self.idle_seconds / 4, 10.0))
+            before = time.monotonic() - self.idle_seconds
+            for session in [entry.session for entry in self._entries.values()]:
+                if not session.under_way and session.last_used < before:
+                    self.end(session)

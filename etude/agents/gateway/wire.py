@@ -1,0 +1,148 @@
+"""The request of `/v1/chat/completions`, as far as it can be kept to.
+
+Invariant: a request is done as it asks or refused by name. What only hints (`user`, `store` …) is accepted and has no
+effect; what would change the words that come out, and cannot be done here, is refused unless it is set to do nothing. One
+thing is taken for a hint that is none elsewhere: `strict` of a tool, since the policy is there to learn its arguments.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+
+from etude.agents.gateway.errors import GatewayError
+from etude.registry import did_you_mean
+
+MOST_STOPS = 16
+
+
+class StreamOptions(BaseModel):
+    """`stream_options`."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    include_usage: bool = False
+
+
+class ChatRequest(BaseModel):
+    """What a client asks for; see OpenAI's reference for the fields' meaning.
+
+    `top_k`, `return_token_ids` are extensions that other servers have, too.
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    model: str = ""
+    messages: list[dict[str, Any]] = Field(min_length=1)
+    tools: list[dict[str, Any]] | None = None
+    tool_choice: str | dict[str, Any] | None = None
+    parallel_tool_calls: bool | None = None
+    n: int | None = Field(None, ge=1)
+    stop: str | list[str] | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=100)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=-1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**64)
+    logprobs: bool | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    return_token_ids: bool | None = None
+
+    # Cannot be done: accepted where they ask for nothing.
+    top_logprobs: Literal[0] | None = None
+    presence_penalty: float | None = Field(None, ge=0, le=0)
+    frequency_penalty: float | None = Field(None, ge=0, le=0)
+    logit_bias: dict[str, Any] | None = Field(None, max_length=0)
+    response_format: dict[str, Any] | None = None
+    modalities: list[Literal["text"]] | None = None
+    functions: None = None
+    function_call: None = None
+    audio: None = None
+    web_search_options: None = None
+
+    # Hints.
+    user: Any = None
+    metadata: Any = None
+    store: Any = None
+    service_tier: Any = None
+    reasoning_effort: Any = None
+    verbosity: Any = None
+    prediction: Any = None
+    prompt_cache_key: Any = None
+    prompt_cache_retention: Any = None
+    safety_identifier: Any = None
+
+    @field_validator("stop")
+    @classmethod
+    def _some_stops(cls, value: str | list[str] | None) -> str | list[str] | None:
+        texts = [value] if isinstance(value, str) else value or []
+        if len(texts) > MOST_STOPS or not all(texts):
+            raise ValueError(f"at most {MOST_STOPS} texts, none of them empty")
+        return value
+
+    @field_validator("tools")
+    @classmethod
+    def _function_tools(cls, value: list[dict[str, Any]] | None) -> list[dict[str, Any]] | None:
+        for place, tool in enumerate(value or []):
+            function = tool.get("function")
+            if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
+                raise ValueError(f"tool {place} is no function: {{'type': 'function', 'function': {{'name': …}}}}")
+        return value
+
+    @field_validator("response_format")
+    @classmethod
+    def _plain_text(cls, value: dict[str, Any] | None) -> dict[str, Any] | None:
+        if value is not None and value.get("type") != "text":
+            raise ValueError("only 'text' can be kept to: nothing constrains what is sampled")
+        return value
+
+    @field_validator("tool_choice")
+    @classmethod
+    def _free_choice(cls, value: str | dict[str, Any] | None) -> str | dict[str, Any] | None:
+        if value not in (None, "auto", "none"):
+            raise ValueError("only 'auto' and 'none' can be kept to: nothing forces the policy to call a tool")
+        return value
+
+    @model_validator(mode="after")
+    def _one_limit(self) -> ChatRequest:
+        if self.max_tokens is not None and self.max_completion_tokens not in (None, self.max_tokens):
+            raise ValueError("max_tokens and max_completion_tokens differ: set one of them")
+        return self
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        """The texts that end a turn."""
+        return (self.stop,) if isinstance(self.stop, str) else tuple(self.stop or ())
+
+    @property
+    def most_tokens(self) -> int | None:
+        """Of one choice."""
+        return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
+
+    @property
+    def reads_calls(self) -> bool:
+        """Whether what looks like a tool call is one."""
+        return bool(self.tools) and self.tool_choice != "none"
+
+
+def read_request(body: object) -> ChatRequest:
+    """The request in a decoded JSON body.
+
+    Raises:
+        GatewayError: it is none, or asks for what cannot be done; names the parameter.
+    """
+    if not isinstance(body, dict):
+        raise GatewayError(400, "the request's body must be a JSON object")
+    try:
+        return ChatRequest.model_validate(body)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        param = ".".join(map(str, first["loc"])) or None
+        reason = first["msg"].removeprefix("Value error, ")
+        if first["type"] == "extra_forbidden":
+            near = did_you_mean(str(first["loc"][0]), ChatRequest.model_fields)
+            reason = f"this server knows no such parameter{near}"
+        raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error

@@ -1,0 +1,1 @@
+"""What stands in this folder is at hand for the folders below it, too: pytest puts a conftest's folder on the path."""

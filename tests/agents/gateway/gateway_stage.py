@@ -1,0 +1,85 @@
+"""The stage of the gateway's tests: sessions over a scripted or a real engine, served on a port and asked by the real
+`openai` clients."""
+
+import asyncio
+from contextlib import asynccontextmanager
+from dataclasses import replace
+from types import SimpleNamespace
+
+import openai
+from agents_stage import CHAT, SAMPLING, TOKENIZER, Recorder, context
+
+from etude.agents import TrajectoryClient
+from etude.agents.gateway import GatewaySession
+from etude.agents.gateway.serving import LocalGateway
+from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
+from etude.models import TinyModelSpec, build_tiny_model
+
+USER = {"role": "user", "content": "What is 2 + 3?"}
+ECHO = {
+    "type": "function",
+    "function": {
+        "name": "echo",
+        "description": "Repeats a text.",
+        "parameters": {"type": "object", "properties": {"text": {"type": "string"}}},
+    },
+}
+SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, initializer_range=0.3)
+PATIENCE = 30  # seconds for what takes a moment, on a busy machine
+
+
+def native(**options):
+    """The real engine over a tiny model of its own."""
+    return NativeEngine(build_tiny_model(SPEC, TOKENIZER), NativeEngineOptions(tokenizer=TOKENIZER, **options))
+
+
+def session(engine, *, name="s", rules=None, parser=None, chat=CHAT, temperature=1.0, **options):
+    """A session over `engine`, which has its trajectory open."""
+    shared = replace(context(**options), chat=chat, tokenizer=chat.tokenizer)
+    if parser is not None:
+        shared = replace(shared, parser=parser)
+    engine.open([name])
+    given = SAMPLING.params(0, shared.options.response_length, chat.stop_token_ids)
+    params = SamplingParams.of(given | {"temperature": temperature})
+    return GatewaySession(name, TrajectoryClient(engine, name), shared, params, rules)
+
+
+@asynccontextmanager
+async def served(engine, **given):
+    """A session that is served; its `chat` asks for completions with the real client."""
+    made = session(engine, **given)
+    async with LocalGateway.here().opened(made, TOKENIZER) as (url, key):
+        client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE)
+        async with client:
+
+            async def chat(messages, **more):
+                return await client.chat.completions.create(model="any", messages=messages, **more)
+
+            yield SimpleNamespace(
+                session=made, client=client, chat=chat, url=url, key=key, root=url.split("/s/")[0], engine=engine
+            )
+            await made.close()
+
+
+def talk(work, script=None, *, engine=None, **given):
+    """What `await work(stage)` returns, over an engine that plays `script`."""
+
+    async def main():
+        async with served(engine or Recorder(script), **given) as stage:
+            return await asyncio.wait_for(work(stage), 4 * PATIENCE)
+
+    return asyncio.run(main())
+
+
+def answer(choice):
+    """An assistant message as a client sends it back."""
+    return choice.message.model_dump()
+
+
+async def until(holds):
+    """Returns once `holds()`."""
+    for _ in range(500 * PATIENCE):
+        if holds():
+            return
+        await asyncio.sleep(0.002)
+    raise AssertionError("it did not come to that")

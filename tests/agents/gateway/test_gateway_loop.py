@@ -1,0 +1,451 @@
+"""The loop `openai_agent`: agents of every kind through the manager, and how each of their endings is read."""
+
+import asyncio
+import sys
+import threading
+
+import openai
+import pytest
+from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, context, says
+from gateway_stage import USER, answer, native
+
+from etude.agents import AGENT_LOOPS, AgentLoopManager, AgentOptions, RolloutOptions
+from etude.agents.gateway import OpenAIAgentLoop, check_openai_agent, openai_agent
+from etude.agents.loops import register_agent_loops
+from etude.agents.options import OpenAIAgentOptions
+from etude.config import compose, to_options
+from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
+from etude.registry import load_plugins
+from etude.trajectory import StopReason
+
+
+@pytest.fixture
+def loop_of(monkeypatch):
+    """Registers an agent for one test, and gives its name."""
+    monkeypatch.setattr(AGENT_LOOPS, "_items", dict(AGENT_LOOPS._items))
+
+    def enter(function=None, *, command=()):
+        def loop(**given):
+            return OpenAIAgentLoop(**given, function=function, command=command)
+
+        AGENT_LOOPS.register("an_agent")(loop)
+        return "an_agent"
+
+    return enter
+
+
+def roll(name, script=None, *, engine=None, rows=1, **given):
+    """(results, engine) of rows that the agent `name` rolls out."""
+    engine = engine or Recorder(script or (lambda *_: says("5")))
+    manager = AgentLoopManager(context(**given), engine)
+    given_rows = [
+        {"raw_prompt": QUESTION, "agent_name": name, "uid": f"u{i}", "extra_info": {"index": i}} for i in range(rows)
+    ]
+    return asyncio.run(manager.generate(given_rows, SAMPLING)), engine
+
+
+def test_an_asynchronous_agent(loop_of):
+    seen = {}
+
+    async def run(client, row, base_url, model):
+        made = await client.chat.completions.create(model=model, messages=row["raw_prompt"])
+        seen.update(row=row, base_url=base_url, content=made.choices[0].message.content)
+        return 0.5
+
+    [result], engine = roll(loop_of(run))
+    assert result.trajectory.prompt_ids == CHAT.initial_ids(QUESTION)
+    assert result.trajectory.response_ids == says("5")
+    assert result.trajectory.response_mask == [1] * len(says("5"))
+    assert result.trajectory.rewards.score == 0.5
+    assert result.trajectory.stop_reason is StopReason.COMPLETED
+    assert result.trajectory.sampling == {"temperature": 1.0, "top_p": 1.0, "top_k": -1}
+    assert seen["content"] == "5"
+    assert seen["row"]["extra_info"] == {"index": 0}
+    assert seen["base_url"].startswith("http://127.0.0.1:")
+    assert engine.opened == engine.closed == ["u0/0/0"]
+
+
+def test_an_agent_that_makes_its_own_client_in_a_thread(loop_of):
+    threads = set()
+
+    def run(base_url, api_key, row):
+        threads.add(threading.current_thread())
+        with openai.OpenAI(base_url=base_url, api_key=api_key) as client:
+            client.chat.completions.create(model="gpt-whatever", messages=row["raw_prompt"])
+
+    [result], _ = roll(loop_of(run))
+    assert result.trajectory.response_ids == says("5")
+    assert result.trajectory.rewards.score is None
+    assert threading.main_thread() not in threads
+
+
+def test_an_agent_in_a_thread_is_given_a_synchronous_client(loop_of):
+    def run(client, row):
+        return client.chat.completions.create(model="m", messages=row["raw_prompt"]).usage.completion_tokens
+
+    [result], _ = roll(loop_of(run))
+    assert result.trajectory.rewards.score == 2.0
+
+
+def test_an_object_that_is_called_asynchronously(loop_of):
+    class Agent:
+        async def __call__(self, client):
+            await client.chat.completions.create(model="m", messages=[USER])
+
+    [result], _ = roll(loop_of(Agent()))
+    assert result.trajectory.response_ids == says("5")
+
+
+def test_many_trajectories_at_once_each_with_its_own_session(loop_of):
+    async def run(client, row):
+        index = row["extra_info"]["index"]
+        messages = [{"role": "user", "content": f"{index}?"}]
+        first = (await client.chat.completions.create(model="m", messages=messages)).choices[0]
+        await client.chat.completions.create(model="m", messages=[*messages, answer(first), USER])
+        return index
+
+    results, engine = roll(loop_of(run), rows=64, engine=Recorder(lambda *_: says("5"), latency=0.05))
+    for index, result in enumerate(results):
+        assert result.trajectory.rewards.score == index
+        assert result.trajectory.prompt_ids == CHAT.initial_ids([{"role": "user", "content": f"{index}?"}])
+        assert result.trajectory.assistant_turns == 2
+    assert sorted(engine.opened) == sorted(engine.closed)
+
+
+@pytest.mark.parametrize("kind", ["coroutines", "threads"])
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_hundreds_that_think_at_once_hold_nobody_up(loop_of, kind, deterministic):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER], max_tokens=2)
+
+    def run_in_a_thread(client):
+        client.chat.completions.create(model="m", messages=[USER], max_tokens=2)
+
+    engine = native(deterministic=deterministic, max_num_seqs=512)
+    results, _ = roll(loop_of(run if kind == "coroutines" else run_in_a_thread), rows=300, engine=engine)
+    assert all(result.trajectory.response_length >= 1 for result in results)
+    assert engine._rows == {}
+
+
+def test_lanes_that_come_and_go_find_a_server_and_clients(loop_of):
+    async def run(client, row):
+        await asyncio.sleep(0.001 * (row["extra_info"]["index"] % 3))
+        await client.chat.completions.create(model="m", messages=[USER])
+
+    results, _ = roll(loop_of(run), rows=24, max_concurrent_trajectories=2)
+    assert all(result.trajectory.response_ids == says("5") for result in results)
+
+
+def test_a_rewritten_history_leaves_earlier_sequences(loop_of):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        await client.chat.completions.create(model="m", messages=[USER])
+        return 1.0
+
+    [result], _ = roll(loop_of(run))
+    [earlier] = result.earlier
+    assert earlier.prompt_ids == CHAT.initial_ids(QUESTION)
+    assert result.trajectory.prompt_ids == CHAT.initial_ids([USER])
+    assert result.trajectory.rewards.score == 1.0
+
+
+# -- endings -------------------------------------------------------------------------------------------------------
+
+
+def test_an_agent_that_lets_the_refusal_of_a_long_context_through_has_ended(loop_of):
+    async def run(client, row):
+        messages = list(row["raw_prompt"])
+        while True:
+            made = (await client.chat.completions.create(model="m", messages=messages)).choices[0]
+            messages += [answer(made), USER]
+
+    [result], _ = roll(loop_of(run), response_length=60, prompt_length=60)
+    assert result.trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert result.trajectory.assistant_turns > 1
+    assert result.failures == 0
+    [result], _ = roll(loop_of_again(loop_of, run), multi_turn={"max_assistant_turns": 2})
+    assert result.trajectory.stop_reason is StopReason.MAX_ASSISTANT_TURNS
+
+
+def loop_of_again(loop_of, run):
+    AGENT_LOOPS._items.pop("an_agent")
+    return loop_of(run)
+
+
+def test_a_prompt_that_is_too_long_drops_the_row_and_no_more(loop_of):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "value " * 99}])
+
+    [result], _ = roll(loop_of(run), prompt_length=50)
+    assert (result.trajectory, result.dropped) == (None, StopReason.PROMPT_TOO_LONG)
+
+
+@pytest.mark.parametrize("swallows", [False, True])
+def test_a_failed_engine_is_infrastructure_whatever_the_agent_makes_of_it(loop_of, swallows):
+    attempts = []
+
+    async def run(client, row):
+        try:
+            await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        except openai.OpenAIError:
+            if not swallows:
+                raise
+            await asyncio.sleep(60)
+        return 1.0
+
+    def script(name, prompt, turn):
+        attempts.append(name)
+        return EngineError("gone") if len(attempts) == 1 else says("5")
+
+    [result], engine = roll(loop_of(run), script)
+    assert (result.attempts, result.failures) == (2, 1)
+    assert result.trajectory.response_ids == says("5")
+    assert attempts == ["u0/0/0", "u0/0/1"]
+    assert sorted(engine.opened) == sorted(engine.closed)
+
+
+def test_a_trajectory_whose_engine_keeps_failing_is_dropped_and_never_scored(loop_of):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+
+    [result], _ = roll(loop_of(run), lambda *_: EngineError("gone"))
+    assert (result.trajectory, result.dropped) == (None, StopReason.INFRASTRUCTURE)
+    assert "gone" in result.cause
+
+
+def test_an_agents_own_exception_is_the_users_bug(loop_of):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        raise KeyError("mistake")
+
+    with pytest.raises(KeyError, match="mistake"):
+        roll(loop_of(run))
+
+
+class StatusError(Exception):
+    def __init__(self, status):
+        super().__init__(f"status {status}")
+        self.status_code = status
+
+
+def caused():
+    error = RuntimeError("cannot reach the judge")
+    error.__cause__ = ConnectionError("refused")
+    return error
+
+
+@pytest.mark.parametrize(
+    "failure", [TimeoutError("slow"), InfrastructureError("down"), caused(), StatusError(503), StatusError(429)]
+)
+def test_what_broke_around_the_agent_is_infrastructure(loop_of, failure):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+        raise failure
+
+    [result], _ = roll(loop_of(run))
+    assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.INFRASTRUCTURE, 2)
+
+
+def test_another_servers_no_is_the_users_bug(loop_of):
+    async def run(client):
+        raise StatusError(400)
+
+    with pytest.raises(StatusError):
+        roll(loop_of(run))
+
+
+def test_an_agent_that_never_asks_is_told_so(loop_of):
+    async def run(row):
+        return 1.0
+
+    with pytest.raises(EtudeError, match=r"agent 'run' returned without asking its policy anything"):
+        roll(loop_of(run))
+
+
+@pytest.mark.parametrize("wrong", ["1.0", float("nan"), [1.0], object()])
+def test_a_reward_is_a_number(loop_of, wrong):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        return wrong
+
+    with pytest.raises(EtudeError, match="agent 'run'"):
+        roll(loop_of(run))
+
+
+@pytest.mark.parametrize("kind", ["coroutine", "thread", "command"])
+def test_a_trajectory_that_takes_too_long_ends_with_all_it_started(loop_of, kind, tmp_path):
+    lasting, left = threading.Event(), tmp_path / "left"
+
+    async def run(client):
+        try:
+            await client.chat.completions.create(model="m", messages=[USER], max_tokens=900)
+        finally:
+            lasting.set()
+
+    def run_in_a_thread(client):
+        try:
+            client.chat.completions.create(model="m", messages=[USER], max_tokens=900)
+        except openai.OpenAIError:
+            lasting.set()
+
+    command = [sys.executable, "-c", f"import time, pathlib; time.sleep(2); pathlib.Path({str(left)!r}).touch()"]
+    engine = native()
+    if kind == "command":
+        name = loop_of(command=command)
+    else:
+        name = loop_of(run if kind == "coroutine" else run_in_a_thread)
+    given = {"response_length": 950, "prompt_length": 60, "trajectory_timeout": 0.3, "infrastructure_retries": 0}
+    [result], _ = roll(name, engine=engine, **given)
+    assert (result.trajectory, result.dropped) == (None, StopReason.INFRASTRUCTURE)
+    assert engine._rows == {}
+    assert kind == "command" or lasting.wait(10)
+    assert not left.exists()
+
+
+def test_cancelling_the_rollout_ends_agents_and_requests(loop_of):
+    ended = []
+
+    async def run(client):
+        try:
+            await client.chat.completions.create(model="m", messages=[USER], max_tokens=900)
+        finally:
+            ended.append(1)
+
+    engine = native()
+    manager = AgentLoopManager(context(response_length=950, prompt_length=60), engine)
+    name = loop_of(run)
+
+    async def main():
+        rows = [{"raw_prompt": QUESTION, "agent_name": name, "uid": str(i)} for i in range(3)]
+        task = asyncio.ensure_future(manager.generate(rows, SAMPLING))
+        while sum(row.request is not None for row in engine._rows.values()) < 3:
+            await asyncio.sleep(0.005)
+        task.cancel()
+        await asyncio.wait({task}, timeout=30)
+        assert task.cancelled()
+
+    asyncio.run(main())
+    assert len(ended) == 3
+    assert engine._rows == {}
+
+
+# -- commands ------------------------------------------------------------------------------------------------------
+
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = {"model": os.environ["OPENAI_MODEL"], "messages": row["raw_prompt"]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+made = json.load(urllib.request.urlopen(request))
+print("said", made["choices"][0]["message"]["content"])
+print(sorted(os.environ), file=sys.stderr)
+"""
+
+
+def test_a_command_finds_its_policy_in_a_clean_environment(loop_of, monkeypatch):
+    monkeypatch.setenv("A_SECRET", "x")
+    program = PROGRAM + "assert 'A_SECRET' not in os.environ\nprint(0.25)\n"
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]))
+    assert result.trajectory.response_ids == says("5")
+    assert result.trajectory.rewards.score == 0.25
+
+
+def test_a_command_without_a_number_gives_no_reward(loop_of):
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", PROGRAM]))
+    assert result.trajectory.rewards.score is None
+
+
+def test_a_command_that_fails_is_the_users_bug(loop_of):
+    with pytest.raises(EtudeError, match=r"ended with status 3: oh no"):
+        roll(loop_of(command=[sys.executable, "-c", "import sys; print('oh  no', file=sys.stderr); sys.exit(3)"]))
+
+
+def test_a_command_that_does_not_exist(loop_of):
+    with pytest.raises(EtudeError, match="cannot be started"):
+        roll(loop_of(command=["/no/such/program"]))
+
+
+def test_a_command_may_say_much_and_read_nothing(loop_of):
+    program = "print('x' * 3_000_000)\n" + PROGRAM.replace(
+        "row = json.load(sys.stdin)", "row = {'raw_prompt': [{'role': 'user', 'content': 'a'}]}"
+    )
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]))
+    assert result.trajectory.response_ids == says("5")
+
+
+# -- naming an agent -----------------------------------------------------------------------------------------------
+
+
+def test_a_plugin_file_registers_an_agent(loop_of, tmp_path):
+    (tmp_path / "plug.py").write_text(
+        "from etude.agents.gateway import openai_agent\n"
+        "@openai_agent('plugged')\n"
+        "async def run(client, row):\n"
+        "    await client.chat.completions.create(model='m', messages=row['raw_prompt'])\n"
+    )
+    load_plugins([str(tmp_path / "plug.py")])
+    [result], _ = roll("plugged")
+    assert result.trajectory.response_ids == says("5")
+    with pytest.raises(ConfigError, match="already registered"):
+        openai_agent("plugged")(lambda client: None)
+
+
+AGENT = "async def run(client, row):\n    await client.chat.completions.create(model='m', messages=row['raw_prompt'])\n"
+
+
+def test_the_configuration_names_an_agent_that_knows_nothing_of_this(tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    config = compose(
+        None,
+        [
+            f"actor_rollout_ref.rollout.agent.openai_agent.function={tmp_path}/agent.py:run",
+            "actor_rollout_ref.rollout.agent.default_agent_loop=openai_agent",
+        ],
+    )
+    options = to_options(RolloutOptions, config.actor_rollout_ref.rollout, "", ignore=("tool_config", "max_turns"))
+    check_openai_agent(options.agent.openai_agent)
+    [result], _ = roll(None, agent=options.agent)
+    assert result.trajectory.response_ids == says("5")
+
+
+def test_a_command_in_the_configuration():
+    command = compose(None, ["actor_rollout_ref.rollout.agent.openai_agent.command=[python,agent.py]"])
+    options = to_options(OpenAIAgentOptions, command.actor_rollout_ref.rollout.agent.openai_agent)
+    assert options.command == ("python", "agent.py")
+
+
+def test_a_loops_file_names_agents_too(loop_of, tmp_path):
+    (tmp_path / "agent.py").write_text(AGENT)
+    (tmp_path / "loops.yaml").write_text(
+        f"- name: from_a_file\n  _target_: etude.agents.OpenAIAgentLoop\n  function: {tmp_path}/agent.py:run\n"
+    )
+    loop_of(lambda client: None)
+    register_agent_loops(tmp_path / "loops.yaml")
+    [result], _ = roll("from_a_file")
+    assert result.trajectory.response_ids == says("5")
+
+
+def test_wrong_agents_are_refused_before_anything_runs(tmp_path):
+    with pytest.raises(ConfigError, match=r"wants a parameter 'clinet'; did you mean 'client'\?"):
+        openai_agent("wrong")(lambda clinet: None)
+    with pytest.raises(ConfigError, match="file not found"):
+        check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/none.py:run"))
+    (tmp_path / "some.py").write_text("run = 5\n")
+    with pytest.raises(ConfigError, match="is no function"):
+        check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/some.py:run"))
+    with pytest.raises(ConfigError, match="not both"):
+        OpenAIAgentOptions(function="a.py:run", command=("a",))
+    with pytest.raises(ConfigError, match="default_agent_loop=openai_agent needs"):
+        AgentOptions(default_agent_loop="openai_agent")
+    with pytest.raises(ConfigError, match="set either"):
+        roll("openai_agent")
+
+
+def test_a_missing_openai_package_is_one_line(monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(EtudeError, match=r"pip install 'etude\[openai\]'"):
+        openai_agent("missing")(lambda client: None)

@@ -1,0 +1,374 @@
+"""What is refused and what breaks: each in OpenAI's error form, with the parameter or the code, and nothing left behind."""
+
+import asyncio
+import json
+
+import aiohttp
+import openai
+import pytest
+from agents_stage import CHAT, Recorder, says
+from gateway_stage import ECHO, USER, answer, native, served, talk, until
+
+from etude.agents.gateway import SessionRules
+from etude.agents.gateway.serving import LocalGateway
+from etude.errors import EngineError
+from etude.trajectory import StopReason
+
+TOO_LONG = "context_length_exceeded"
+LONG_USER = {"role": "user", "content": "value " * 200}
+
+
+async def refused(coroutine):
+    """The error that a request ends with."""
+    with pytest.raises(openai.APIStatusError) as caught:
+        await coroutine
+    error = caught.value
+    assert set(error.body) == {"message", "type", "param", "code"}
+    assert "\n" not in error.body["message"]
+    return error
+
+
+@pytest.mark.parametrize(
+    ("request_more", "param", "words"),
+    [
+        ({"tool_choice": "required", "tools": [ECHO]}, "tool_choice", "'auto' and 'none'"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "echo"}}, "tools": [ECHO]},
+            "tool_choice",
+            "'auto' and 'none'",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", "constrains"),
+        ({"presence_penalty": 0.5}, "presence_penalty", ""),
+        ({"frequency_penalty": -1.0}, "frequency_penalty", ""),
+        ({"logit_bias": {"5": 10}}, "logit_bias", ""),
+        ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", ""),
+        ({"functions": [{"name": "f"}]}, "functions", ""),
+        ({"modalities": ["text", "audio"]}, "modalities.1", ""),
+        ({"n": 17}, "n", "16"),
+        ({"n": 0}, "n", ""),
+        ({"max_tokens": 0}, "max_tokens", ""),
+        ({"max_tokens": 3, "max_completion_tokens": 4}, None, "differ"),
+        ({"temperature": -1}, "temperature", ""),
+        ({"top_p": 0}, "top_p", ""),
+        ({"stop": [""]}, "stop", "empty"),
+        ({"stop": list("abcdefghijklmnopq")}, "stop", "16"),
+        ({"tools": [{"type": "web_search"}]}, "tools", "tool 0"),
+        ({"extra_body": {"tempeature": 1}}, "tempeature", "did you mean 'temperature'?"),
+        ({"messages": []}, "messages", ""),
+        ({"messages": [{"role": "function", "content": ""}]}, "messages.0.role", "must be one of"),
+        ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "text"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            "messages.0.content",
+            "'text'",
+        ),
+        ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls", "assistant"),
+        ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "function"),
+        (
+            {"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}]},
+            "messages.0.tool_calls.0",
+            "JSON",
+        ),
+        (
+            {"messages": [{"role": "assistant", "function_call": {"name": "f"}}]},
+            "messages.0.function_call",
+            "tool_calls",
+        ),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(request_more, param, words):
+    async def work(stage):
+        error = await refused(stage.chat(request_more.pop("messages", [USER]), **request_more))
+        return error, stage.engine.asked, stage.session.trajectories()
+
+    error, asked, [trajectory] = talk(work, [says("5")])
+    assert (error.status_code, error.body["type"], error.param) == (400, "invalid_request_error", param)
+    assert words in error.body["message"]
+    assert asked == []
+    assert trajectory.segments == []
+
+
+def test_hints_and_settings_that_ask_for_nothing_are_accepted():
+    async def work(stage):
+        return await stage.chat(
+            [USER],
+            user="me",
+            store=False,
+            metadata={"a": "b"},
+            presence_penalty=0,
+            frequency_penalty=0.0,
+            logit_bias={},
+            n=1,
+            response_format={"type": "text"},
+            parallel_tool_calls=True,
+            tools=[ECHO | {"function": ECHO["function"] | {"strict": True}}],
+            tool_choice="auto",
+            reasoning_effort="low",
+            modalities=["text"],
+            top_logprobs=0,
+            service_tier="auto",
+        )
+
+    assert talk(work, [says("5")]).choices[0].message.content == "5"
+
+
+def test_bodies_that_are_no_requests():
+    async def work(stage):
+        url, headers = f"{stage.url}/chat/completions", {"Authorization": f"Bearer {stage.key}"}
+        found = []
+        async with aiohttp.ClientSession(headers=headers) as session:
+            for data in (b"", b"{", b"[1]", b"[" * 100_000, b"\xff\xfe"):
+                async with session.post(url, data=data) as response:
+                    found.append((response.status, (await response.json())["error"]["type"]))
+            async with session.get(url) as response:
+                found.append((response.status, (await response.json())["error"]["type"]))
+            async with session.get(f"{stage.root}/nowhere") as response:
+                found.append((response.status, (await response.json())["error"]["type"]))
+            async with session.post(url, data=b" " * (33 << 20)) as response:
+                found.append((response.status, (await response.json())["error"]["type"]))
+        return found
+
+    wrong = (400, "invalid_request_error")
+    assert talk(work, []) == [wrong] * 5 + [(405, wrong[1]), (404, "not_found_error"), (413, wrong[1])]
+
+
+@pytest.mark.parametrize(("text", "status"), [('"\\ud83d"', 400), ('"\\ud83d\\ude42"', 200), ('"\\\\ud83d"', 200)])
+def test_half_a_character_is_refused(text, status):
+    async def work(stage):
+        body = '{"messages": [{"role": "user", "content": ' + text + "}]}"
+        async with (
+            aiohttp.ClientSession(headers={"Authorization": f"Bearer {stage.key}"}) as session,
+            session.post(f"{stage.url}/chat/completions", data=body) as response,
+        ):
+            return response.status
+
+    assert talk(work, [says("5")]) == status
+
+
+def test_only_the_sessions_own_key_opens_it():
+    async def work(stage):
+        stranger = stage.client.with_options(api_key="guess")
+        error = await refused(stranger.chat.completions.create(model="m", messages=[USER]))
+        assert (error.status_code, error.code) == (401, "invalid_api_key")
+        elsewhere = stage.client.with_options(base_url=f"{stage.root}/s/other/v1")
+        error = await refused(elsewhere.chat.completions.create(model="m", messages=[USER]))
+        assert (error.status_code, error.code) == (404, "session_not_found")
+        alone = stage.client.with_options(base_url=f"{stage.root}/v1")
+        error = await refused(alone.chat.completions.create(model="m", messages=[USER]))
+        assert (error.status_code, error.code) == (404, "session_not_found")
+        return stage.engine.asked
+
+    assert talk(work, []) == []
+
+
+def test_a_session_that_is_over_answers_no_more():
+    async def work(stage):
+        await stage.session.close()
+        return await refused(stage.chat([USER]))
+
+    assert talk(work, [says("5")]).code == "session_not_found"
+
+
+# -- limits --------------------------------------------------------------------------------------------------------
+
+
+def test_a_first_prompt_that_is_too_long_ends_the_trajectory_before_it_began():
+    async def work(stage):
+        error = await refused(stage.chat([LONG_USER]))
+        return error, stage.session.trajectories()
+
+    error, [trajectory] = talk(work, [says("5")], prompt_length=50)
+    assert (error.status_code, error.code) == (400, TOO_LONG)
+    assert "maximum context length" in error.body["message"]
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+
+
+def test_what_is_too_long_later_ends_it_unless_the_agent_makes_room():
+    async def work(stage):
+        first = await stage.chat([USER])
+        history = [USER, answer(first.choices[0])]
+        assert (await refused(stage.chat([*history, LONG_USER]))).code == TOO_LONG
+        assert stage.session.trajectories()[-1].stop_reason is StopReason.RESPONSE_LENGTH
+        await stage.chat([{"role": "user", "content": "In short: five."}])
+        return stage.session.trajectories()
+
+    first, second = talk(work, [says("5"), says("five")], prompt_length=60, response_length=40)
+    assert (first.stop_reason, second.stop_reason) == (StopReason.COMPLETED, StopReason.COMPLETED)
+
+
+def test_the_answer_fills_what_room_there_is_and_no_more():
+    async def work(stage):
+        first = (await stage.chat([USER], max_tokens=1000)).choices[0]
+        error = await refused(stage.chat([USER, answer(first), USER]))
+        return first, error, stage.session.trajectories()
+
+    first, error, [trajectory] = talk(work, lambda *_: says("value " * 50), response_length=20, prompt_length=40)
+    assert first.finish_reason == "length"
+    assert trajectory.response_length == 20
+    assert (trajectory.stop_reason, error.code) == (StopReason.RESPONSE_LENGTH, TOO_LONG)
+
+
+def test_max_model_len_counts_prompt_and_answers():
+    prompt = len(CHAT.initial_ids([USER]))
+
+    async def work(stage):
+        await stage.chat([USER])
+        return stage.session.trajectories()
+
+    [trajectory] = talk(work, lambda *_: says("value " * 50), max_model_len=prompt + 7)
+    assert trajectory.response_length == 7
+    assert trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+
+
+def test_room_for_an_answer_is_kept_behind_tools():
+    reserve = 30
+
+    async def work(stage):
+        first = (await stage.chat([USER])).choices[0]
+        return await refused(stage.chat([USER, answer(first), USER]))
+
+    limits = {"response_length": 40, "multi_turn": {"min_answer_tokens": reserve}}
+    assert talk(work, [says("5"), says("5")], **limits).code == TOO_LONG
+
+
+def test_turns_and_seconds_are_limited_as_in_any_loop():
+    async def turns(stage):
+        await stage.chat([USER])
+        await stage.chat([USER], n=2)
+        return await refused(stage.chat([USER])), stage.session.trajectories()
+
+    error, trajectories = talk(turns, lambda *_: says("5"), multi_turn={"max_assistant_turns": 2})
+    assert error.code == "max_assistant_turns"
+    assert trajectories[-1].stop_reason is StopReason.MAX_ASSISTANT_TURNS
+    error, _ = talk(turns, lambda *_: says("5"), rules=SessionRules(max_turns=2))
+    assert error.code == "max_assistant_turns"
+
+    async def seconds(stage):
+        await stage.chat([USER])
+        stage.session.started -= 6
+        return await refused(stage.chat([USER])), stage.session.trajectories()
+
+    error, trajectories = talk(seconds, lambda *_: says("5"), multi_turn={"max_seconds": 5.0})
+    assert (error.code, trajectories[-1].stop_reason) == ("time_limit", StopReason.TIME_LIMIT)
+
+
+# -- failures ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("failure", [EngineError("out of memory"), RuntimeError("a bug")])
+def test_a_failing_engine_is_no_fault_of_the_request(failure):
+    class Failing(Recorder):
+        async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+            if request_id.endswith("#1"):
+                raise failure
+            await asyncio.sleep(0.2)
+            return await super().generate(request_id, prompt_ids, sampling_params)
+
+    async def work(stage):
+        error = await refused(stage.chat([USER], n=3))
+        assert stage.session.under_way == 0
+        return error, await stage.session.broken, stage.session.trajectories()
+
+    error, broken, [trajectory] = talk(work, engine=Failing(lambda *_: says("5")))
+    assert error.status_code == (503 if isinstance(failure, EngineError) else 500)
+    assert error.code == "engine_failed"
+    assert error.response.headers["x-should-retry"] == "false"
+    assert broken is failure
+    assert trajectory.segments == []
+
+
+def open_requests(engine):
+    return [name for name, row in engine._rows.items() if row.request is not None]
+
+
+@pytest.mark.parametrize("n", [1, 3])
+@pytest.mark.parametrize("hang_up", ["cancelled", "closed"])
+def test_a_client_that_leaves_ends_its_request(n, hang_up):
+    async def work(stage):
+        engine = stage.engine
+        body = {"model": "m", "messages": [USER], "n": n, "max_tokens": 800}
+        if hang_up == "cancelled":
+            task = asyncio.ensure_future(stage.chat([USER], n=n, max_tokens=800))
+            await until(lambda: len(open_requests(engine)) == n)
+            task.cancel()
+        else:
+            host, _, rest = stage.url.removeprefix("http://").partition("/")
+            _, writer = await asyncio.open_connection(*host.split(":"))
+            text = json.dumps(body).encode()
+            head = f"POST /{rest}/chat/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {stage.key}\r\n"
+            writer.write(f"{head}Content-Length: {len(text)}\r\n\r\n".encode() + text)
+            await until(lambda: len(open_requests(engine)) == n)
+            writer.close()
+        await until(lambda: not open_requests(engine) and not stage.session.under_way)
+        assert list(engine._rows) == ["s"]
+        assert stage.session.trajectories()[0].segments == []
+        made = await stage.chat([USER], max_tokens=4)  # and the session goes on
+        return made.usage.completion_tokens
+
+    assert talk(work, engine=native(), response_length=900, prompt_length=100) == 4
+
+
+def test_closing_a_session_ends_what_is_under_way():
+    async def work(stage):
+        task = asyncio.ensure_future(refused(stage.chat([USER], n=2, max_tokens=800)))
+        await until(lambda: len(open_requests(stage.engine)) == 2)
+        await stage.session.close()
+        assert open_requests(stage.engine) == []
+        return (await task).code
+
+    assert talk(work, engine=native(), response_length=900) == "session_not_found"
+
+
+def test_a_request_has_a_time_limit_where_the_trajectory_has_none():
+    async def work(stage):
+        error = await refused(stage.chat([USER], n=2, max_tokens=800))
+        assert open_requests(stage.engine) == []
+        return error
+
+    rules = SessionRules(request_seconds=0.05)
+    error = talk(work, engine=native(), rules=rules, response_length=900)
+    assert (error.status_code, error.code) == (504, "timeout")
+
+
+def test_rewards_are_numbers_for_a_turn():
+    async def work(stage):
+        async def post(body):
+            async with (
+                aiohttp.ClientSession(headers={"Authorization": f"Bearer {stage.key}"}) as session,
+                session.post(f"{stage.root}/s/s/reward", json=body) as response,
+            ):
+                return response.status, await response.json()
+
+        early = await post({"reward": 1.0})
+        assert early[0] == 400
+        assert "no turn yet" in early[1]["error"]["message"]
+        first = (await stage.chat([USER])).choices[0]
+        assert await post({"reward": 0.25, "name": "env"}) == (200, {"rewards": 1})
+        for wrong in ({}, {"reward": "1"}, {"reward": [1]}, {"reward": 1, "rewrad": 2}, [], {"reward": 1, "name": 3}):
+            assert (await post(wrong))[0] == 400, wrong
+        await stage.chat([USER, answer(first), USER])
+        await post({"reward": -1})
+        return stage.session.trajectories()
+
+    [trajectory] = talk(work, [says("5"), says("6")])
+    assert trajectory.rewards.steps == [(0, "env", 0.25), (1, "agent", -1.0)]
+
+
+# -- the server inside a worker ------------------------------------------------------------------------------------
+
+
+def test_the_server_is_there_as_long_as_a_session_is():
+    async def main():
+        gateway = LocalGateway.here()
+        async with served(Recorder([says("5")])) as one:
+            async with served(Recorder([says("6")]), name="t") as two:
+                assert one.root == two.root
+                assert (await two.chat([USER])).choices[0].message.content == "6"
+            assert (await one.chat([USER])).choices[0].message.content == "5"
+        assert gateway._server is None
+        with pytest.raises(OSError):
+            await asyncio.open_connection("127.0.0.1", int(one.root.rpartition(":")[2]))
+        async with served(Recorder([says("7")])) as three:
+            return (await three.chat([USER])).choices[0].message.content
+
+    assert asyncio.run(main()) == "7"
