@@ -1,6 +1,7 @@
 """What all rooms' tests share: a small random model, one thread, and Hypothesis without a clock."""
 
 import os
+import signal
 
 import pytest
 from hypothesis import settings
@@ -8,6 +9,9 @@ from hypothesis import settings
 VOCAB = 97
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tensors this small only wait for a second thread
+
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job: children would inherit it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 settings.register_profile("etude", deadline=None)  # a busy machine is no failure
 settings.load_profile("etude")

@@ -5,8 +5,9 @@ Invariant: exit status 0 means that it is; 1 that it is not.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -28,7 +29,8 @@ def chat() -> None:
 @click.argument("model", type=click.Path(exists=True, file_okay=False, path_type=Path))
 @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with the tokenizer.")
 @click.option("--tokens/--no-tokens", default=True, help="Whether to print a conversation token by token.")
-def check(model: Path, trust_remote_code: bool, tokens: bool) -> int:
+@click.option("--set", "options", multiple=True, metavar="KEY=VALUE", help="As data.apply_chat_template_kwargs.KEY.")
+def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str, ...]) -> int:
     """Try the chat template of MODEL, the folder of a model or tokenizer.
 
     Says whether conversations of several turns are trained on exactly the ids that the engine saw and sampled, and shows
@@ -38,10 +40,12 @@ def check(model: Path, trust_remote_code: bool, tokens: bool) -> int:
     from rich.console import Console
 
     from etude.chat.check import check_template
-    from etude.models import load_tokenizer
+    from etude.models import load_processor, load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
-    report = check_template(tokenizer)
+    whole = (model / "config.json").is_file()
+    processor = load_processor(model, trust_remote_code=trust_remote_code) if whole else None
+    report = check_template(tokenizer, processor=processor, **template_kwargs(options))
     console = Console(highlight=False)
     for finding in report.findings:
         _print_finding(console, finding)
@@ -50,6 +54,28 @@ def check(model: Path, trust_remote_code: bool, tokens: bool) -> int:
     verdict = "safe for training on several turns" if report.safe else "NOT safe for training on several turns"
     console.print(f"[bold]{verdict}[/bold]")
     return int(not report.safe)
+
+
+def template_kwargs(settings: Sequence[str]) -> dict[str, Any]:
+    """`KEY=VALUE` settings as keyword arguments, values as YAML reads them.
+
+    Raises:
+        ConfigError: one has no key, or no value that YAML reads.
+    """
+    import yaml
+
+    from etude.errors import ConfigError
+
+    kwargs = {}
+    for setting in settings:
+        key, found, value = setting.partition("=")
+        try:
+            kwargs[key] = yaml.safe_load(value)
+        except yaml.YAMLError:
+            found = ""
+        if not found or not key.isidentifier():
+            raise ConfigError(f"--set {setting}: give KEY=VALUE, such as --set enable_thinking=false")
+    return kwargs
 
 
 def _print_finding(console: Console, finding: Finding) -> None:

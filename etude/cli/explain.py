@@ -5,7 +5,7 @@ Invariant: exit status 0 means that no check failed; 1 that one did.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,23 +37,33 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     Each response token stands with its mask, turn, log-prob and reward; green was sampled by the policy, cyan came from
     a tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of
     the context, that the mask is provenance, that log-probs and rewards are where they belong, and, with the weights
-    at hand, that a full forward pass gives the engine's log-probs.
+    at hand, that a full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence
+    is shown and verified, in time order; the last carries the rewards.
     """
     from rich.console import Console
 
-    from etude.trainer.dumps import trajectory_from_record
-    from etude.trainer.explain import checks_of, read_row, sampled_by, tokens_of
+    from etude.trainer.dumps import sequences_of, trajectory_from_record
+    from etude.trainer.explain import checks_of, claims_of, read_row, sampled_by, tokens_of
 
     console = Console(highlight=False, soft_wrap=False)
     record = read_row(rollouts, row)
-    trajectory = trajectory_from_record(record)
-    folder = model or _own_checkpoint(rollouts, sampled_by(trajectory))
+    sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
-    if tokens:
-        _print_tokens(console, tokens_of(record, _tokenizer(folder or _any_checkpoint(rollouts))))
-    checks = checks_of(record, folder, tolerance)
-    _print_checks(console, checks)
-    return int(any(check.verdict.value == "fails" for check in checks))
+    made: list[Check] = []
+    for number, sequence in enumerate(sequences):
+        folder = model or _own_checkpoint(rollouts, sampled_by(trajectory_from_record(sequence)))
+        if len(sequences) > 1:
+            _print_sequence(console, number, len(sequences), sequence)
+        if tokens:
+            _print_tokens(console, tokens_of(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
+        checks = checks_of(sequence, folder, tolerance)
+        _print_checks(console, checks)
+        made += checks
+    if (claims := claims_of(record)) is not None:
+        console.print()
+        _print_checks(console, [claims])
+        made.append(claims)
+    return int(any(check.verdict.value == "fails" for check in made))
 
 
 def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
@@ -83,10 +93,20 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
         "stop": record.get("stop_reason"),
         "prompt": f"{len(record.get('prompt_ids', []))} tokens",
         "turns": record.get("num_turns"),
+        "images": ", ".join(f"{image['tokens']} tokens" for image in record.get("images") or ()) or None,
         "score": record.get("score"),
     }
     console.print(Text(f"{rollouts} row {row}", style="bold"))
     console.print(Text(" · ".join(f"{name} {value}" for name, value in facts.items() if value is not None)))
+
+
+def _print_sequence(console: Console, number: int, count: int, sequence: Mapping[str, Any]) -> None:
+    from rich.text import Text
+
+    kind = "main" if number == count - 1 else "earlier"
+    console.print()
+    console.print(Text(f"sequence {number} of {count} ({kind})", style="bold"), end="")
+    console.print(Text(f" · prompt {len(sequence['prompt_ids'])} tokens · stop {sequence.get('stop_reason')}"))
 
 
 def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:

@@ -38,6 +38,7 @@ COMMANDS = {
     "data": LazyCommand("etude.cli.data:data", "Make training data."),
     "tools": LazyCommand("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
     "sandbox": LazyCommand("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
+    "gateway": LazyCommand("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
     "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
     "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
-from etude.errors import ConfigError
+from etude.cli.token import bearer_token
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
@@ -76,7 +75,7 @@ def serve(
     from etude.sandbox.server import ServerOptions
     from etude.sandbox.serving import serve as serve_until_stopped
 
-    token = _token(token, token_file)
+    token = bearer_token(token, token_file, TOKEN_VARIABLE)
     options = ServerOptions(
         workers=workers,
         max_concurrency=max_concurrency,
@@ -110,23 +109,3 @@ def check(isolation: str) -> None:
             return f"isolation {executor.isolation.value}: every guarantee holds; languages: {languages}"
 
     click.echo(asyncio.run(proved()))
-
-
-def _token(token: str | None, token_file: Path | None) -> str | None:
-    """The token, from the option, the file or the environment.
-
-    Raises:
-        ConfigError: it is given twice, the file cannot be read, or it is empty.
-    """
-    if token is not None and token_file is not None:
-        raise ConfigError("give --token or --token-file, not both")
-    if token_file is not None:
-        try:
-            token = token_file.read_text(encoding="utf-8").strip()
-        except (OSError, UnicodeDecodeError) as error:
-            raise ConfigError(f"--token-file {token_file}: {error}") from error
-    if token is None:
-        token = os.environ.get(TOKEN_VARIABLE)
-    if token is not None and not token.strip():
-        raise ConfigError("the token is empty; leave it out for a server that asks for none")
-    return token

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import signal
-import socket
 import sys
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from etude.errors import ConfigError, DataError, InfrastructureError, one_line
+from etude.registry import USER_MODULE, did_you_mean
 
 if TYPE_CHECKING:
     from etude.tools import BaseTool, ToolOutcome
@@ -172,10 +173,9 @@ def serve(
             click.echo("waiting for an MCP client on stdin; this command is meant to be started by one", err=True)
         asyncio.run(_until_terminated(server.serve_stdio()))
         return
-    try:
-        listener = socket.create_server((host, port))
-    except (OSError, OverflowError) as error:
-        raise ConfigError(f"cannot listen on {host}:{port}: {one_line(error)}") from error
+    from etude.sandbox.serving import listen
+
+    listener = listen(host, port)
     with listener:
         click.echo(f"serving on http://{host}:{listener.getsockname()[1]}{path} (Ctrl-C stops)", err=True)
         asyncio.run(server.serve_http(listener, path=path))
@@ -213,8 +213,6 @@ def _load(config: str, plugins: Sequence[str]) -> list[BaseTool]:
 
 
 def _named(loaded: Sequence[BaseTool], name: str) -> BaseTool:
-    from etude.registry import did_you_mean
-
     for tool in loaded:
         if tool.name == name:
             return tool
@@ -225,9 +223,11 @@ def _named(loaded: Sequence[BaseTool], name: str) -> BaseTool:
 def _class_of(tool: BaseTool) -> str:
     from etude.tools import FunctionTool
 
-    if isinstance(tool, FunctionTool):
-        return f"{tool.__module__}.{tool.__qualname__}"  # type: ignore[attr-defined]
-    return f"{type(tool).__module__}.{type(tool).__qualname__}"
+    code: Any = tool if isinstance(tool, FunctionTool) else type(tool)
+    file = getattr(sys.modules.get(code.__module__), "__file__", None)
+    if code.__module__.startswith(USER_MODULE) and file:  # as a configuration names it
+        return f"{os.path.relpath(file)}:{code.__qualname__}"
+    return f"{code.__module__}.{code.__qualname__}"
 
 
 def _text(given: str) -> str:

@@ -54,8 +54,10 @@ class Quickstart:
 
     def run(self) -> dict[str, Any]:
         """All stages; returns the summary, which also stands in `summary.json`."""
-        self._config()  # a wrong override is told now, not after the warm-up
+        self._config()  # a wrong key is told before anything is made, a wrong value before the warm-up
         self._stage("data", "making tasks, demonstrations and an untrained model", self._prepare)
+        if "train" not in self._times:
+            self._check()
         self._stage("warm_up", "supervised warm-up: learns to talk, and mostly to guess", self._warm_up)
         self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
         self._stage("train", "reinforcement learning: GRPO over rollouts with the calculator", self._train)
@@ -82,6 +84,12 @@ class Quickstart:
 
     def _prepare(self) -> None:
         prepare(self.folder, self.seed, self.sizes)
+
+    def _check(self) -> None:
+        from etude.trainer.ppo import PPOTrainer
+        from etude.trainer.setup import prepare as checked
+
+        PPOTrainer(checked(self._config(f"actor_rollout_ref.model.path={self.folder}/model")))
 
     @property
     def _warm_model(self) -> Path:

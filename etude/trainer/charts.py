@@ -69,13 +69,15 @@ class Line:
 
 @dataclass(frozen=True)
 class Subject:
-    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart."""
+    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; where all
+    values are `usual` there is nothing to see, and no chart."""
 
     title: str
     lines: tuple[Line, ...]
     note: str = ""
     percent: bool = False
     band: tuple[str, str] | None = None
+    usual: float | None = None
 
 
 SUBJECTS = (
@@ -117,6 +119,12 @@ SUBJECTS = (
     ),
     Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats a token of the policy's distribution."),
     Subject("Gradient norm", (Line("actor", ("actor/grad_norm",)),), "Before clipping."),
+    Subject(
+        "Sequences",
+        (Line("mean", ("rollout/sequences/mean",)),),
+        "Sequences a rollout: more than one where an agent rewrote its history.",
+        usual=1.0,
+    ),
 )
 
 
@@ -154,7 +162,8 @@ def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | N
         candidates = (series(records, key) for key in line.keys)
         steps, values = next(((s, v) for s, v in candidates if s), ([], []))
         repeats = any(values == known for _, _, known in found)  # a source that is the whole total
-        if steps and not repeats and (any(values) or not found):
+        unusual = any(value != subject.usual for value in values)
+        if unusual and not repeats and (any(values) or not found):
             found.append((line.label, steps, values))
     checks = validation_keys(records) if subject.title == "Success" else []
     checks = checks[: len(_SERIES) - len(found)]

@@ -8,6 +8,7 @@ carry text, and from message roles only where they do not.
 from __future__ import annotations
 
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -25,12 +26,18 @@ _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "
 _ROLE_KINDS = {"assistant": "sampled", "tool": "tool", "user": "prompt", "system": "prompt"}
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # would show text in another order than it was written
 _HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
+_REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
 _CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
 
 
 def readable(text: str) -> str:
-    """`text` with control characters, and those that reorder what is shown, replaced."""
-    return text.translate(_CONTROL)
+    """`text` with control characters, and those that reorder what is shown, replaced; a special token that is there many
+    times in a row, as an image's placeholder is, once with its count."""
+    return _REPEATED.sub(_counted, text).translate(_CONTROL)
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]}×{len(found[0]) // len(found[1])}"
 
 
 @dataclass(frozen=True)
@@ -200,6 +207,9 @@ def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
     mask = _list(record, "response_mask")
     if mask:
         yield "tokens", f"{len(mask)} ({sum(value == 1 for value in mask)} sampled)"
+    images = [image for image in _list(record, "images") if isinstance(image, Mapping)]
+    if images:
+        yield "images", f"{len(images)} ({', '.join(str(image.get('tokens')) for image in images[:8])} tokens)"
     if isinstance(record.get("num_turns"), int):
         yield "turns", str(record["num_turns"])
 

@@ -24,8 +24,7 @@ def sparkline(values: Sequence[float], width: int) -> str:
     """`values` as one row of at most `width` bars between their minimum and maximum; flat for a constant."""
     shown = resample(values, width)
     low, high = min(shown, default=0.0), max(shown, default=0.0)
-    span = high - low
-    return "".join(_BARS[round((value - low) / span * 7) if span > 0 else 3] for value in shown)
+    return "".join(_BARS[round(_share(value, low, high) * 7) if high > low else 3] for value in shown)
 
 
 def braille_curve(values: Sequence[float], width: int, rows: int, low: float, high: float) -> list[str]:
@@ -34,13 +33,17 @@ def braille_curve(values: Sequence[float], width: int, rows: int, low: float, hi
     cells = [[0] * width for _ in range(rows)]
     previous: int | None = None
     for x, value in enumerate(_stretched(resample(values, dots_wide), dots_wide)):
-        share = (value - low) / (high - low) if high > low else 0.5
-        y = min(max(round(share * (dots_high - 1)), 0), dots_high - 1)
+        y = round(_share(value, low, high) * (dots_high - 1)) if high > low else round(0.5 * (dots_high - 1))
         start = y if previous is None else previous + (y > previous) - (y < previous)
         for dot in range(min(start, y), max(start, y) + 1):  # joins the dots of a steep line
             cells[rows - 1 - dot // 4][x // 2] |= _BRAILLE_DOTS[x % 2][dot % 4]
         previous = y
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
+
+
+def _share(value: float, low: float, high: float) -> float:
+    """Where between `low` and `high` a value lies, 0 to 1; sums too large for a float must not end the view."""
+    return min(1.0, max(0.0, (value - low) / (high - low)))
 
 
 def _stretched(values: Sequence[float], count: int) -> Iterator[float]:

@@ -2,7 +2,8 @@
 
 Invariant: a dump file is either absent or complete (temporary file, then rename), every line is strict JSON that any
 reader accepts, and the segments of a written trajectory come back from it token for token, log-prob for log-prob. A
-record can be replayed, re-scored and viewed without the model or its tokenizer.
+record can be replayed, re-scored and viewed without the model or its tokenizer. Of images it says how many there were,
+their sizes and digests; it holds no pixels.
 
 Deciding which trajectories to dump, and decoding their text, is the trainer's part. Nothing here imports torch, so that
 viewers start fast; arrays and tensors are recognised by their `tolist`.
@@ -11,9 +12,11 @@ viewers start fast; arrays and tensors are recognised by their `tolist`.
 from __future__ import annotations
 
 import base64
+import hashlib
 import json
 import math
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import is_dataclass
@@ -33,6 +36,8 @@ MAX_LINE_BYTES = 256 * 2**20  # a longer line is no rollout of ours
 _MAX_DEPTH = 48  # deeper than any message; tool metrics may hold cycles
 _MAX_INT_BITS = 1024  # far below the interpreter's limit for printing an integer
 _MAX_REPR = 200
+_SMALLEST_PICTURE = 64  # bytes
+_DATA_ADDRESS = re.compile(r"data:[\w./+-]*;base64,")
 
 
 def json_safe(value: object, _depth: int = 0) -> JsonValue:
@@ -149,7 +154,9 @@ def _parse_line(line: bytes, where: str) -> dict[str, Any]:
     try:
         record = json.loads(line)
     except (ValueError, RecursionError) as error:
-        raise DataError(f"{where}: not JSON ({one_line(error, 120)}); the file was cut or edited") from error
+        raise DataError(
+            f"{where}: not JSON ({one_line(error, 120)}); this is no rollout dump, or it was cut or edited"
+        ) from error
     if not isinstance(record, dict):
         raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
     return record
@@ -176,6 +183,7 @@ def rollout_record(
     score: float | None,
     reward_weights: Mapping[str, float] | None = None,
     texts: Sequence[str] | None = None,
+    earlier: Sequence[Mapping[str, JsonValue]] = (),
 ) -> dict[str, JsonValue]:
     """One line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and to read it by eye.
 
@@ -186,6 +194,38 @@ def rollout_record(
         score: the weighted total reward; None for a trajectory that was dropped.
         reward_weights: the weights behind it, `tool` and `score`.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
+        earlier: the `sequence_record`s of what the agent left behind where it rewrote its history, in time order.
+
+    Raises:
+        ValueError: `texts` has not one entry a segment.
+    """
+    head = {"input": input, "output": output, "gts": _ground_truth(row), "score": score, "step": step}
+    flat = {
+        "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
+        "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
+        "earlier": earlier,
+    }
+    known = {key: without_pixels(row[key]) for key in _ROW_KEYS if key in row}
+    sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
+    return cast("dict[str, JsonValue]", json_safe(head | {"uid": None} | known | flat)) | sequence
+
+
+def without_pixels(value: object) -> object:
+    """`value` with the size and digest of each picture in it instead of its bytes: a row hands its tools pictures."""
+    if isinstance(value, Mapping):
+        return {key: without_pixels(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [without_pixels(member) for member in value]
+    data = value.encode("utf-8", "replace") if isinstance(value, str) and _DATA_ADDRESS.match(value) else value
+    if isinstance(data, bytes) and len(data) >= _SMALLEST_PICTURE:
+        return {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}
+    return value
+
+
+def sequence_record(
+    trajectory: Trajectory, *, input: str, output: str, texts: Sequence[str] | None = None
+) -> dict[str, JsonValue]:
+    """One sequence alone: its decoded prompt and response, ids, mask, log-probs and `Trajectory.to_record()`.
 
     Raises:
         ValueError: `texts` has not one entry a segment.
@@ -195,7 +235,6 @@ def rollout_record(
         if len(texts) != len(trajectory.segments):
             raise ValueError(f"{len(texts)} texts for {len(trajectory.segments)} segments")
         record["segments"] = [segment | {"text": text} for segment, text in zip(record["segments"], texts)]
-    head = {"input": input, "output": output, "gts": _ground_truth(row), "score": score, "step": step}
     flat = {
         "response_ids": trajectory.response_ids,
         "response_mask": trajectory.response_mask,
@@ -203,11 +242,8 @@ def rollout_record(
         "assistant_turns": trajectory.assistant_turns,
         "user_turns": trajectory.user_turns,
         "metrics": trajectory.metrics,
-        "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
-        "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
     }
-    known = {key: row[key] for key in _ROW_KEYS if key in row}
-    return cast("dict[str, JsonValue]", json_safe(head | {"uid": None} | known | flat | record))
+    return cast("dict[str, JsonValue]", json_safe({"input": input, "output": output} | flat | record))
 
 
 def _ground_truth(row: Mapping[str, Any]) -> object:
@@ -242,6 +278,15 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         metrics=_field(record, "metrics", dict, {}),
         sampling=_field(record, "sampling", dict, {}),
     )
+
+
+def sequences_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The records of a rollout's sequences in time order; the last is the main one, `record` itself.
+
+    Raises:
+        DataError: `earlier` is no list of records.
+    """
+    return [*_field(record, "earlier", lambda items: [dict(item) for item in items], []), record]
 
 
 _REQUIRED = object()

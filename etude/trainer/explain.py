@@ -10,12 +10,12 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from itertools import islice
+from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import DataError
-from etude.trainer.dumps import read_rollouts, trajectory_from_record
+from etude.trainer.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trajectory import Provenance, Segment, Trajectory
 
 if TYPE_CHECKING:
@@ -96,7 +96,9 @@ def tokens_of(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | No
 
 
 def checks_of(record: Mapping[str, Any], model: Path | None = None, tolerance: float = TOLERANCE) -> list[Check]:
-    """What must hold of every trajectory; with `model`, the folder of the weights that sampled it, the log-probs too.
+    """What must hold of every sequence; with `model`, the folder of the weights that sampled it, the log-probs too.
+
+    A rollout's main sequence has its rewards checked as well. `claims_of` has what must hold between sequences.
 
     Raises:
         DataError: the record lacks what a trajectory is made of.
@@ -107,9 +109,36 @@ def checks_of(record: Mapping[str, Any], model: Path | None = None, tolerance: f
         _same_ids(record, trajectory),
         _mask_is_provenance(record, trajectory),
         _log_probs_where_sampled(trajectory),
-        _rewards_add_up(record, trajectory),
+        *([_rewards_add_up(record, trajectory)] if "score" in record else []),
         _scored_again(record, trajectory, model, tolerance),
     ]
+
+
+def claims_of(record: Mapping[str, Any]) -> Check | None:
+    """That no token is trained on twice, where a rollout has several sequences.
+
+    Two of them may hold the same sampled tokens after the same ids only if the engine drew them twice, which ids alone
+    cannot tell: then the check is skipped, and says where.
+    """
+    sequences = [trajectory_from_record(sequence) for sequence in sequences_of(record)]
+    if len(sequences) < 2:
+        return None
+    statement = "no sampled token is in two sequences"
+    for second, one in enumerate(sequences):
+        for first, other in enumerate(sequences[:second]):
+            if shared := _sampled_alike(other, one):
+                alike = f"sequences {first} and {second} hold the same {shared} sampled tokens after the same ids"
+                return Check(statement, Verdict.SKIPPED, f"{alike}: drawn twice, which ids alone cannot prove")
+    tokens = sum(sum(sequence.response_mask) for sequence in sequences)
+    return Check(statement, Verdict.HOLDS, f"{tokens} sampled tokens in {len(sequences)} sequences")
+
+
+def _sampled_alike(one: Trajectory, other: Trajectory) -> int:
+    """How many tokens are sampled in both, after the same ids."""
+    contexts = [trajectory.prompt_ids + trajectory.response_ids for trajectory in (one, other)]
+    masks = [[0] * len(trajectory.prompt_ids) + trajectory.response_mask for trajectory in (one, other)]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*contexts))
+    return sum(first and second for _, first, second in zip(alike, *masks))
 
 
 def sampled_by(trajectory: Trajectory) -> list[int]:
@@ -182,10 +211,14 @@ def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Path
         return Check(statement, Verdict.SKIPPED, f"sampled by weights {versions}: name their folder with --model")
     if not any(trajectory.response_mask):
         return Check(statement, Verdict.SKIPPED, "nothing was sampled")
+    if images := record.get("images"):
+        return Check(statement, Verdict.SKIPPED, f"it saw {len(images)} images, and a dump holds no pixels")
     difference, where = largest_difference(trajectory, record.get("sampling") or {}, model)
     evidence = f"largest difference {difference:.1e} nats at token {where} (weights {versions}, {model})"
-    verdict = Verdict.HOLDS if difference <= tolerance else Verdict.FAILS
-    return Check(statement, verdict, f"{evidence}, tolerance {tolerance:g}")
+    if difference <= tolerance:
+        return Check(statement, Verdict.HOLDS, f"{evidence}, tolerance {tolerance:g}")
+    hint = f"does the folder hold weights {versions}? A checkpoint holds those that its step ended with"
+    return Check(statement, Verdict.FAILS, f"{evidence}, tolerance {tolerance:g}; {hint}")
 
 
 def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Path) -> tuple[float, int]:

@@ -29,7 +29,7 @@ if TYPE_CHECKING:
 Metrics = dict[str, float]
 
 _DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)
-_NOT_A_TOOL = ("unknown_tool", "malformed")  # the model invented the name, or nothing says whose call it was
+_NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was asked: the name may be the model's invention
 _MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's figures stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
@@ -52,17 +52,19 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
             (batch, response_len).
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
 
-    `critic/score` and `critic/rewards` are sums a row; the token columns are taken where `response_mask` is 1.
-    `response_length` counts all tokens after the prompt, those of tools included.
+    `critic/score` and `critic/rewards` are sums a rollout; the token columns are taken where `response_mask` is 1.
+    `response_length` counts all tokens after the prompt, those of tools included. Where a rollout has several rows
+    (column `main_sequence`), its main one stands for it; tokens are those of all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
     valid = columns["response_mask"].bool().any(-1)
     mask = columns["response_mask"].bool()[valid]
+    rollouts = valid & columns["main_sequence"].bool() if "main_sequence" in columns else valid
     metrics: Metrics = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in columns:
-            metrics |= _spread(f"critic/{name}", columns[key][valid].double().sum(-1))
+            metrics |= _spread(f"critic/{name}", columns[key][rollouts].double().sum(-1))
     for name in ("advantages", "returns", "values"):
         if name in columns:
             metrics |= _spread(f"critic/{name}", columns[name][valid][mask])
@@ -74,7 +76,7 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
         actor, engine = (columns[key][valid][mask] for key in ("old_log_probs", "rollout_log_probs"))
         if not torch.equal(actor, engine):  # equal to the last bit: bypass mode, where one is the other
             metrics |= _mismatch(actor, engine)
-    metrics |= _length_metrics(columns["attention_mask"][valid], mask.shape[-1], max_response_length)
+    metrics |= _length_metrics(columns["attention_mask"][rollouts], mask.shape[-1], max_response_length)
     return metrics
 
 
@@ -111,9 +113,9 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
     `tool/<name>/{calls,errors,timeouts}` count calls and those of them that went wrong or took too long; `broken_calls`,
     which ended trajectories that are not there any more, are counted with them. Latencies are in seconds, as the trajectory
     waited, over calls that were made (not those whose arguments were refused). `tool/<name>/reward` is the mean of what
-    the tool gave a trajectory that called it or was scored by it; `retries`, `cache_hits` and `faults` are counts, and
-    `metrics/<key>` means of the numbers that the tool returned, each only where there are any. Rates, `num_turns` and
-    `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
+    the tool gave a trajectory that called it or was scored by it; `retries`, `cache_hits`, `faults` and `blocked_loop` are
+    counts, and `metrics/<key>` means of the numbers that the tool returned, each only where there are any. Rates,
+    `num_turns` and `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
     """
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     metrics: Metrics = {}
@@ -129,6 +131,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
         used = [any(call.error is None for call in trajectory.tool_calls) for trajectory in kept]
         metrics["rollout/tool_use_rate"] = sum(used) / len(kept)
     metrics["rollout/malformed_calls"] = sum(call.error == "malformed" for call in calls)
+    metrics["rollout/calls_not_executed"] = sum(call.error == "not_executed" for call in calls)
     metrics["rollout/unknown_tool_calls"] = sum(call.error == "unknown_tool" for call in calls)
     for reason, count in Counter(trajectory.stop_reason for trajectory in trajectories).items():
         metrics[f"rollout/stop_reason/{reason.value}"] = count / len(trajectories)
@@ -153,6 +156,7 @@ def _call_metrics(name: str, calls: Sequence[ToolCallRecord]) -> Metrics:
         "retries": sum(call.retries for call in calls),
         "cache_hits": sum(call.source in ("cache", "shared") for call in calls),
         "faults": sum(call.source == "fault" for call in calls),
+        "blocked_loop": sum(call.blocked_loop for call in calls),
     }
     metrics |= {f"tool/{name}/{what}": count for what, count in counts.items() if count}
     waited = [call.seconds for call in calls if call.error != "invalid_arguments"]

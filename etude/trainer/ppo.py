@@ -15,7 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from etude.algorithms import KLController, compute_advantage, kl_penalty, masked_mean
+from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
 from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
@@ -27,7 +27,8 @@ from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import data_metrics, timing_metrics
 from etude.trainer.report import write_report
-from etude.trainer.rollouts import Rollouts, dump, joined, mean_figures, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
+from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup, plain_config
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
@@ -184,7 +185,8 @@ class PPOTrainer:
         timings = Timings()
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
-                batch, metrics = self._roll_out()
+                rollouts, metrics = self._roll_out()
+            batch = expanded(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {
                     "temperature": self.setup.roles.rollout.temperature,
@@ -200,7 +202,8 @@ class PPOTrainer:
                     self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length)
             learned = self._learned(batch)
-            metrics["training/filter_groups/kept"] = len(learned) / max(len(batch), 1)
+            kept = int(main_rows(learned).sum())
+            metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
                 self._updating = True
                 with timings("update_critic"):
@@ -213,7 +216,7 @@ class PPOTrainer:
         metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            dump(self.options.rollout_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
+            dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
         return metrics
 
     def _roll_out(self) -> tuple[DataProto, Metrics]:
@@ -246,20 +249,18 @@ class PPOTrainer:
     def _add_advantages(self, batch: DataProto) -> None:
         """Adds `token_level_rewards`, `advantages` and `returns`."""
         columns, algorithm = batch.batch, self.algorithm
-        mask = columns["response_mask"]
-        rewards = columns["token_level_scores"]
+        mask, episodes = columns["response_mask"], algorithm.needs_critic
+        rewards = sequence_scores(batch, episodes=episodes)
         if algorithm.use_kl_in_reward:
             old = columns.get("old_log_probs", columns["rollout_log_probs"])
             penalty = kl_penalty(old, columns["ref_log_prob"], algorithm.kl_penalty) * mask
             rewards = rewards - self.kl.kl_coef * penalty
-            self.kl.update(float(masked_mean(penalty, mask)), n_steps=len(batch))
-        columns["token_level_rewards"] = rewards
-        columns["advantages"], columns["returns"] = compute_advantage(
+            self.kl.update(float(masked_mean(penalty, mask)), n_steps=int(main_rows(batch).sum()))
+        columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
             algorithm.adv_estimator,
-            token_level_rewards=rewards,
-            response_mask=mask,
-            index=batch.non_tensor_batch["uid"],
-            values=columns.get("values", None),
+            batch,
+            rewards,
+            episodes=episodes,
             gamma=algorithm.gamma,
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,

@@ -7,7 +7,7 @@ that is done again draws the same.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,13 @@ import numpy as np
 import torch
 
 from etude.agents import RolloutResult, token_level_scores
-from etude.agents.batch import rows_of
+from etude.agents.batch import IMAGES, rows_of, with_images
 from etude.chat import ChatTemplate
 from etude.data import RLDataset, collate
 from etude.distributed import WorkerGroup
 from etude.errors import TrainingStopped
 from etude.protocol import DataProto
-from etude.trainer.dumps import rollout_record, write_rollouts
+from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
@@ -31,6 +31,7 @@ from etude.workers.options import RewardOptions
 Figures = dict[str, float]
 
 _LOST = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)  # broken, or given up for what was
+MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
 
 
@@ -90,7 +91,7 @@ class Rollouts:
     def _figures(self, batch: DataProto) -> Figures:
         reward, trajectories = self._setup.roles.reward, trajectories_of(batch)
         broken = [call for result in results_of(batch) for call in result.broken_calls]
-        figures = failure_metrics(batch) | tool_metrics(trajectories, broken)
+        figures = failure_metrics(batch) | sequence_metrics(batch) | tool_metrics(trajectories, broken)
         return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
 
     def _seed(self, step: int, attempt: int) -> int:
@@ -120,18 +121,28 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 def failure_metrics(batch: DataProto) -> Figures:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
-    few of their group were left among them) or for a long prompt."""
+    few of their group were left among them), for a long prompt, or for what the chat template does not write."""
     results = results_of(batch)
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
         "rollout/dropped": float(sum(r.dropped in _LOST for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
+        "rollout/unwritable_answers": float(
+            sum(t.metrics.get("unwritable_answers", 0.0) for t in trajectories_of(batch))
+        ),
+        "rollout/context_refused": float(sum(r.dropped is StopReason.CONTEXT_REFUSED for r in results)),
     }
 
 
+def sequence_metrics(batch: DataProto) -> Figures:
+    """How many sequences a rollout that was not dropped left: 1 where no agent rewrote its history."""
+    counts = [1 + len(result.earlier) for result in results_of(batch) if result.trajectory is not None]
+    return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
+
+
 def survivors(batch: DataProto, min_fraction: float) -> DataProto:
-    """The rows that can be trained on: not dropped, and with at least one sampled token.
+    """The rows that can be trained on: not dropped, and with at least one sampled token in the main sequence.
 
     Raises:
         TrainingStopped: too large a share fell to infrastructure.
@@ -160,13 +171,22 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
     )
 
 
+def main_rows(batch: DataProto) -> torch.Tensor:
+    """(rows,) true for the rows of main sequences: one a rollout, and all of a batch that is not expanded."""
+    column = batch.batch.get(MAIN_SEQUENCE, None)
+    return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
+
+
 def spread_groups(batch: DataProto) -> list[list[int]]:
-    """The rows of each group whose total scores differ: the only ones that a group-relative estimator learns from."""
+    """The rows of each group whose rollouts' total scores differ: the only ones that a group-relative estimator learns
+    from."""
     totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    main = main_rows(batch).tolist()
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
         groups.setdefault(uid, []).append(row)
-    return [rows for rows in groups.values() if max(totals[r] for r in rows) - min(totals[r] for r in rows) > 1e-8]
+    scored = [(rows, [totals[row] for row in rows if main[row]]) for rows in groups.values()]
+    return [rows for rows, scores in scored if max(scores) - min(scores) > 1e-8]
 
 
 def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:
@@ -183,20 +203,30 @@ def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, op
                 trajectory,
                 row | {"attempt": result.attempts - 1},
                 step=step,
-                input=decode(trajectory.prompt_ids),
-                output=decode(trajectory.response_ids),
                 score=trajectory.rewards.total(options.tool_reward_weight, options.score_weight),
                 reward_weights={"tool": options.tool_reward_weight, "score": options.score_weight},
-                texts=[decode(segment.token_ids) for segment in trajectory.segments],
+                earlier=[sequence_record(sequence, **decoded(sequence, decode)) for sequence in result.earlier],
+                **decoded(trajectory, decode),
             )
         )
     write_rollouts(folder, step, records)
+
+
+def decoded(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+    """The texts of a trajectory, as its record takes them."""
+    return {
+        "input": decode(trajectory.prompt_ids),
+        "output": decode(trajectory.response_ids),
+        "texts": [decode(segment.token_ids) for segment in trajectory.segments],
+    }
 
 
 def joined(parts: Sequence[DataProto]) -> DataProto:
     """Batches of different widths as one: prompts padded on the left, responses on the right."""
     if len(parts) == 1:
         return parts[0]
+    if any(IMAGES in part.non_tensor_batch for part in parts):
+        parts = [with_images(part) for part in parts]
     prompt = max(part.batch["prompts"].shape[1] for part in parts)
     response = max(part.batch["responses"].shape[1] for part in parts)
     for part in parts:

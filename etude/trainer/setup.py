@@ -9,15 +9,16 @@ from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
-from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions
+from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions, ToolAgentLoop
 from etude.agents.environments import EnvOptions, load_environment
+from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
-from etude.chat import ChatTemplate
+from etude.chat import ChatTemplate, ToolParser
+from etude.chat.check import require_answers
 from etude.config import to_options
 from etude.data import DataOptions, RLDataset
 from etude.errors import ConfigError
-from etude.models import load_tokenizer
 from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
 from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
@@ -31,6 +32,7 @@ from etude.workers.options import (
     RewardOptions,
     RoleOptions,
 )
+from etude.workers.reading import Reading, load_reading
 
 
 @dataclass(frozen=True)
@@ -42,9 +44,18 @@ class RunSetup:
     trainer: TrainerOptions
     roles: RoleOptions
     parts: AgentParts
-    tokenizer: Any
-    chat: ChatTemplate
+    reading: Reading
     config: DictConfig
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer."""
+        return self.reading.tokenizer
+
+    @property
+    def chat(self) -> ChatTemplate:
+        """The model's chat template."""
+        return self.reading.chat
 
     @property
     def schemas(self) -> dict[str, dict[str, Any]] | None:
@@ -65,7 +76,9 @@ class RunSetup:
             chat=self.chat,
             tool_schemas=self.schemas,
             interactions=list(self.parts.interactions),
+            agent_loops=AGENT_LOOPS.names(),
             options=self.data,
+            images=self.reading.images,
             max_samples=max_samples,
         )
         reward = self.roles.reward
@@ -99,6 +112,7 @@ def prepare(config: DictConfig) -> RunSetup:
         register_agent_loops(rollout.agent.agent_loop_config_path)
     if rollout.agent.default_agent_loop is not None:
         AGENT_LOOPS.get(rollout.agent.default_agent_loop)
+    check_openai_agent(rollout.agent.openai_agent)
     roles = role_options(
         trainer,
         config,
@@ -116,9 +130,9 @@ def prepare(config: DictConfig) -> RunSetup:
     if roles.model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
     parts = collect_parts(rollout, env)
-    tokenizer = load_tokenizer(roles.model.path, trust_remote_code=roles.model.trust_remote_code)
-    chat = ChatTemplate(tokenizer, **dict(data.apply_chat_template_kwargs))
-    return RunSetup(data, algorithm, trainer, roles, parts, tokenizer, chat, config)
+    reading = load_reading(roles.model, data.apply_chat_template_kwargs)
+    _check_answers(rollout, parts, reading)
+    return RunSetup(data, algorithm, trainer, roles, parts, reading, config)
 
 
 def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles: RoleOptions, env: EnvOptions) -> None:
@@ -142,6 +156,25 @@ def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles:
         raise ConfigError("algorithm.adv_estimator=grpo compares answers to one prompt: set rollout.n to 2 or more")
     if roles.custom_reward.path and not roles.reward.enable:
         raise ConfigError("custom_reward_function.path is set, but reward_model.enable=false never calls it")
+
+
+def _check_answers(rollout: RolloutOptions, parts: AgentParts, reading: Reading) -> None:
+    """The chat template writes what the configured tools will answer.
+
+    What a user or a text environment says, every template that is accepted does. An agent loop of the user's own may show
+    tools' answers in its own way.
+    """
+    loop = AGENT_LOOPS.get(rollout.agent.default_agent_loop or "tool_agent")
+    if not parts.tools or not (isinstance(loop, type) and issubclass(loop, ToolAgentLoop)):
+        return
+    parser = ToolParser.get_tool_parser(rollout.multi_turn.format, reading.tokenizer)
+    try:
+        require_answers(reading.chat, "tool" if parser.result_tag is None else "user")
+    except ConfigError as error:
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; take a model whose template can, put "
+            "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
+        ) from error
 
 
 def _reward_options(config: DictConfig, env: EnvOptions) -> RewardOptions:

@@ -50,9 +50,9 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
     rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if model is not None and rollout.max_model_len is None:
-        longest = min(longest, int(getattr(model.config, "max_position_embeddings", longest)))
+        longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
     if not hasattr(engine, "from_setup"):
-        made: Engine = engine(model, _native_options(options, longest))
+        made: Engine = engine(model, _native_options(options, longest, tokenizer))
         return made
     setup = EngineSetup(
         model_path=str(options.model.path),
@@ -74,7 +74,7 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
     return served
 
 
-def _native_options(options: RoleOptions, longest: int) -> NativeEngineOptions:
+def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> NativeEngineOptions:
     rollout = options.rollout
     return NativeEngineOptions(
         max_num_seqs=rollout.max_num_seqs,
@@ -84,6 +84,7 @@ def _native_options(options: RoleOptions, longest: int) -> NativeEngineOptions:
         enable_prefix_caching=rollout.enable_prefix_caching,
         dtype=rollout.dtype,
         deterministic=options.deterministic,
+        tokenizer=tokenizer,
     )
 
 

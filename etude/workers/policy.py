@@ -17,12 +17,12 @@ from torch import Tensor
 from etude.agents import AgentContext, AgentLoopManager, AgentParts, RolloutOptions, Sampling, to_batch
 from etude.agents.batch import rows_of
 from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss
-from etude.chat import ChatTemplate, ToolParser
+from etude.chat import ToolParser
 from etude.data import active_tools
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
 from etude.inference import evaluates_only
-from etude.models import check_vocabulary, load_causal_lm, load_tokenizer, save_pretrained
+from etude.models import check_vocabulary, load_causal_lm, save_pretrained
 from etude.protocol import DataProto
 from etude.trace import Tracer
 from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
@@ -30,6 +30,7 @@ from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.minibatches import update_epochs
 from etude.workers.options import RoleOptions
+from etude.workers.reading import load_reading
 from etude.workers.reward import build_scorer
 
 _MOST_INTERRUPTS = 8  # one that arrives inside a task ends the event loop once for every task that it passes through
@@ -62,18 +63,20 @@ class ActorRolloutRefWorker(Worker):
         if evaluates_only(options.rollout.name):
             self._init_evaluation()
             return
-        self.tokenizer, self.model = self._load()
+        self._reading = load_reading(options.model, options.chat_template_kwargs)
+        self.tokenizer, self.model = self._reading.tokenizer, self._load_model()
         optimizer = OptimizerSet(self.model, options.actor.optim, options.total_steps)
         self._actor = PolicyEngine(self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            self._ref = PolicyEngine(self._load()[1], max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+            self._ref = PolicyEngine(self._load_model(), max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self._manager = self._build_manager(options.rollout, self.model)
         self._link = self._build_link(self._actor)
 
     def _init_evaluation(self) -> None:
         """An engine that samples from a model of its own needs our tokenizer, and no weights of ours."""
-        self.tokenizer = self._load_tokenizer()
+        self._reading = load_reading(self.options.model, self.options.chat_template_kwargs)
+        self.tokenizer = self._reading.tokenizer
         self._manager = self._build_manager(self.options.rollout, None)
         self._link = self._build_link(None)
 
@@ -81,20 +84,14 @@ class ActorRolloutRefWorker(Worker):
         context, options = self._manager.context, self.options
         return EngineLink(self._manager.engine, options.rollout, context.chat, actor, options.model.dtype)
 
-    def _load_tokenizer(self) -> Any:
+    def _load_model(self) -> Any:
         model = self.options.model
-        if model.path is None:
-            raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
-        return load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-
-    def _load(self) -> tuple[Any, Any]:
-        model, tokenizer = self.options.model, self._load_tokenizer()
         assert model.path is not None
         network = load_causal_lm(
             model.path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
         )
-        check_vocabulary(tokenizer, network)
-        return tokenizer, network
+        check_vocabulary(self._reading.tokenizer, network)
+        return network
 
     def _build_manager(self, rollout: RolloutOptions, model: Any) -> AgentLoopManager:
         engine = build_engine(self.options, model, self.tokenizer)
@@ -102,10 +99,12 @@ class ActorRolloutRefWorker(Worker):
             config=self.options.config,
             options=rollout,
             tokenizer=self.tokenizer,
-            chat=ChatTemplate(self.tokenizer, **dict(self.options.chat_template_kwargs)),
+            chat=self._reading.chat,
             parser=ToolParser.get_tool_parser(rollout.multi_turn.format, self.tokenizer),
             **vars(self._parts if rollout.multi_turn.enable else AgentParts()),
             tracer=self._build_tracer(rollout),
+            processor=self._reading.processor,
+            images=self._reading.images,
         )
         scorer = build_scorer(self.options, self.tokenizer) if rollout.mode == "async" else None
         return AgentLoopManager(context, engine, scorer, deterministic=self.options.deterministic)
@@ -247,7 +246,7 @@ class ActorRolloutRefWorker(Worker):
         """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
         if self.rank == 0:
             target = Path(folder) / "actor"
-            save_pretrained(self.model, self.tokenizer, target / "huggingface")
+            save_pretrained(self.model, self._reading.processor or self.tokenizer, target / "huggingface")
             state = {"optimizer": self._actor_optimizer.state_dict(), "updates": self._updates}
             write_tensors(state, target / "optimizer.pt")
 

@@ -53,7 +53,7 @@ def test_other_weights_are_told_apart(run_dir):
     record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
     check = checks_of(record, run_dir / "global_step_2" / "actor" / "huggingface")[-1]
     assert check.verdict is Verdict.FAILS
-    assert "weights 1" in check.evidence
+    assert "does the folder hold weights 1?" in check.evidence
 
 
 @pytest.mark.parametrize(

@@ -75,6 +75,7 @@ def test_list(config, capsys):
     assert status == 0
     first, second = out.splitlines()
     assert first.split()[0] == "shelf"
+    assert first.split()[1].endswith("mine.py:Shelf")  # as its YAML names it
     assert first.endswith("Puts a book on the shelf.")
     assert second.split()[0] == "cli_doubles"
     assert second.endswith("Doubles a number.")

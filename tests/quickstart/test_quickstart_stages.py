@@ -143,6 +143,22 @@ def test_a_wrong_override_is_told_before_anything_is_made(tmp_path, capsys):
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize(
+    ("override", "wanted"),
+    [
+        ("trainer.total_training_steps=0", "trainer.total_training_steps must be at least 1"),
+        ("data.train_batch_size=100000", "the number of rows, got 100000"),
+        ("actor_rollout_ref.rollout.multi_turn.format=hermess", "did you mean 'hermes'?"),
+    ],
+)
+def test_a_wrong_value_is_told_before_the_warm_up(tmp_path, override, wanted):
+    one = quickstart(tmp_path, overrides=(override,))
+    one._warm_up = lambda: pytest.fail("it warmed up")
+    with pytest.raises(ConfigError) as caught:
+        one.run()
+    assert wanted in str(caught.value)
+
+
 def test_everything_follows_from_the_seed(tmp_path):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         prepare(tmp_path / name, seed, SIZES)

@@ -156,6 +156,12 @@ def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, tot
         assert "\n" not in plain_line(state)
 
 
+@pytest.mark.parametrize("values", [[0.0, 1e307], [1.7e308] * 100 + [-1.7e308] * 100])
+def test_numbers_near_the_largest_there_are_make_a_curve(values: list[float]) -> None:
+    assert [len(row) for row in braille_curve(values, 22, 5, 0.0, 1.0)] == [22] * 5
+    assert len(sparkline(values, 8)) <= 8
+
+
 def test_exceptions_of_the_training_pass_through() -> None:
     with pytest.raises(KeyError), Display(10, "demo", console=terminal()):
         raise KeyError("from training")

@@ -109,6 +109,15 @@ def test_wrong_tool_arguments_name_the_row(refused, tiny, tmp_path, change, want
     assert f"{path}" in line
 
 
+def test_an_agent_loop_that_does_not_exist_names_the_row(refused, tiny, tmp_path):
+    rows = read_rows(tiny.folder / "data" / "train.parquet")
+    rows[3]["agent_name"] = "tool_agnet"
+    path = tmp_path / "rows.parquet"
+    write_parquet(rows, path)
+    line = refused(f"data.train_files={path}")
+    assert f"{path}: row 3: agent_name: unknown agent loop 'tool_agnet'; did you mean 'tool_agent'?" in line
+
+
 def test_tools_turned_off_need_no_arguments(tiny, tmp_path, capsys):
     from house_stage import metrics
 
@@ -153,3 +162,69 @@ def test_what_is_validated_is_checked_first(refused, tiny, tmp_path, command):
 
 def test_an_evaluation_needs_rows(refused):
     assert "data.val_files is empty" in refused(command="eval")
+
+
+ALTERNATING = """{%- for m in messages %}
+    {%- if (m.role == 'user') != (loop.index0 % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
+    {{- '<|im_start|>' + m.role + '\\n' + m.content + '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+ONE_ANSWER = ALTERNATING.replace(
+    "(m.role == 'user') != (loop.index0 % 2 == 0)", "not loop.first and m.role == loop.previtem.role"
+)
+"""A template that takes one message of a role after the other, tools' among them."""
+
+
+@pytest.fixture
+def with_template(tiny, tmp_path):
+    """The tiny model with another chat template, as an override."""
+
+    def make(template):
+        folder = tmp_path / "model"
+        shutil.copytree(tiny.model, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        return f"actor_rollout_ref.model.path={folder}"
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("template", "reason"),
+    [
+        (ALTERNATING, "the chat template cannot show the model a tool's answer: "),
+        (ONE_ANSWER, "the chat template cannot show the model the answers to two calls in one turn: "),
+    ],
+)
+def test_a_template_that_cannot_answer_tools_is_one_line(refused, with_template, template, reason):
+    model = with_template(template)
+    line = refused(model)
+    assert "actor_rollout_ref.rollout.multi_turn: tools are configured, but" in line
+    assert reason in line
+    assert "set multi_turn.format=search_r1" in line
+
+
+def test_a_template_that_cannot_be_continued_names_the_model(refused, with_template):
+    model = with_template("{% for m in messages %}{{ m.role + ': ' + m.content + '\n' }}{% endfor %}")
+    assert f"{model.partition('=')[2]}: the chat template does not close an assistant turn" in refused(model)
+
+
+@pytest.mark.parametrize(
+    "format_override", [f"{ROLLOUT}.multi_turn.format=search_r1", f"{ROLLOUT}.multi_turn.enable=false"]
+)
+def test_a_template_without_tools_does_where_it_is_asked_for_none(tiny, tmp_path, with_template, format_override):
+    from etude.trainer.setup import prepare
+
+    setup = prepare(tiny.config(tmp_path, with_template(ALTERNATING), format_override))
+    assert not setup.chat.answers_tools
+
+
+def test_an_agent_loop_of_the_users_own_shows_answers_in_its_own_way(tiny, tmp_path, with_template):
+    from etude.agents import AgentLoopBase, register
+    from etude.trainer.setup import prepare
+
+    @register("own_way")
+    class OwnWay(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            raise NotImplementedError
+
+    prepare(tiny.config(tmp_path, with_template(ALTERNATING), f"{ROLLOUT}.agent.default_agent_loop=own_way"))

@@ -96,6 +96,7 @@ def test_tool_metrics_by_hand() -> None:
             ),
             trajectory(call(error="exception"), rewards=Rewards(final={"calculator": 1.0, "judge": 2.0})),
             trajectory(call("rm -rf /", error="unknown_tool"), call("{", error="malformed")),
+            trajectory(call(error="not_executed"), call("rm -rf /", error="not_executed")),
             trajectory(call(error="timeout"), stop=StopReason.INFRASTRUCTURE),
         ]
     )
@@ -108,18 +109,20 @@ def test_tool_metrics_by_hand() -> None:
     assert metrics["tool/judge/reward"] == 2.0
     assert metrics["tool_call_counts/max"] == 2
     assert metrics["num_turns/mean"] == 1.0
-    assert metrics["rollout/tool_use_rate"] == pytest.approx(1 / 3)
+    assert metrics["rollout/tool_use_rate"] == pytest.approx(1 / 4)
     assert metrics["rollout/malformed_calls"] == 1
+    assert metrics["rollout/calls_not_executed"] == 2
     assert metrics["rollout/unknown_tool_calls"] == 1
-    assert metrics["rollout/stop_reason/completed"] == 0.75
-    assert metrics["rollout/stop_reason/infrastructure"] == 0.25
+    assert metrics["rollout/stop_reason/completed"] == 0.8
+    assert metrics["rollout/stop_reason/infrastructure"] == 0.2
     assert tool_metrics([]) == {}
 
 
 @given(st.text(min_size=1))
 def test_a_name_that_the_model_made_up_names_no_metric(name: str) -> None:
-    made_up = tool_metrics([trajectory(call(name, error="unknown_tool"), call(name, error="malformed"))])
-    assert made_up == tool_metrics([trajectory(call("x", error="unknown_tool"), call("y", error="malformed"))])
+    kinds = ("unknown_tool", "malformed", "not_executed")
+    made_up = tool_metrics([trajectory(*(call(name, error=kind) for kind in kinds))])
+    assert made_up == tool_metrics([trajectory(*(call(kind, error=kind) for kind in kinds))])
 
 
 def test_rewards_by_source_leave_out_dropped_trajectories() -> None:

@@ -305,6 +305,10 @@ def test_a_long_run_makes_a_small_chart() -> None:
 def test_one_step_makes_charts_and_no_numbers_make_none() -> None:
     assert [chart.title for chart in charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
     assert charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    sequences = [{"step": step, "rollout/sequences/mean": 1.0} for step in (1, 2)]
+    assert charts(sequences) == []  # as in every run whose agents keep their history
+    sequences[1]["rollout/sequences/mean"] = 1.5
+    assert [chart.title for chart in charts(sequences)] == ["Sequences"]
     assert series([{"step": 1, "a": True}, {"step": 2, "a": 3}, {"step": 3, "a": float("inf")}], "a") == ([2], [3.0])
 
 

@@ -1,0 +1,91 @@
+"""`etude gateway MODEL`: serve a policy to agents written for OpenAI's interface, and record what they do token by token."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import click
+
+from etude.cli.config import PLAIN_SETTINGS
+from etude.cli.token import bearer_token
+
+TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
+_OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@click.argument("model")
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option(
+    "--record",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="JSON-lines file that every session is appended to when it ends.",
+)
+@click.option("--max-sessions", default=1024, show_default=True, type=click.IntRange(1), help="Sessions at once.")
+@click.option(
+    "--idle-seconds",
+    default=1800.0,
+    show_default=True,
+    type=click.FloatRange(0, min_open=True),
+    help="A session that nobody uses for so long ends.",
+)
+@click.option("--max-n", default=16, show_default=True, type=click.IntRange(1), help="Choices of one request.")
+@click.option("--max-turns", default=1000, show_default=True, type=click.IntRange(1), help="Requests of one session.")
+@click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
+@click.option(
+    "--token", help=f"API key that requests must bear; better set {TOKEN_VARIABLE}, which other users cannot see."
+)
+@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
+@click.option("--grace", default=10.0, show_default=True, help="Seconds that requests have to finish after Ctrl-C.")
+def gateway(
+    model: str,
+    overrides: tuple[str, ...],
+    host: str,
+    port: int,
+    record: Path | None,
+    max_sessions: int,
+    idle_seconds: float,
+    max_n: int,
+    max_turns: int,
+    max_request_mb: int,
+    token: str | None,
+    token_file: Path | None,
+    grace: float,
+) -> None:
+    """Serve MODEL, a folder or a name on the hub, at /v1/chat/completions.
+
+    Give each conversation a base URL of its own, /s/NAME/v1: it is recorded as one rollout, and continued without
+    encoding anything again. OVERRIDES are key=value arguments of the configuration: engine, sampling, tool-call format.
+
+    \b
+    Example:
+      etude gateway models/mine --record rollouts.jsonl actor_rollout_ref.rollout.temperature=0.7
+    """
+    from etude.config import compose
+
+    token = bearer_token(token, token_file, TOKEN_VARIABLE)
+    config = compose(None, [f"actor_rollout_ref.model.path={model}", *_OURS, *overrides])
+    from etude.trainer.gateway import ServingOptions, serve_policy  # torch and FastAPI: kept out of `etude --help`
+
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
+    options = ServingOptions(
+        host=host,
+        port=port,
+        token=token,
+        record=record,
+        max_sessions=max_sessions,
+        idle_seconds=idle_seconds,
+        max_choices=max_n,
+        max_turns=max_turns,
+        max_request_mb=max_request_mb,
+        grace_seconds=grace,
+    )
+
+    def ready(url: str) -> None:
+        click.echo(f"{url}/s/NAME/v1  serves {model}, a session for each NAME (Ctrl-C stops)")
+
+    asyncio.run(serve_policy(config, options, ready))

@@ -1,0 +1,31 @@
+"""The bearer token of a server that a command starts.
+
+Invariant: one of option, file and environment variable gives it; an empty one is refused, because it would protect nothing.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from etude.errors import ConfigError
+
+
+def bearer_token(token: str | None, token_file: Path | None, variable: str) -> str | None:
+    """The token, from --token, --token-file or the environment `variable`; None where there is none.
+
+    Raises:
+        ConfigError: it is given twice, the file cannot be read, or it is empty.
+    """
+    if token is not None and token_file is not None:
+        raise ConfigError("give --token or --token-file, not both")
+    if token_file is not None:
+        try:
+            token = token_file.read_text(encoding="utf-8").strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise ConfigError(f"--token-file {token_file}: {error}") from error
+    if token is None:
+        token = os.environ.get(variable)
+    if token is not None and not token.strip():
+        raise ConfigError("the token is empty; leave it out for a server that asks for none")
+    return token

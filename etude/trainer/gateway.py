@@ -1,0 +1,171 @@
+"""`serve_policy`: from a configuration to a gateway on an address (`etude gateway`).
+
+Invariant: every session that sampled anything is a line of the record, a rollout as `trainer.rollout_data_dir` holds them,
+however the session ended; nothing of it stays in the engine. The engine is any that can be trained with: log-probs are part
+of the record.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import uvicorn
+from omegaconf import DictConfig
+
+from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
+from etude.agents.gateway import GatewaySession, SessionRules, SessionStore
+from etude.agents.gateway.server import ServerOptions, create_app
+from etude.chat import ToolParser
+from etude.errors import EtudeError, one_line
+from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
+from etude.jsonl import JsonLines
+from etude.models import check_vocabulary, load_causal_lm
+from etude.sandbox.serving import listen
+from etude.trainer.dumps import json_line, rollout_record, sequence_record
+from etude.trainer.rollouts import decoded
+from etude.trainer.setup import RunSetup, prepare
+from etude.workers.engine_link import build_engine
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ServingOptions:
+    """What the server allows, and where it writes; times in seconds."""
+
+    host: str = "127.0.0.1"
+    port: int = 8000
+    token: str | None = None
+    record: Path | None = None
+    max_sessions: int = 1024
+    idle_seconds: float = 1800.0
+    max_choices: int = 16
+    max_turns: int = 1000
+    max_request_mb: int = 32
+    grace_seconds: float = 10.0
+
+
+async def serve_policy(config: DictConfig, options: ServingOptions, ready: Callable[[str], None]) -> None:
+    """Serves until SIGINT or SIGTERM; `ready` is called with the address when it listens.
+
+    Raises:
+        ConfigError: the configuration or the address cannot be used.
+    """
+    setup = prepare(config)
+    check_trainable(setup.roles.rollout.name)
+    with listen(options.host, options.port) as listener:
+        policy = ServedPolicy.of(setup, options)
+        app = create_app(
+            policy.store,
+            setup.tokenizer,
+            ServerOptions(Path(str(setup.roles.model.path)).name, options.token, options.max_request_mb),
+            lambda session: [json_line(policy.record_of(session))],
+        )
+        listener.listen(2048)
+        shown = f"[{options.host}]" if ":" in options.host else options.host
+        ready(f"http://{shown}:{listener.getsockname()[1]}")
+        serving = uvicorn.Config(
+            app,
+            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
+            access_log=False,
+            server_header=False,
+            ws="none",
+            lifespan="on",
+            timeout_keep_alive=600,
+            timeout_graceful_shutdown=max(1, round(options.grace_seconds)),
+        )
+        await uvicorn.Server(serving).serve(sockets=[listener])
+
+
+class ServedPolicy:
+    """An engine with the sessions that sample from it."""
+
+    def __init__(self, engine: Engine, context: AgentContext, options: ServingOptions, seed: int) -> None:
+        self._engine, self._context, self._seed = engine, context, seed
+        self._rules = SessionRules(
+            own_sampling=True,
+            max_n=options.max_choices,
+            max_turns=options.max_turns,
+            request_seconds=context.options.trajectory_timeout,
+        )
+        self._record = None if options.record is None else JsonLines(options.record)
+        self._numbers = itertools.count()
+        self._clients: dict[str, TrajectoryClient] = {}
+        self.store = SessionStore(
+            max_sessions=options.max_sessions,
+            idle_seconds=options.idle_seconds,
+            make=self._made,
+            on_end=self._ended,
+        )
+
+    @classmethod
+    def of(cls, setup: RunSetup, options: ServingOptions) -> ServedPolicy:
+        """Loads the model, if it is this process that samples, and builds the engine."""
+        roles, model = setup.roles, None
+        if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
+            given = roles.model
+            model = load_causal_lm(
+                str(given.path), dtype=given.dtype, device=roles.device, trust_remote_code=given.trust_remote_code
+            ).eval()
+            check_vocabulary(setup.tokenizer, model)
+        rollout = _with_whole_context(roles.rollout, model)
+        context = AgentContext(
+            config=setup.config,
+            options=rollout,
+            tokenizer=setup.tokenizer,
+            chat=setup.chat,
+            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, setup.tokenizer),
+        )
+        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, setup.tokenizer)
+        return cls(engine, context, options, rollout.seed)
+
+    def _made(self, name: str) -> GatewaySession:
+        number, options = next(self._numbers), self._context.options
+        request_id = f"{name}/{number}"
+        sampling = Sampling(options.temperature if options.do_sample else 0.0, options.top_p, options.top_k, self._seed)
+        params = SamplingParams.of(sampling.params(number, options.response_length, self._context.chat.stop_token_ids))
+        self._engine.open([request_id])
+        client = self._clients[request_id] = TrajectoryClient(self._engine, request_id)
+        return GatewaySession(name, client, self._context, params, self._rules)
+
+    def _ended(self, session: GatewaySession) -> None:
+        client = self._clients.pop(session.request_id, None)
+        if client is None:  # it ended already
+            return
+        client.end()
+        self._engine.close(session.request_id)
+        if self._record is not None and session.recording.turns:
+            try:
+                self._record.append(self.record_of(session))
+            except EtudeError as error:
+                logger.error("session %s is lost: %s", session.name, one_line(error))
+
+    def record_of(self, session: GatewaySession) -> dict[str, Any]:
+        """The session's rollout as a line of a dump."""
+        *earlier, main = session.trajectories()
+        decode = self._context.tokenizer.decode
+        return dict(
+            rollout_record(
+                main,
+                {"uid": session.name},
+                step=0,
+                score=main.rewards.total(),
+                earlier=[sequence_record(sequence, **decoded(sequence, decode)) for sequence in earlier],
+                **decoded(main, decode),
+            )
+        )
+
+
+def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
+    """A conversation may fill the context however it is divided; the lengths of a training run do not count here."""
+    longest = rollout.max_model_len
+    if longest is None:
+        longest = rollout.prompt_length + rollout.response_length
+        longest = longest if model is None else int(model.config.get_text_config().max_position_embeddings)
+    return replace(rollout, prompt_length=longest, response_length=longest, max_model_len=longest)

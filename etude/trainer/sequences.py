@@ -1,0 +1,117 @@
+"""The sequences of a rollout as rows to learn from, where an agent rewrote its history and left earlier ones behind.
+
+Until here a rollout is one row: it is counted, scored, compared with its group and filtered as one. `expanded` puts a row
+for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
+
+Credit. An estimator that compares whole answers (GRPO) sees main rows alone; what it finds a rollout worth holds for all
+of its sequences, since the same answer came of each. With a critic (GAE) every sequence is an episode of its own, whose
+last token carries the rollout's total: values are of contexts, and no context spans two sequences.
+
+Invariant: every sampled token is in one row; rows of a rollout share its `uid` and stand together, the main one first; a
+batch whose rollouts have one sequence each is left as it is, to the object.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from etude.agents import RolloutResult, to_batch
+from etude.agents.batch import IMAGES
+from etude.algorithms import compute_advantage
+from etude.protocol import DataProto
+from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, results_of
+
+
+def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
+    """`batch`, whose rows are rollouts, with a row for each earlier sequence in which something was sampled.
+
+    The added rows carry their rollout's object columns and no `token_level_scores`: a reward is there once.
+    """
+    owners, earlier = [], []
+    for row, result in enumerate(results_of(batch)):
+        sampled = [sequence for sequence in result.earlier if any(sequence.response_mask)]
+        owners += [row] * len(sampled)
+        earlier += sampled
+    if not earlier:
+        return batch
+    added = to_batch([RolloutResult(sequence) for sequence in earlier], pad_token_id)
+    added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"])
+    shared = {name: column for name, column in batch.non_tensor_batch.items() if name != IMAGES}
+    added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
+    added.meta_info = batch.meta_info
+    whole = joined([batch[:], added])
+    whole.batch[MAIN_SEQUENCE] = (torch.arange(len(whole)) < len(batch)).long()
+    rollout = torch.tensor([*range(len(batch)), *owners])
+    return whole.select_idxs(torch.argsort(rollout, stable=True))
+
+
+def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
+    """(rows, response_len) scores before any penalty: as they stand, or, for episodes, with each rollout's total on the
+    last sampled token of its earlier sequences too."""
+    scores: Tensor = batch.batch["token_level_scores"]
+    if not episodes or MAIN_SEQUENCE not in batch.batch:
+        return scores
+    main = main_rows(batch)
+    totals = scores[main].sum(dim=1)[_rollout_of(main)]
+    return scores + torch.where(main, 0.0, totals)[:, None] * _at_last_sampled(batch.batch["response_mask"])
+
+
+def sequence_advantages(
+    name: str, batch: DataProto, rewards: Tensor, *, episodes: bool, **options: Any
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Rewards as the estimator `name` saw them, advantages and returns, each (rows, response_len).
+
+    Args:
+        batch: with `response_mask`, `uid`, and `values` where the estimator needs them.
+        rewards: (rows, response_len), penalties included.
+        episodes: whether each sequence is an episode. If not, what `rewards` holds in a rollout's earlier sequences (the
+            penalties there) counts at the first sampled token of its main one, and earlier sequences have the advantage
+            of that token: whatever was earned came after them.
+        options: of `etude.algorithms.compute_advantage`.
+    """
+    columns, uids = batch.batch, batch.non_tensor_batch["uid"]
+    mask, values = columns["response_mask"], columns.get("values", None)
+    if episodes or MAIN_SEQUENCE not in columns:
+        found = compute_advantage(
+            name, token_level_rewards=rewards, response_mask=mask, index=uids, values=values, **options
+        )
+        return rewards, *found
+    main = main_rows(batch)
+    rollout, first = _rollout_of(main), mask.argmax(dim=1)
+    rewards = torch.where(main[:, None], rewards, 0.0).index_put(
+        (main.nonzero().squeeze(1)[rollout], first[main][rollout]),
+        torch.where(main, 0.0, (rewards * mask).sum(dim=1)),
+        accumulate=True,
+    )
+    found = compute_advantage(
+        name,
+        token_level_rewards=rewards[main],
+        response_mask=mask[main],
+        index=uids[main.numpy()],
+        values=None if values is None else values[main],
+        **options,
+    )
+    advantages, returns = (_shared(part, first[main], main, mask) for part in found)
+    return rewards, advantages, returns
+
+
+def _shared(part: Tensor, first: Tensor, main: Tensor, mask: Tensor) -> Tensor:
+    """(rows, width) of (main rows, width): earlier rows have, where they were sampled, the value at the main row's
+    `first` (main rows,) sampled token."""
+    rollout = _rollout_of(main)
+    worth = part.gather(1, first[:, None])[rollout]
+    return torch.where(main[:, None], part[rollout], torch.where(mask > 0, worth, 0.0))
+
+
+def _rollout_of(main: Tensor) -> Tensor:
+    """(rows,) the number of each row's rollout: a main row begins one."""
+    return main.long().cumsum(dim=0) - 1
+
+
+def _at_last_sampled(mask: Tensor) -> Tensor:
+    """(rows, width) 1 at the last 1 of each row of `mask`."""
+    last = mask.shape[1] - 1 - mask.flip(dims=(1,)).argmax(dim=1)
+    return torch.zeros_like(mask).scatter_(1, last[:, None], 1) * mask

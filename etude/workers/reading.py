@@ -1,0 +1,48 @@
+"""`Reading`: what a model reads with: its tokenizer and chat template and, where it sees, its images' processor.
+
+Invariant: the trainer, which measures prompts, and the workers, which roll them out, get the same from the same options.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etude.chat import ChatTemplate
+from etude.errors import ConfigError
+from etude.models import ImageReader, load_processor, load_tokenizer
+from etude.workers.options import ModelOptions
+
+
+@dataclass(frozen=True)
+class Reading:
+    """`processor` (Hugging Face's) and `images` are None where the model reads text only."""
+
+    tokenizer: Any
+    chat: ChatTemplate
+    processor: Any = None
+    images: ImageReader | None = None
+
+
+def load_reading(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> Reading:
+    """The reading of `model.path`; `template_kwargs` go to every rendering of the chat template.
+
+    Raises:
+        ConfigError: there is no path, or its tokenizer, chat template or image processor is missing or broken.
+    """
+    if model.path is None:
+        raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
+    processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
+    if processor is None:
+        tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
+        return Reading(tokenizer, _template(model.path, tokenizer, **template_kwargs))
+    chat = _template(model.path, processor.tokenizer, processor=processor, **template_kwargs)
+    return Reading(processor.tokenizer, chat, processor, ImageReader(processor))
+
+
+def _template(path: str, tokenizer: Any, **options: Any) -> ChatTemplate:
+    try:
+        return ChatTemplate(tokenizer, **options)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from error
