@@ -9,19 +9,73 @@ that leave too little room for the next turn are cut further, as long as somethi
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from etude.chat import ChatTemplate
+from etude.agents.pictures import Answer
+from etude.chat import ChatTemplate, ParsedResponse
 from etude.errors import ConfigError
-from etude.tools import TokenLimit
+from etude.schemas import FunctionCall
+from etude.tools import TokenLimit, ToolOutcome
+from etude.trajectory import ToolCallRecord
 
+NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
 LEAST_TOKENS = 16  # of a cut answer: with less, its mark would be most of it
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
 
 
-def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """A tool's message that says which function it answers for, where that is known; another's as it is."""
-    return {**message, "name": name} if name and message.get("role") == "tool" else message
+@dataclass
+class TurnAnswers:
+    """What one turn's calls are answered, a message each: those that ran (`outcomes`), those beyond
+    `max_parallel_calls`, and the errors of those that could not be read.
+
+    `texts` are the words of the messages, `pictured` what goes with them by their number, and `names_calls` says whether
+    the template writes whom a message answers.
+    """
+
+    parsed: ParsedResponse
+    outcomes: Sequence[ToolOutcome]
+    pictured: Mapping[int, Answer]
+    texts: list[str]
+    names_calls: bool
+
+    @property
+    def image_tokens(self) -> list[int]:
+        """Of each image, in order."""
+        return [tokens for answer in self.pictured.values() for tokens in answer.tokens]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The answers as messages."""
+        calls = self._calls
+        unread = [None] * len(self.parsed.errors)
+        made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
+        if self.names_calls:
+            made[: len(calls)] = [naming(message, call.name) for message, call in zip(made, calls)]
+        return [self.pictured[n].message(each) if n in self.pictured else each for n, each in enumerate(made)]
+
+    def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
+        """The messages in `excess` tokens fewer; None where there is not enough to cut."""
+        cut = None if limit is None else shortened(self.texts, excess, limit)
+        if cut is None:
+            return None
+        self.texts = cut
+        return self.messages()
+
+    def records(self, turn: int) -> list[ToolCallRecord]:
+        """What is kept of each call: its answer as the model saw it."""
+        ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
+        beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
+        refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
+        return [*ran, *refused, *(malformed_record(turn, text) for text in self.texts[len(ran) + len(refused) :])]
+
+    @property
+    def _calls(self) -> list[FunctionCall]:
+        return [*(outcome.call for outcome in self.outcomes), *self.parsed.calls[len(self.outcomes) :]]
+
+
+def malformed_record(turn: int, error: str) -> ToolCallRecord:
+    """The record of a call that could not be read."""
+    return ToolCallRecord(turn, "", "", error, error="malformed")
 
 
 def written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -42,6 +96,11 @@ def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str]
     if cap < LEAST_TOKENS:
         return None
     return [text if size <= cap else limit.cut(text, cap) for text, size in zip(texts, sizes)]
+
+
+def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """A tool's message that says which function it answers for, where that is known; another's as it is."""
+    return {**message, "name": name} if name and message.get("role") == "tool" else message
 
 
 def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> bool:

@@ -32,10 +32,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
-from etude.agents.answers import naming, shortened, written
+from etude.agents.answers import TurnAnswers, malformed_record, written
 from etude.agents.base import AgentLoopBase, register
 from etude.agents.interactions import InteractionSession
 from etude.agents.pictures import Answer, answer_of, read_all
@@ -48,10 +49,9 @@ from etude.models import ImageReader
 from etude.registry import did_you_mean
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
-from etude.trajectory import AgentLoopOutput, Provenance, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
-NOT_EXECUTED = "not_executed"
 logger = logging.getLogger(__name__)
 
 _MEDIA = "(the tool returned media that a text model cannot see)"
@@ -213,50 +213,29 @@ class ToolAgentLoop(AgentLoopBase):
 
     async def _handle_tools(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
-        turn, first = trajectory.assistant_turns - 1, len(trajectory.tool_calls)
+        turn = trajectory.assistant_turns - 1
         if data.parsed.result_tag is None and not self.chat.answers_tools:
             data.parsed = replace(data.parsed, result_tag=self.context.parser.result_tag or "tool_response")
         started = time.perf_counter()
-        allowed, extra = data.parsed.calls[: limits.max_parallel_calls], data.parsed.calls[limits.max_parallel_calls :]
-        outcomes = await data.session.execute(allowed, turn)
+        most = limits.max_parallel_calls
+        outcomes = await data.session.execute(data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
         pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
-        texts = []
-        for number, outcome in enumerate(outcomes):
-            texts.append(pictured[number].text if number in pictured else shown(outcome.response))
-            record(trajectory, outcome, texts[-1])
-        for call in extra:
-            texts.append(f"Not executed: at most {limits.max_parallel_calls} calls are executed in one turn.")
-            trajectory.tool_calls.append(ToolCallRecord(turn, call.name, call.arguments, texts[-1], error=NOT_EXECUTED))
-        texts += data.parsed.errors
-        self._note_malformed(data)
-        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
-        if unreadable and limits.malformed_calls == "penalise":
-            trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
-        called = [*(outcome.call for outcome in outcomes), *extra]
-
-        def messages_of(texts: Sequence[str]) -> list[dict[str, Any]]:
-            unread = [None] * len(data.parsed.errors)
-            messages = [data.parsed.result_message(text, call) for text, call in zip(texts, [*called, *unread])]
-            if self.chat.names_calls:
-                messages[: len(called)] = [naming(m, call.name) for m, call in zip(messages, called)]
-            return [pictured[n].message(m) if n in pictured else m for n, m in enumerate(messages)]
-
-        def shorter(excess: int) -> list[dict[str, Any]] | None:
-            cut = None if data.token_limit is None else shortened(texts, excess, data.token_limit)
-            if cut is None:
-                return None
-            texts[:] = cut
-            records = zip(trajectory.tool_calls[first:], texts)
-            trajectory.tool_calls[first:] = [replace(record, response=text) for record, text in records]
-            return messages_of(texts)
-
-        data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(texts)))
-        tokens = [tokens for answer in pictured.values() for tokens in answer.tokens]
-        state = self.feed_back(data, messages_of(texts), tokens, shorter)
+        texts = [pictured[n].text if n in pictured else shown(each.response) for n, each in enumerate(outcomes)]
+        texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
+        answers = TurnAnswers(data.parsed, outcomes, pictured, [*texts, *data.parsed.errors], self.chat.names_calls)
+        data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
+        state = self.feed_back(
+            data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
+        )
         if state is AgentState.GENERATING and self.context.images is not None:  # pixels are read only where answers fit
             for answer in pictured.values():
                 trajectory.images += await read_all(self.context.images, answer.pictures)
+        trajectory.tool_calls += answers.records(turn)
+        trajectory.rewards.steps += [(turn, each.call.name, each.reward) for each in outcomes if each.error is None]
+        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+        if unreadable and limits.malformed_calls == "penalise":
+            trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
         return state
 
     async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:
@@ -269,8 +248,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _note_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
-        for error in data.parsed.errors:
-            data.trajectory.tool_calls.append(ToolCallRecord(turn, "", "", error, error="malformed"))
+        data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
     async def _handle_interacting(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
