@@ -2,8 +2,9 @@
 
 Vocabulary
 - *The model was wrong*: `ToolError`. The text goes to the model; the trajectory goes on.
-- *The world was broken*: `InfrastructureError`, time-outs, connection and operating-system errors. The trajectory is
-  retried from fresh state, then dropped and counted. It never becomes a reward.
+- *The world was broken*: `InfrastructureError`, time-outs, connection and operating-system errors, what HTTP clients raise
+  for these, and another server's 408, 429 or 5xx. The trajectory is retried from fresh state, then dropped and counted. It
+  never becomes a reward.
 - *The user must change something*: `ConfigError`, `DataError`, `CheckpointError`, `MissingExtraError`. One line that
   names the file, key or row, printed without a traceback by every command.
 
@@ -57,12 +58,41 @@ class TrainingStopped(EtudeError):
     """The run ended early on purpose (too few valid trajectories, Ctrl-C); what was done is in the last checkpoint."""
 
 
-_INFRASTRUCTURE = (InfrastructureError, TimeoutError, asyncio.TimeoutError, ConnectionError, OSError)
+_BROKEN = (TimeoutError, asyncio.TimeoutError, ConnectionError, OSError)
+_OURS = (EtudeError, ToolError)
+_CONNECTION_CLASSES = frozenset(
+    {
+        "NetworkError",  # httpx, and so are the next three
+        "ProxyError",
+        "RemoteProtocolError",
+        "TimeoutException",
+        "ClientConnectionError",  # aiohttp
+        "ClientPayloadError",
+        "APIConnectionError",  # openai, anthropic
+    }
+)
+"""Of HTTP clients: they do not derive from `ConnectionError`, and need not be installed to be told by name."""
+_SERVER_FAULTS = (408, 429)
 
 
 def is_infrastructure(error: BaseException) -> bool:
     """Whether `error` means that the world was broken rather than that the model was wrong."""
-    return isinstance(error, _INFRASTRUCTURE)
+    if isinstance(error, (InfrastructureError, *_OURS)):
+        return isinstance(error, InfrastructureError)
+    status = http_status(error)
+    if status is not None and status >= 400:  # some clients' errors are operating-system errors whatever the status
+        return status >= 500 or status in _SERVER_FAULTS
+    return isinstance(error, _BROKEN) or any(each.__name__ in _CONNECTION_CLASSES for each in type(error).__mro__)
+
+
+def http_status(error: BaseException) -> int | None:
+    """The status of the HTTP answer that `error` tells of, where its client says so: aiohttp, httpx, openai, requests …"""
+    for holder in (error, getattr(error, "response", None)):
+        for name in ("status_code", "status"):
+            status = getattr(holder, name, None)
+            if isinstance(status, int) and 100 <= status < 600:
+                return status
+    return None
 
 
 def one_line(error: BaseException, limit: int = 300) -> str:

@@ -110,7 +110,9 @@ class Trajectory:
     """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
 
     `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them. `images`
-    are those of its context, in the order of their placeholders in `prompt_ids` and the segments.
+    are those of its context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of
+    `messages`. Where it ended before its last messages were shown (the endings that follow tools or a user) they stand in
+    `messages` all the same, in words alone: `[image]` for each image.
     """
 
     request_id: str
@@ -227,7 +229,8 @@ class Trajectory:
 @dataclass
 class AgentLoopOutput:
     """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal;
-    `images` are those that `generate` was given last."""
+    `images` are those that `generate` was given last. Where there is a `trajectory`, it is what is trained on: the lists
+    and images must be its own, and a `reward_score` becomes its score."""
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -244,9 +247,13 @@ class AgentLoopOutput:
         """The trajectory behind this view; for a view built by hand, one made from runs of equal mask.
 
         Raises:
-            ValueError: the response lists differ in length, or a mask value is not 0 or 1.
+            ValueError: the response lists differ in length, a mask value is not 0 or 1, or this view and the trajectory
+                behind it say different things.
         """
         if self.trajectory is not None:
+            self._check_view_of(self.trajectory)
+            if self.reward_score is not None:
+                self.trajectory.rewards.score = self.reward_score
             return self.trajectory
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
@@ -263,3 +270,19 @@ class AgentLoopOutput:
             position = end
         made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
         return made
+
+    def _check_view_of(self, trajectory: Trajectory) -> None:
+        theirs: dict[str, Sequence[Any]] = {
+            "prompt_ids": trajectory.prompt_ids,
+            "response_ids": trajectory.response_ids,
+            "response_mask": trajectory.response_mask,
+            "images": trajectory.images,
+        }
+        if self.response_logprobs is not None:
+            theirs["response_logprobs"] = trajectory.response_log_probs
+        for name, values in theirs.items():
+            if list(getattr(self, name)) != list(values):
+                raise ValueError(
+                    f"{name} differs from that of its trajectory, which is what is trained on: change the trajectory and "
+                    "return its to_output(), or set trajectory=None"
+                )

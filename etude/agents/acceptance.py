@@ -1,7 +1,8 @@
 """What an agent loop returned, as the trajectories that are scored and trained on.
 
-Invariant: what is accepted marks as sampled only what the engine drew right there, and no draw twice; every sequence fits
-`data.max_response_length`; only the last one carries rewards. Anything else is a bug of the loop, and says so.
+Invariant: what is accepted marks as sampled only what the engine drew right there, and no draw twice; an output says the
+same as the trajectory behind it; every sequence fits `data.max_response_length`; only the last one carries rewards.
+Anything else is a bug of the loop, and says so.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ def accepted(returned: object, client: TrajectoryClient, name: str, response_len
 
 
 def _sequence(output: AgentLoopOutput, client: TrajectoryClient, name: str, response_length: int) -> Trajectory:
-    if output.response_logprobs is None:
+    if output.response_logprobs is None and output.trajectory is None:
         output.response_logprobs = client.log_probs(output)
     try:
         trajectory = output.to_trajectory(client.request_id)

@@ -2,19 +2,21 @@
 
 Invariant: nothing that a model, a tool or a user says ends a run. That the template writes their messages at all is checked
 at start-up (`etude.chat.check.require_answers`); there may still be contents that it takes apart, such as a tool's answer
-with a `</think>` in it under a template that cuts there. A line stands in place of these, and tells the model. Answers
-that leave too little room for the next turn are cut further, as long as something of each is left.
+with a `</think>` in it under a template that cuts there. A line stands in place of these, beside their images, and tells
+the model. Answers that leave too little room for the next turn are cut further, as long as something of each is left.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from etude.agents.pictures import Answer
 from etude.chat import ChatTemplate, ParsedResponse
-from etude.errors import ConfigError
+from etude.chat.placeholders import content_of, image_count, text_of
+from etude.errors import ConfigError, DataError
 from etude.schemas import FunctionCall
 from etude.tools import TokenLimit, ToolOutcome
 from etude.trajectory import ToolCallRecord
@@ -78,10 +80,24 @@ def malformed_record(turn: int, error: str) -> ToolCallRecord:
     return ToolCallRecord(turn, "", "", error, error="malformed")
 
 
-def written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """`messages`, `UNWRITABLE` in place of contents that the template does not write; none where that does not help."""
-    told = [dict(m) if _is_written(chat, [m]) else {**m, "content": UNWRITABLE} for m in messages]
-    return told if _is_written(chat, told) else []
+def written(
+    chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """`messages`, `UNWRITABLE` in place of texts that the template does not write; none where that does not help.
+
+    `image_tokens` are those of each image in the messages, which all stay.
+    """
+    told, images = [], iter(image_tokens)
+    for message in messages:
+        own = list(islice(images, image_count(message)))
+        content = message["content"] if _is_written(chat, [message], own) else content_of(UNWRITABLE, len(own))
+        told.append({**message, "content": content})
+    return told if _is_written(chat, told, image_tokens) else []
+
+
+def unseen(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that the model was never shown: in words, so that a trajectory's messages have the images of its context."""
+    return {**message, "content": text_of(message["content"])} if image_count(message) else message
 
 
 def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
@@ -103,10 +119,10 @@ def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
     return {**message, "name": name} if name and message.get("role") == "tool" else message
 
 
-def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]]) -> bool:
-    if not all(isinstance(message.get("content"), str) for message in messages):
+def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
+    if not all(isinstance(message.get("content"), str) or image_count(message) for message in messages):
         return False
     try:
-        return bool(chat.context_ids(messages))
-    except ConfigError:
+        return bool(chat.context_ids(messages, image_tokens=image_tokens))
+    except (ConfigError, DataError):
         return False

@@ -25,9 +25,6 @@ class TrajectoryClient:
     Seeds: request t of a trajectory, counted as they are made, draws with a seed made from the trajectory's seed and t,
     so that no two turns, branches or sequences share random numbers, and no loop has to think of it. Several requests may be
     under way at once; the engine then knows each by a name of its own (see `RequestIds`).
-
-    Attributes:
-        outputs: what the engine returned, turn by turn.
     """
 
     def __init__(self, engine: Engine, request_id: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
@@ -35,9 +32,8 @@ class TrajectoryClient:
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self._histories: list[_History] = []
         self._ended = False
-        self._asked = 0
+        self._asked = self._answered = 0
         self._ids = RequestIds(engine, request_id)
-        self.outputs: list[TokenOutput] = []
 
     async def generate(
         self,
@@ -73,12 +69,12 @@ class TrajectoryClient:
         if not self._histories or not self._histories[-1].grows_to(asked):
             self._histories.append(_History(asked))
         self._histories[-1].add(asked, output, digests(media.get("images") or ()))
-        self.outputs.append(output)
+        self._answered += 1
         return output
 
     def _describe(self, recorded: TraceSpan, asked: Sequence[int], output: TokenOutput) -> None:
         recorded.set(
-            turn=len(self.outputs),
+            turn=self._answered,
             prompt_tokens=len(asked),
             response_tokens=len(output.token_ids),
             stop_reason=output.stop_reason,

@@ -39,6 +39,10 @@ from etude.trajectory import AgentLoopOutput, StopReason, ToolCallRecord, Trajec
 
 logger = logging.getLogger(__name__)
 
+_LOCKSTEP = (
+    "; in the deterministic mode the engine goes on when every trajectory asks it or has ended: agents must not wait for "
+    "one another"
+)
 Progress = Callable[[int, int], None]
 
 
@@ -222,6 +226,8 @@ class _Run:
                 self._manager._log_failure(request_id, error)
                 broken += [error.record] if isinstance(error, BrokenCall) else []
                 cause = f"{type(error).__name__}: {one_line(error)}"
+                if self._manager._deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
+                    cause += _LOCKSTEP
                 continue
             finally:
                 del self._under_way[index]

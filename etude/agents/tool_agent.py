@@ -36,10 +36,10 @@ from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
-from etude.agents.answers import TurnAnswers, malformed_record, written
+from etude.agents.answers import TurnAnswers, malformed_record, unseen, written
 from etude.agents.base import AgentLoopBase, register
 from etude.agents.interactions import InteractionSession
-from etude.agents.pictures import Answer, answer_of, read_all
+from etude.agents.pictures import Answer, answer_of, read_all, shown_text
 from etude.chat import ParsedResponse
 from etude.chat.labelled import Run
 from etude.chat.placeholders import content_of, image_count
@@ -53,8 +53,6 @@ from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
 logger = logging.getLogger(__name__)
-
-_MEDIA = "(the tool returned media that a text model cannot see)"
 
 
 @dataclass
@@ -155,19 +153,20 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_pending(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
-            await self._greet(trajectory, response)
+            await self._greet(data, response)
         tokens = [image.tokens for image in trajectory.images]
         trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None, tokens)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
 
-    async def _greet(self, trajectory: Trajectory, response: ToolResponse) -> None:
-        reader = self._reader_for("user")
+    async def _greet(self, data: Conversation, response: ToolResponse) -> None:
+        trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
-            append_to_last_user(trajectory.messages, self.chat.disarmed(shown(response)))
+            text = shown_text(response, data.token_limit)
+            append_to_last_user(trajectory.messages, self.chat.disarmed(text))
             return
-        answer = await answer_of(response, reader)
+        answer = await answer_of(response, reader, data.token_limit)
         images = await read_all(reader, answer.pictures)
         place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
         trajectory.images[place:place] = images
@@ -221,7 +220,10 @@ class ToolAgentLoop(AgentLoopBase):
         outcomes = await data.session.execute(data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
         pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
-        texts = [pictured[n].text if n in pictured else shown(each.response) for n, each in enumerate(outcomes)]
+        texts = [
+            pictured[n].text if n in pictured else shown_text(each.response, data.token_limit)
+            for n, each in enumerate(outcomes)
+        ]
         texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
         answers = TurnAnswers(data.parsed, outcomes, pictured, [*texts, *data.parsed.errors], self.chat.names_calls)
         data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
@@ -244,7 +246,7 @@ class ToolAgentLoop(AgentLoopBase):
         if reader is None:
             return {}
         responses = {n: outcome.response for n, outcome in enumerate(outcomes)}
-        return {n: await answer_of(r, reader) for n, r in responses.items() if r.image or r.video}
+        return {n: await answer_of(r, reader, data.token_limit) for n, r in responses.items() if r.image or r.video}
 
     def _note_malformed(self, data: Conversation) -> None:
         turn = data.trajectory.assistant_turns - 1
@@ -274,26 +276,33 @@ class ToolAgentLoop(AgentLoopBase):
         """
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
+        ended = partial(self._end_unseen, data, len(messages))
         if limits.max_assistant_turns is not None and trajectory.assistant_turns >= limits.max_assistant_turns:
-            return end(data, StopReason.MAX_ASSISTANT_TURNS)
+            return ended(StopReason.MAX_ASSISTANT_TURNS)
         if limits.max_user_turns is not None and trajectory.user_turns >= limits.max_user_turns:
-            return end(data, StopReason.MAX_USER_TURNS)
+            return ended(StopReason.MAX_USER_TURNS)
         if limits.max_seconds is not None and time.perf_counter() - data.started >= limits.max_seconds:
-            return end(data, StopReason.TIME_LIMIT)
+            return ended(StopReason.TIME_LIMIT)
         room = self.room(trajectory) - limits.min_answer_tokens
         context = self._context_of(data, messages, image_tokens)
         while context is not None and (excess := sum(len(ids) for ids, _ in context) - room) > 0:
             messages = (shorter(excess) if shorter is not None else None) or ()
             if not messages:
-                return end(data, StopReason.TOOL_RESPONSE_OVERFLOW)
+                return ended(StopReason.TOOL_RESPONSE_OVERFLOW)
             trajectory.messages[-len(messages) :] = messages
             context = self._context_of(data, messages, image_tokens)
         if context is None:
-            return end(data, StopReason.CONTEXT_REFUSED)
+            return ended(StopReason.CONTEXT_REFUSED)
         for ids, provenance in context:
             trajectory.append(ids, provenance)
         trajectory.user_turns += 1
         return AgentState.GENERATING
+
+    def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
+        """Ends the trajectory before its last messages were shown."""
+        first = len(data.trajectory.messages) - messages
+        data.trajectory.messages[first:] = map(unseen, data.trajectory.messages[first:])
+        return end(data, reason)
 
     def _context_of(
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
@@ -305,11 +314,11 @@ class ToolAgentLoop(AgentLoopBase):
         except ConfigError as error:  # start-up has seen that it writes such messages: it is what these say
             logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
             trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
-            told = [] if image_tokens else written(self.chat, messages)
+            told = written(self.chat, messages, image_tokens)
             if not told:
                 return None
             trajectory.messages[-len(messages) :] = told
-            return self.chat.context_ids(told, after=data.sampled)
+            return self.chat.context_ids(told, after=data.sampled, image_tokens=image_tokens)
 
     def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` that also ends turns where the format of calls does."""
@@ -332,11 +341,6 @@ class ToolAgentLoop(AgentLoopBase):
         AgentState.PROCESSING_TOOLS: "_handle_tools",
         AgentState.INTERACTING: "_handle_interacting",
     }
-
-
-def shown(response: ToolResponse) -> str:
-    """What a text model sees of a response, which the session has cut to `max_tool_response_length` tokens."""
-    return response.text or ("" if response.is_empty() else _MEDIA)
 
 
 def end(data: Conversation, reason: StopReason) -> AgentState:

@@ -10,8 +10,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from etude.chat.labelled import Run
 from etude.chat.parsers.auto import format_of
-from etude.chat.template import ChatTemplate, Run
+from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.trajectory import Provenance
 

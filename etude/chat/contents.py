@@ -15,6 +15,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+Message = Mapping[str, Any]
+
 OPEN, CLOSE = "\ufdd0", "\ufdd1"
 _WITHOUT_MARKS = str.maketrans({OPEN: "\ufffd", CLOSE: "\ufffd"})
 
@@ -36,7 +38,7 @@ class MarkedMessage:
     texts: tuple[str, ...]
 
 
-def plain_message(message: Mapping[str, Any]) -> dict[str, Any]:
+def plain_message(message: Message) -> dict[str, Any]:
     """A copy as templates expect it: no empty keys, and tool-call arguments decoded where they are an object's JSON.
 
     Rows read from parquet hold None for every key that another row has; templates ask whether a key exists.
@@ -65,7 +67,7 @@ def has_marks(text: str) -> bool:
     return OPEN in text or CLOSE in text
 
 
-def mark(message: Mapping[str, Any]) -> MarkedMessage:
+def mark(message: Message) -> MarkedMessage:
     """`message` with every text of its content marked; the parts of a list content are marked one by one."""
     copy = plain_message(message)
     content = copy.get("content")

@@ -10,19 +10,17 @@ they go the same way. A shape for which that fails, or whose contents a template
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
-from etude.chat.recent import Recent
-from etude.chat.symbolic import Form, Tracer, filled
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+from etude.chat.contents import Message
+from etude.chat.recent import Key, Recent
+from etude.chat.rendering import Renderer
+from etude.chat.symbolic import Form, filled
+from etude.chat.tracer import Tracer
 
 T = TypeVar("T")
-Message = Mapping[str, Any]
-Shape = tuple[str, ...]
 Before = Callable[[Sequence[Message]], Sequence[Message]]
 
 PROBES = (
@@ -67,42 +65,42 @@ class _Known(Generic[T]):
 
 
 class Forms(Generic[T]):
-    """The forms of one tokenizer's template; `options` are those of every rendering, which `render` does for good.
+    """The forms of one template.
 
     What is kept and given is what `make` makes of a form and the messages that it was traced for; None: it is of no use.
+    Where `waits`, a shape is traced when it comes a second time: a trace costs as much as several renderings, and shapes
+    of which there are many (every row may have tools of its own) seldom come again.
     """
 
     def __init__(
-        self,
-        tokenizer: PreTrainedTokenizerBase,
-        options: Mapping[str, Any],
-        render: Callable[[Sequence[Message], Sequence[dict[str, Any]] | None], str],
-        make: Callable[[Form, Sequence[Message]], T | None],
+        self, renderer: Renderer, make: Callable[[Form, Sequence[Message]], T | None], *, waits: bool = False
     ) -> None:
-        self._tokenizer, self._options, self._render, self._make = tokenizer, options, render, make
+        self._renderer, self._make, self._waits = renderer, make, waits
         self._tracers: dict[bool, Tracer | None] = {}
         self._known = Recent[_Known[T]](_SHAPES_KEPT)
 
     def find(
         self,
         messages: Sequence[Message],
-        others: Shape,
+        others: Key,
         before: Before = _nothing,
         tools: Sequence[dict[str, Any]] | None = None,
     ) -> tuple[T, list[str]] | None:
         """What was made of the form of `before(messages)` and `messages`, and the texts of `messages`, which fill it.
 
         `before` may hand texts of the messages on, and look at nothing but their shape; `others` says all there is to say
-        of it and of `tools`. None where there is no form, or the template refuses the messages.
+        of it and of `tools`. None where there is no form (yet), or the template refuses the messages.
         """
         described = shape_of(messages)
         if described is None:
             return None
         shape, texts = described
-        key: Shape = (*others, *shape)
+        key: Key = (*others, *shape)
         known = self._known.get(key)
         if known is None:
             self._known.put(key, known := _Known())
+            if self._waits:
+                return None
         for form, made in known.forms:
             if form.holds(texts):
                 return None if made is None else (made, texts)
@@ -137,15 +135,15 @@ class Forms(Generic[T]):
                 "tools": list(tools) if tools else None,
                 "documents": None,
                 "add_generation_prompt": True,
-                **self._tokenizer.special_tokens_map,
-                **self._options,
+                **self._renderer.tokenizer.special_tokens_map,
+                **self._renderer.options,
             }
 
         try:
             form = tracer.trace(texts, variables)
             trials = [texts, *([PROBES[(n + i) % len(PROBES)] for i in range(len(texts))] for n in range(len(PROBES)))]
             for trial in filter(form.holds, trials):
-                if self._render(conversation(trial), tools) != filled(form.parts, trial):
+                if self._renderer.text(conversation(trial), tools, generate=True) != filled(form.parts, trial):
                     return None
         except Exception:  # Untraceable, or whatever a template's expressions raise, which rendering will raise again
             return None
@@ -156,7 +154,7 @@ class Forms(Generic[T]):
             try:
                 from transformers.utils import chat_template_utils
 
-                source = self._tokenizer.get_chat_template(None, [{}] if with_tools else None)
+                source = self._renderer.tokenizer.get_chat_template(None, [{}] if with_tools else None)
                 environment = chat_template_utils._compile_jinja_template(source).environment
                 self._tracers[with_tools] = Tracer(source, environment)
             except Exception:  # Transformers' own affair, which another version may do otherwise

@@ -12,14 +12,19 @@ there. How many tokens an image has is left to `etude.models.reader`.
 from __future__ import annotations
 
 import re
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from etude.errors import DataError
+from etude.chat.contents import Message, plain_message
+from etude.chat.control import ControlTokens
+from etude.chat.labelled import Run
+from etude.chat.rendering import Renderer
+from etude.chat.turns import PROBE
+from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
-Message = Mapping[str, Any]
-Run = tuple[list[int], Provenance]
+IMAGE_PROBE = [{"type": "image"}, {"type": "text", "text": PROBE}]
 
 CUT = "\ufdd2"
 """A Unicode noncharacter, which no text may contain: marks the place where a spelled-out token is to be cut in two."""
@@ -59,24 +64,45 @@ class Placeholders:
         self.id = number
         self._texts = re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))))
 
-    def guarded(self, messages: Sequence[Message]) -> Sequence[Message]:
-        """`messages` with a `CUT` inside every token of images that a text spells out."""
-        return [
-            {key: self._guarded_content(value) if key == "content" else value for key, value in message.items()}
-            for message in messages
-        ]
+    @classmethod
+    def of(cls, processor: Any, renderer: Renderer, control: ControlTokens) -> Placeholders:
+        """The placeholder of a Hugging Face processor, and the tokens that the template writes around it.
 
-    def _guarded_content(self, content: Any) -> Any:
-        if isinstance(content, str):
-            return self._texts.sub(_cut_in_two, content.translate(_WITHOUT_CUT))
-        if isinstance(content, Sequence):
-            return [
-                {**part, "text": self._guarded_content(part["text"])}
-                if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-                else part
-                for part in content
-            ]
-        return content
+        Raises:
+            ConfigError: the tokenizer has no such token.
+        """
+        image_token = str(processor.image_token)
+        number = renderer.tokenizer.convert_tokens_to_ids(image_token)
+        if number not in control.ids:
+            raise ConfigError(
+                f"the tokenizer has no special token '{image_token}', which the processor puts for images"
+            )
+        tokens = {image_token, str(getattr(processor, "video_token", None) or image_token)}
+        try:
+            without, within = (
+                Counter(control.spelled(renderer.text([{"role": "user", "content": parts}], generate=False)))
+                for parts in (IMAGE_PROBE[1:], IMAGE_PROBE)
+            )
+        except ConfigError:  # it renders no parts: then there are no images, but the tokens may be spelled all the same
+            return cls(number, tokens)
+        return cls(number, tokens | set(within - without))
+
+    def guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+        """`messages` with a `CUT` inside every token of images that a text in them spells out, wherever it stands."""
+        return [self._guarded(plain_message(message)) for message in messages]
+
+    def guarded_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Tool dictionaries likewise."""
+        return [self._guarded(tool) for tool in tools]
+
+    def _guarded(self, value: Any) -> Any:
+        if isinstance(value, str):
+            return self._texts.sub(_cut_in_two, value.translate(_WITHOUT_CUT))
+        if isinstance(value, Mapping):
+            return {self._guarded(key): self._guarded(each) for key, each in value.items()}
+        if isinstance(value, list | tuple):
+            return [self._guarded(each) for each in value]
+        return value
 
     def expanded(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
         """`ids` with the n-th placeholder as often as the n-th image has tokens.

@@ -1,4 +1,4 @@
-"""`trace`: a chat template rendered with contents that stand for any text.
+"""`Rope`: a content that stands for any text, and what a template that is rendered with it tells of itself.
 
 A template is a program; what it writes for one set of messages says nothing of another, unless it is known what the
 program asked of the contents on its way. Here contents are `Rope`s: texts that take part in concatenation and output as
@@ -9,21 +9,15 @@ Invariant: for all contents that answer the noted questions alike the template g
 `Form`'s parts with those contents in their places. Whatever else a template does with a content (slicing, iterating,
 comparing it with another …) raises `Untraceable`, and then the template has to be rendered each time.
 
-The rendering runs in the environment that Transformers compiles templates with, in which the places where Python's C code
-would read a text past its methods (joining, `%`, filters, calls) are guarded.
+Rendering a template with ropes is left to `tracer`.
 """
 
 from __future__ import annotations
 
-import functools
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NoReturn
-
-from jinja2 import nodes
-from jinja2.runtime import Macro, Undefined
-from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 _QUESTIONS = ("startswith", "endswith", "isspace", "isdigit", "__contains__", "__eq__", "__ne__", "__len__")
 _CHANGES: dict[str, Callable[..., str]] = {
@@ -31,10 +25,6 @@ _CHANGES: dict[str, Callable[..., str]] = {
     for name in ("strip", "lstrip", "rstrip", "replace", "lower", "upper", "capitalize", "removeprefix", "removesuffix")
 }
 _CHANGES["tojson"] = lambda text: json.dumps(text, ensure_ascii=False)[1:-1]  # as Transformers' filter writes it
-_HANDS_ON = {  # filters that look at a content only through its methods
-    *("string", "list", "first", "last", "reverse", "default", "d", "length", "count", "items", "trim", "replace"),
-    *("lower", "upper", "capitalize", "select", "selectattr", "reject", "rejectattr", "map"),
-}
 
 
 class Untraceable(Exception):
@@ -94,12 +84,15 @@ class Form:
         return filled(self.parts, contents)
 
 
-class _Trace:
+class Trace:
+    """What one rendering asked of these contents."""
+
     def __init__(self, contents: Sequence[str]) -> None:
         self.contents = contents
         self.questions: dict[tuple[Any, ...], Question] = {}
 
     def ask(self, rope: Rope, method: str, args: tuple[Any, ...]) -> Any:
+        """The answer of `rope` as it is now, which is noted; `Untraceable` where `args` are more than plain values."""
         if not all(arg is None or type(arg) in (str, int, bool) or _is_texts(arg) for arg in args):
             raise Untraceable(f"{method} with {args!r:.80}")
         answer = getattr(str(filled(rope.parts, self.contents)), method)(*args)
@@ -115,10 +108,10 @@ class Rope(str):
     """A text of which it is known where its contents stand."""
 
     parts: tuple[Part, ...]
-    trace: _Trace
+    trace: Trace
 
     @classmethod
-    def of(cls, trace: _Trace, parts: Iterable[Part]) -> Rope:
+    def of(cls, trace: Trace, parts: Iterable[Part]) -> Rope:
         """The rope of `parts`, neighbouring literals joined and empty ones left out."""
         joined: list[Part] = []
         for part in parts:
@@ -151,7 +144,9 @@ class Rope(str):
         return Rope.of(self.trace, [Slot(slot.index, (*slot.changes, (name, args)))])
 
 
-def _refusing(name: str) -> Callable[..., NoReturn]:
+def refusing(name: str) -> Callable[..., NoReturn]:
+    """A function that is `Untraceable`, whatever it is called with."""
+
     def refuse(self: Any, *_: Any, **__: Any) -> NoReturn:
         raise Untraceable(name)
 
@@ -170,7 +165,7 @@ def _prepare() -> None:
         return lambda self, *args: self.changed(name, *args)
 
     for name in {*dir(str), "__rmod__", "__rmul__"} - harmless:
-        made = asking if name in _QUESTIONS else changing if name in _CHANGES else _refusing
+        made = asking if name in _QUESTIONS else changing if name in _CHANGES else refusing
         setattr(Rope, name, made(name))
 
 
@@ -185,120 +180,3 @@ def concatenated(pieces: Iterable[str]) -> str:
         return "".join(pieces)
     parts = (part for piece in pieces for part in (piece.parts if isinstance(piece, Rope) else (str(piece),)))
     return Rope.of(rope.trace, parts)
-
-
-def _may_hold(value: object) -> bool:
-    """Whether there is, or might be, a rope in `value`."""
-    if isinstance(value, Rope):
-        return True
-    if value is None or isinstance(value, str | int | float | Undefined | Macro):
-        return False
-    if isinstance(value, Mapping):
-        return any(map(_may_hold, value.values()))
-    return not isinstance(value, list | tuple) or any(map(_may_hold, value))
-
-
-class _Environment(ImmutableSandboxedEnvironment):
-    concat = staticmethod(concatenated)
-    intercepted_binops = frozenset({"%"})
-
-    def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        keeps = isinstance(__obj, Macro) or any(__obj is __self.globals.get(name) for name in ("namespace", "dict"))
-        if not keeps and (_may_hold(args) or _may_hold(kwargs)):
-            raise Untraceable("a call")
-        return super().call(__context, __obj, *args, **kwargs)
-
-    def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        if _may_hold(left) or _may_hold(right):
-            raise Untraceable(operator)
-        return super().call_binop(context, operator, left, right)
-
-    def wrap_str_format(self, value: Any) -> Any:
-        return None if isinstance(getattr(value, "__self__", None), Rope) else super().wrap_str_format(value)
-
-
-def _guarded(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def guarded(*args: Any, **kwargs: Any) -> Any:
-        seen = args[1:] if hasattr(function, "jinja_pass_arg") else args
-        if _may_hold(seen) or _may_hold(kwargs):
-            raise Untraceable(name)
-        return function(*args, **kwargs)
-
-    return guarded
-
-
-def _joined(values: Iterable[Any], between: str = "") -> str:
-    pieces = [piece for value in values for piece in (str(between), str(value))]
-    return concatenated(pieces[1:])
-
-
-def _type_only(test: Any) -> Callable[[Any], Any]:
-    return lambda value: True if isinstance(value, Rope) else test(value)
-
-
-def _is_plain_join(args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
-    return not kwargs and len(args) <= 2 and isinstance(args[0], list | tuple)
-
-
-class Tracer:
-    """Traces one template. `environment` is the one that Transformers has compiled it in."""
-
-    def __init__(self, source: str, environment: ImmutableSandboxedEnvironment) -> None:
-        own = object.__new__(_Environment)
-        own.__dict__.update(environment.__dict__)
-        own.cache = None
-        own.filters = {
-            name: function if name in _HANDS_ON else _guarded(name, function)
-            for name, function in environment.filters.items()
-        }
-        own.filters["tojson"] = self._json(own.filters["tojson"])
-        own.filters["join"] = self._join(environment.filters["join"], own.filters["join"])
-        own.tests = environment.tests | {name: _type_only(environment.tests[name]) for name in ("iterable", "sequence")}
-        own.globals = environment.globals | {"strftime_now": _refusing("strftime_now")}
-        parsed = own.parse(source)
-        own.filters["concatenated"] = _joined
-        for concat in list(parsed.find_all(nodes.Concat)):  # `a ~ b` would join past the environment
-            replaced = nodes.Filter(nodes.List(concat.nodes), "concatenated", [], [], None, None)
-            _put_in_place(parsed, concat, replaced.set_lineno(concat.lineno))
-        self._template = own.from_string(parsed)
-
-    def trace(self, contents: Sequence[str], variables: Callable[[Sequence[str]], Mapping[str, Any]]) -> Form:
-        """The form of `contents`; `variables` makes the template's variables of what stands for them.
-
-        Raises:
-            Untraceable: there is none.
-            Exception: whatever the template raises.
-        """
-        trace = _Trace(contents)
-        ropes = [Rope.of(trace, [Slot(index)]) for index in range(len(contents))]
-        text = self._template.render(**variables(ropes))
-        parts: tuple[Part, ...] = text.parts if isinstance(text, Rope) else (text,)
-        return Form(parts, tuple(trace.questions.values()))
-
-    @staticmethod
-    def _json(guarded: Callable[..., Any]) -> Callable[..., Any]:
-        def tojson(value: Any, *args: Any, **kwargs: Any) -> Any:
-            if isinstance(value, Rope) and not args and not kwargs:
-                return concatenated(['"', value.changed("tojson"), '"'])
-            return guarded(value, *args, **kwargs)
-
-        return tojson
-
-    @staticmethod
-    def _join(plain: Any, guarded: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(plain)
-        def join(*args: Any, **kwargs: Any) -> Any:
-            return _joined(*args[1:]) if _is_plain_join(args[1:], kwargs) else guarded(*args, **kwargs)
-
-        return join
-
-
-def _put_in_place(tree: nodes.Node, old: nodes.Node, new: nodes.Node) -> None:
-    for parent in [tree, *tree.find_all(nodes.Node)]:
-        for name in parent.fields:
-            value = getattr(parent, name, None)
-            if value is old:
-                setattr(parent, name, new)
-            elif isinstance(value, list):
-                setattr(parent, name, [new if each is old else each for each in value])

@@ -19,21 +19,16 @@ of a model that has another end of turn, the first token of a message that does 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
 
+from etude.chat.contents import Message
 from etude.chat.encoding import Encoder
 from etude.chat.labelled import LabelledEncoder
+from etude.chat.rendering import Renderer
 from etude.errors import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
-
-Message = Mapping[str, Any]
-Call = tuple[str, str]
 
 ANCHOR = "Etude stub turn"
 PROBE = "An answer with 42 words."
@@ -52,15 +47,18 @@ class Stub(Enum):
 
     def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
         """The stub conversation that `answers`, as `answers_to` gives them, follow."""
-        return _conversation(self.calls(answers))
-
-    def calls(self, answers: Sequence[Message]) -> tuple[Call, ...]:
-        """The (identifier, function) of each call that the stub makes for `answers`: all that it depends on."""
         if self is Stub.ANSWER:
-            return ()
+            return USER_STUB, {"role": "assistant", "content": ANCHOR}
         asked = [m for m in answers if m.get("role") == "tool"] or [{}]
-        made = tuple([(m.get("tool_call_id", _call_id(0)), m.get("name", _UNNAMED)) for m in asked])
-        return made if self is Stub.CALLS else made[:1]
+        calls = [
+            {
+                "id": message.get("tool_call_id", _call_id(0)),
+                "type": "function",
+                "function": {"name": message.get("name", _UNNAMED), "arguments": {"text": ANCHOR}},
+            }
+            for message in (asked if self is Stub.CALLS else asked[:1])
+        ]
+        return USER_STUB, {"role": "assistant", "content": "", "tool_calls": calls}
 
     def answers_to(self, messages: Sequence[Message]) -> list[Message]:
         """`messages`, tool messages naming the call that they answer where the stub makes one.
@@ -79,16 +77,6 @@ class Stub(Enum):
                 asked += 1
             answers.append(message)
         return answers
-
-
-def _conversation(calls: tuple[Call, ...]) -> tuple[Message, Message]:
-    if not calls:
-        return USER_STUB, {"role": "assistant", "content": ANCHOR}
-    made = [
-        {"id": number, "type": "function", "function": {"name": name, "arguments": {"text": ANCHOR}}}
-        for number, name in calls
-    ]
-    return USER_STUB, {"role": "assistant", "content": "", "tool_calls": made}
 
 
 def _is_plain(value: object) -> bool:
@@ -116,21 +104,17 @@ class TurnEnd:
     encoder: LabelledEncoder
 
 
-Render = Callable[[Sequence[Message], bool], str]
-
-
 class Turns:
-    """The ends of one template's turns; `render` writes messages, with the generation prompt or without it.
+    """The ends of one template's turns; `control` are the ids that no content may become.
 
     Raises:
         ConfigError: the template does not write an assistant's words, or does not end them with a token.
     """
 
-    def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, render: Render, encoder: Encoder, control: frozenset[int]
-    ) -> None:
-        self._render, self._encoder, self._control = render, encoder, control
-        self._added = {token.content: n for n, token in tokenizer.added_tokens_decoder.items() if token.content.strip()}
+    def __init__(self, renderer: Renderer, encoder: Encoder, control: frozenset[int]) -> None:
+        self._renderer, self._encoder, self._control = renderer, encoder, control
+        added = renderer.tokenizer.added_tokens_decoder
+        self._added = {token.content: number for number, token in added.items() if token.content.strip()}
         self._tokens = re.compile("|".join(map(re.escape, sorted(self._added, key=len, reverse=True))) or r"(?!)")
         self._ends: dict[tuple[Stub, str], TurnEnd] = {}
         self._stops: dict[int, str | None] = {}
@@ -158,9 +142,14 @@ class Turns:
             found = self._ends[stub, role] = self._found(stub, role)
         return found
 
-    def opening(self, end: TurnEnd, last: int | None) -> tuple[int, ...]:
-        """What stands in front of that which follows `end`, behind sampled ids of which `last` is the last one."""
-        return () if last == end.id or (end.closes and last in self._stops) else end.written
+    def opening(self, end: TurnEnd, sampled: Sequence[int] | None) -> tuple[int, ...]:
+        """What stands in front of that which follows `end`, behind these sampled ids (None: a turn that ended by itself)."""
+        if sampled is None:
+            stopped = end.closes or end.id in self._stops
+        else:
+            last = sampled[-1] if sampled else None
+            stopped = last == end.id or (end.closes and last in self._stops)
+        return () if stopped else end.written
 
     def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
         """`text`, in which an assistant's message stands last and begins at `start`, up to the policy's stop.
@@ -171,7 +160,7 @@ class Turns:
         if at >= 0:
             return text[: at + len(own)]
         _, before = self._last(Stub.ANSWER)
-        last = _after_anchor(self._render(Stub.ANSWER.before([]), False))
+        last = _after_anchor(self._renderer.text(Stub.ANSWER.before([]), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
 
     def _found(self, stub: Stub, role: str) -> TurnEnd:
@@ -184,7 +173,7 @@ class Turns:
 
     def _last(self, stub: Stub) -> tuple[str | None, str]:
         """(the token that closes the stub where it is the last message, what stands before it behind the anchor)."""
-        last = _after_anchor(self._render(stub.before([]), False))
+        last = _after_anchor(self._renderer.text(stub.before([]), generate=False))
         words = len(last.rstrip())
         if stub is Stub.ANSWER:
             start = len(last) - len(last.lstrip())
@@ -206,7 +195,7 @@ class Turns:
         """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""
         own, before = self._last(stub)
         messages = stub.answers_to([{"role": role, "content": PROBE}])
-        text = _after_anchor(self._render([*stub.before(messages), *messages], True))
+        text = _after_anchor(self._renderer.text([*stub.before(messages), *messages], generate=True))
         if own is not None and text.startswith(before + own):
             token, start = own, len(before)
         elif text.startswith(before):
@@ -238,12 +227,12 @@ class Turns:
         return self._opens_users(token, rest) if role == "user" else self._tokens.search(rest) is None
 
     def _opens_users(self, token: str, rest: str) -> bool:
-        begins = self._render([USER_STUB], False).partition(str(USER_STUB["content"]))[0].endswith(token + rest)
-        return self._tokens.search(rest) is None and begins
+        before, _, _ = self._renderer.text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
+        return self._tokens.search(rest) is None and before.endswith(token + rest)
 
     @cached_property
     def _generation_prompt(self) -> str:
-        bare, whole = (self._render([USER_STUB], generate) for generate in (False, True))
+        bare, whole = (self._renderer.text([USER_STUB], generate=flag) for flag in (False, True))
         return whole[len(bare) :] if whole.startswith(bare) else ""
 
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.chat.check import Finding
-    from etude.chat.template import Run
+    from etude.chat.labelled import Run
 
 
 @click.group()

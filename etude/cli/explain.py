@@ -43,20 +43,23 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     from rich.console import Console
 
     from etude.trainer.dumps import sequences_of, trajectory_from_record
-    from etude.trainer.explain import checks_of, claims_of, read_row, sampled_by, tokens_of
+    from etude.trainer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
 
     console = Console(highlight=False, soft_wrap=False)
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)
     made: list[Check] = []
+    weights: Weights | None = None
     for number, sequence in enumerate(sequences):
         folder = model or _own_checkpoint(rollouts, sampled_by(trajectory_from_record(sequence)))
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
             _print_tokens(console, tokens_of(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
-        checks = checks_of(sequence, folder, tolerance)
+        if folder is None or weights is None or weights.folder != folder:
+            weights = None if folder is None else Weights(folder)
+        checks = checks_of(sequence, weights, tolerance)
         _print_checks(console, checks)
         made += checks
     if (claims := claims_of(record)) is not None:

@@ -68,6 +68,12 @@ class Blobs:
             return data.decode("utf-8", "surrogatepass") if value.text else data
         return value
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Raises TypeError where there is a file: a copy would read from a number that is not its own."""
+        if self._file is not None:
+            raise TypeError("a Blobs with a file cannot be copied or pickled: the file belongs to this object alone")
+        return type(self), ()
+
     def _keep(self, data: bytes, *, text: bool) -> Kept:
         key = hashlib.blake2b(data, digest_size=16, person=b"text" if text else b"bytes").digest()
         if key not in self._places:

@@ -17,7 +17,7 @@ from typing import Any
 from etude.chat.placeholders import image_count
 from etude.data.files import Row
 from etude.data.messages import Message
-from etude.errors import DataError
+from etude.errors import DataError, InfrastructureError, one_line
 from etude.tools.builtin.images import MAX_PIXELS, image_size
 
 MARKER = "<image>"
@@ -68,7 +68,10 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
 
 def size_of(picture: Any) -> tuple[int, int]:
     """(width, height) of a picture of a row; raises DataError where it cannot be opened or is too large."""
-    return image_size(picture, MAX_PIXELS)
+    try:
+        return image_size(picture, MAX_PIXELS)
+    except InfrastructureError as error:  # here nothing runs yet that could be tried again
+        raise DataError(one_line(error)) from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:

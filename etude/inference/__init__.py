@@ -1,7 +1,13 @@
 """Engines that turn prompt ids into sampled ids: `native` (in process), `vllm`, `sglang` and `openai` (servers), `scripted`
 (plays given ids); the router over several; the probe that compares an engine's log-probs with the trainer's."""
 
-from etude.inference.engine_setup import EngineSetup, check_serving, check_trainable, evaluates_only
+from etude.inference.engine_setup import (
+    EngineSetup,
+    check_serving,
+    check_takes_images,
+    check_trainable,
+    evaluates_only,
+)
 from etude.inference.native import NativeEngine, NativeEngineOptions
 from etude.inference.openai import OpenAIEngine
 from etude.inference.probe import TOLERANCES, ProbeResult, WeightMismatch, WeightProbe
@@ -31,6 +37,7 @@ __all__ = [
     "WeightMismatch",
     "WeightProbe",
     "check_serving",
+    "check_takes_images",
     "check_trainable",
     "evaluates_only",
 ]

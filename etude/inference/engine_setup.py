@@ -112,3 +112,19 @@ def check_trainable(name: str) -> None:
             f"{KEY}.name={name} is for `etude eval` only: such a server gives text, and training needs the sampled ids "
             "with their log-probs; use native, vllm or sglang"
         )
+
+
+def check_takes_images(name: str) -> None:
+    """Refuses the engine `name` for a vision-language model where it takes text only.
+
+    Such an engine does not know that placeholders are never sampled: one that it samples is an image that is not there,
+    and its log-probs are those of a distribution with them, also where no image is shown.
+
+    Raises:
+        ConfigError: names the engine.
+    """
+    if getattr(ENGINES.get(name), "text_only", False):
+        raise ConfigError(
+            f"{KEY}.name={name} takes text only, and may sample the placeholders of images: the model is a "
+            f"vision-language model, which needs {KEY}.name=native"
+        )

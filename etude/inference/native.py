@@ -179,18 +179,18 @@ class NativeEngine:
         if images and self._images is None:
             raise no_images(self._model.config)
         params = SamplingParams.of(sampling_params)
-        if request_id not in self._rows:
-            self.open([request_id])
-        row = self._rows[request_id]
-        if row.request is not None:
+        known = self._rows.get(request_id)
+        if known is not None and known.request is not None:
             raise ConfigError(f"trajectory '{request_id}' already has a request under way")
         limit = min(params.max_tokens, self._limit - len(prompt_ids))
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        loop = asyncio.get_running_loop()
         stops = self._stop_texts(params)
+        if known is None:  # only now: nobody closes what a refused request has opened
+            self.open([request_id])
+        row, loop = self._rows[request_id], asyncio.get_running_loop()
         request = row.request = Request(prompt, params, limit, loop.create_future(), placed, stops)
         self._scheduler.queue.append(row)
         if self._model.training:
@@ -225,7 +225,8 @@ class NativeEngine:
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Forgets every cached key and value: they belong to the old weights. Requests under way go on with the new
-        ones, behind what they have sampled.
+        ones, behind what they have sampled. Modules that were replaced, hooked or patched since the last update are
+        found here, and not before.
 
         Args:
             source: None; the native engine shares its weights with the trainer.
@@ -237,6 +238,8 @@ class NativeEngine:
             await self.pause()  # a step under way still reads what is forgotten here
             if self._model is not self._source:
                 _copy_weights(self._source, self._model)
+            if self._decoder is not None and not self._decoder.is_current():
+                self._decoder = PlainDecoder.of(self._model)
             self._version = version
             self._scheduler.forget_all()
             if self._images is not None:

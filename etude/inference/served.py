@@ -33,6 +33,7 @@ class ServedEngine(ABC):
     """`max_model_len`: the longest context in tokens."""
 
     shares_weights = False
+    text_only = True
 
     def __init__(self, max_model_len: int) -> None:
         self._limit = max_model_len

@@ -4,8 +4,9 @@ Transformers spends 0.3 ms and more a pass outside its operators (wrappers of mo
 read, normalisation in eight operators): nothing in a long pass, a quarter of a decode step with few rows.
 
 Invariant: `PlainDecoder.hidden` is `packed_hidden` of the same model up to float32 rounding, with the parameters as they
-are at the call. A model of which anything is not as in those four classes (another module in a place, hooks, another
-precision) is left to Transformers: `PlainDecoder.of` gives None.
+are at the call. A model of which anything is not as in those four classes of Transformers itself (another module in a
+place, a `forward` of its own, hooks, another precision) is left to Transformers: `PlainDecoder.of` gives None, as it does
+where the two differ on probe ids. What is done to the modules later is found by `is_current`, which its holder has to ask.
 """
 
 from __future__ import annotations
@@ -18,9 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.models.attention import Scoring
-from etude.models.packed import AttentionLayout
+from etude.models.packed import AttentionLayout, CausalSequences, packed_hidden
 
 _KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_PROBE_TOKENS = (7, 5)
+_PROBE_BOUND = 1e-3  # relative; matrix products with shortened mantissas (TF32) differ by less
 
 
 @dataclass(frozen=True)
@@ -45,31 +48,37 @@ class PlainDecoder:
     """See the module's first paragraph."""
 
     def __init__(self, model: Any) -> None:
-        self._body = model.model
+        self._model, self._body = model, model.model
         self._dim = int(self._body.layers[0].self_attn.head_dim)
         self._eps = float(model.config.rms_norm_eps)
-        self._layers = [_layer(layer, model.config) for layer in self._body.layers]
+        self._layers = _layers(model)
 
     @classmethod
     def of(cls, model: Any) -> PlainDecoder | None:
-        """None: this model has to run through Transformers."""
-        kind = type(model).__name__.removesuffix("ForCausalLM")
-        if kind not in _KINDS or model.dtype != torch.float32 or model.config.hidden_act not in ("silu", "swish"):
+        """None: this model, which `enable_packing` has switched, has to run through Transformers."""
+        if not _is_plain(model):
             return None
-        if any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()):
-            return None
-        norm, body = f"{kind}RMSNorm", model.model
-        plain = _are(body, nn.Embedding, "embed_tokens") and _are(body, norm, "norm")
-        for layer in body.layers:
-            attention, mlp = layer.self_attn, layer.mlp
-            plain &= type(layer).__name__ == f"{kind}DecoderLayer"
-            plain &= _are(layer, f"{kind}Attention", "self_attn") and _are(layer, f"{kind}MLP", "mlp")
-            plain &= _are(layer, norm, "input_layernorm", "post_attention_layernorm")
-            plain &= kind != "Qwen3" or _are(attention, norm, "q_norm", "k_norm")
-            plain &= _are(attention, nn.Linear, "q_proj", "k_proj", "v_proj", "o_proj")
-            plain &= _are(mlp, nn.Linear, "gate_proj", "up_proj", "down_proj")
-        plain &= 2 * body.rotary_emb.inv_freq.numel() == body.layers[0].self_attn.head_dim
-        return cls(model) if plain else None
+        made = cls(model)
+        return made if made._agrees() else None
+
+    def is_current(self) -> bool:
+        """Whether the model still consists of the modules that `of` found, and nobody has hooked or patched one."""
+        model = self._model
+        return model.model is self._body and _is_plain(model) and _layers(model) == self._layers
+
+    @torch.no_grad()
+    def _agrees(self) -> bool:
+        """Whether the hidden states of two short sequences are those of Transformers."""
+        model, weight = self._model, self._body.embed_tokens.weight
+        ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % len(weight)).to(weight.device)
+        layout, training = CausalSequences(_PROBE_TOKENS), model.training
+        model.eval()
+        try:
+            positions = layout.position_ids(weight.device)
+            ours, theirs = self.hidden(ids, positions, layout), packed_hidden(model, ids, positions, layout)
+        finally:
+            model.train(training)
+        return bool((ours - theirs).double().norm() <= _PROBE_BOUND * theirs.double().norm())
 
     def hidden(self, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout) -> Tensor:
         """Final hidden states (tokens, hidden); arguments as of `packed_hidden`. Nothing is kept for a backward pass."""
@@ -99,6 +108,39 @@ class PlainDecoder:
         return normed(x, self._body.norm)
 
 
+def _is_plain(model: Any) -> bool:
+    """Whether a model consists of what this file was written for."""
+    kind = type(model).__name__.removesuffix("ForCausalLM")
+    if kind not in _KINDS or not _is_from_transformers(model) or model.config.hidden_act not in ("silu", "swish"):
+        return False
+    if any(parameter.dtype != torch.float32 for parameter in model.parameters()):
+        return False
+    parts = list(model.modules())
+    if any(part._forward_hooks or part._forward_pre_hooks or "forward" in vars(part) for part in parts):
+        return False
+    norm, body = f"{kind}RMSNorm", model.model
+    plain = _are(body, nn.Embedding, "embed_tokens") and _are(body, norm, "norm")
+    plain &= _are(model, f"{kind}Model", "model") and _are(body, f"{kind}RotaryEmbedding", "rotary_emb")
+    for layer in body.layers:
+        attention, mlp = layer.self_attn, layer.mlp
+        plain &= type(layer).__name__ == f"{kind}DecoderLayer" and _is_from_transformers(layer)
+        plain &= _are(layer, f"{kind}Attention", "self_attn") and _are(layer, f"{kind}MLP", "mlp")
+        plain &= _are(layer, norm, "input_layernorm", "post_attention_layernorm")
+        plain &= kind != "Qwen3" or _are(attention, norm, "q_norm", "k_norm")
+        plain &= _are(attention, nn.Linear, "q_proj", "k_proj", "v_proj", "o_proj")
+        plain &= _are(mlp, nn.Linear, "gate_proj", "up_proj", "down_proj")
+    return plain and 2 * body.rotary_emb.inv_freq.numel() == body.layers[0].self_attn.head_dim
+
+
+def _is_from_transformers(part: Any) -> bool:
+    """Whether this is a class of Transformers' own, and not one that code beside a checkpoint gave the same name."""
+    return type(part).__module__.startswith("transformers.models.")
+
+
+def _layers(model: Any) -> list[_Layer]:
+    return [_layer(layer, model.config) for layer in model.model.layers]
+
+
 def _layer(layer: Any, config: Any) -> _Layer:
     attention, mlp = layer.self_attn, layer.mlp
     window = getattr(attention, "sliding_window", None)
@@ -121,9 +163,11 @@ def _layer(layer: Any, config: Any) -> _Layer:
 
 
 def _are(parent: nn.Module, kind: type | str, *names: str) -> bool:
-    """Whether the children of these names are exactly of a class, or of a class of that name."""
-    kinds = (type(getattr(parent, name, None)) for name in names)
-    return all(each is kind or each.__name__ == kind for each in kinds)
+    """Whether the children of these names are exactly of a class, or of Transformers' class of that name."""
+    children = [getattr(parent, name, None) for name in names]
+    if isinstance(kind, str):
+        return all(type(child).__name__ == kind and _is_from_transformers(child) for child in children)
+    return all(type(child) is kind for child in children)
 
 
 def _linear(x: Tensor, part: Any) -> Tensor:

@@ -1,8 +1,9 @@
 """Which models may run packed, and the switch.
 
 Invariant: a model that `enable_packing` accepts gives, packed or token by token from kept keys and values, the log-probs
-of its own eager forward. For the architectures in `TESTED`, and those in `etude.models.vision.KINDS`, our tests prove it;
-any other is compared here, once, on two short sequences; and what is known not to fit is refused by name.
+of its own eager forward. For Transformers' own architectures in `TESTED`, and those in `etude.models.vision.KINDS`, our
+tests prove it; any other, and a class of the same type from elsewhere, is compared here, once, on two short sequences; and
+what is known not to fit is refused by name.
 """
 
 from __future__ import annotations
@@ -41,7 +42,8 @@ def enable_packing(model: Any) -> None:
         model.set_attn_implementation({"": ATTENTION_NAME, "text_config": ATTENTION_NAME})
         return
     model.set_attn_implementation(ATTENTION_NAME)
-    if kind not in TESTED and model.get_output_embeddings() is not None:
+    tested = kind in TESTED and type(model).__module__.startswith("transformers.models.")
+    if not tested and model.get_output_embeddings() is not None:
         _compare(model, kind)
 
 

@@ -89,7 +89,8 @@ def image_input(processor: Any, picture: Image) -> ImageInput:
     """
     images = processor.image_processor
     try:
-        made = images(images=[picture.convert("RGB")], return_tensors="pt")
+        in_rgb = picture if picture.mode == "RGB" else picture.convert("RGB")
+        made = images(images=[in_rgb], return_tensors="pt", do_convert_rgb=False)  # which would copy it
     except (ValueError, OSError) as error:
         raise DataError(f"a picture of {picture.width} by {picture.height} pixels: {one_line(error)}") from error
     frames, height, width = made["image_grid_thw"][0].tolist()

@@ -58,7 +58,7 @@ class ImageReader:
             DataError: the image processor takes no picture of that shape.
             ConfigError: it makes another number of tokens of a picture than it says.
         """
-        picture = picture.convert("RGB")
+        picture = _in_rgb(picture)
         return self._keyed(_key(picture), picture)
 
     def read_file(self, name: bytes, opened: Callable[[], Image]) -> ImageInput:
@@ -72,7 +72,7 @@ class ImageReader:
                 found = self._known(self._names.get(name))
             if found is not None:
                 return found
-            picture = opened().convert("RGB")
+            picture = _in_rgb(opened())
             key = _key(picture)
             made = self._keyed(key, picture)
             with self._lock:
@@ -104,6 +104,10 @@ class ImageReader:
             while self._held > self._limit and len(self._read) > 1:
                 self._held -= self._read.popitem(last=False)[1].pixel_values.nbytes
         return made
+
+
+def _in_rgb(picture: Image) -> Image:
+    return picture if picture.mode == "RGB" else picture.convert("RGB")  # which copies where nothing is to do
 
 
 def _key(picture: Image) -> bytes:

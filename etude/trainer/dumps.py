@@ -199,15 +199,16 @@ def rollout_record(
     Raises:
         ValueError: `texts` has not one entry a segment.
     """
-    head = {"input": input, "output": output, "gts": _ground_truth(row), "score": score, "step": step}
+    head = {"gts": _ground_truth(row), "score": score, "step": step, "uid": None}
+    known = {key: without_pixels(row[key]) for key in _ROW_KEYS if key in row}
     flat = {
         "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
         "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
-        "earlier": earlier,
     }
-    known = {key: without_pixels(row[key]) for key in _ROW_KEYS if key in row}
     sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
-    return cast("dict[str, JsonValue]", json_safe(head | {"uid": None} | known | flat)) | sequence
+    first = {key: sequence.pop(key) for key in ("input", "output")}  # what one reads by eye
+    told = cast("dict[str, JsonValue]", json_safe(head | known | flat))
+    return first | told | {"earlier": [dict(each) for each in earlier]} | sequence
 
 
 def without_pixels(value: object) -> object:
@@ -254,8 +255,8 @@ def _ground_truth(row: Mapping[str, Any]) -> object:
 def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
     """The trajectory that `rollout_record` or `Trajectory.to_record` wrote.
 
-    Segments, turns, tool calls, rewards and stop reason are exact; messages are as JSON holds them, and a log-prob or
-    reward that was not finite is NaN.
+    Segments, turns, tool calls, rewards and stop reason are exact; messages are as JSON holds them. A log-prob or a tool's
+    reward that was not finite is NaN, such a score of the reward manager None.
 
     Raises:
         DataError: a key is missing or holds the wrong kind of value; names the key.

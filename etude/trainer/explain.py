@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
+from functools import cached_property
 from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,7 +20,7 @@ from etude.trainer.dumps import read_rollouts, sequences_of, trajectory_from_rec
 from etude.trajectory import Provenance, Segment, Trajectory
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 TOLERANCE = 1e-4  # nats; float32 forward passes over different batches agree to far less
 
@@ -95,8 +96,28 @@ def tokens_of(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | No
             position += 1
 
 
-def checks_of(record: Mapping[str, Any], model: Path | None = None, tolerance: float = TOLERANCE) -> list[Check]:
-    """What must hold of every sequence; with `model`, the folder of the weights that sampled it, the log-probs too.
+class Weights:
+    """The model in a folder, to score sequences with; it is loaded once, when the first is scored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def network(self) -> PreTrainedModel:
+        """In float32 on the CPU.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        from etude.models import load_causal_lm
+
+        return load_causal_lm(self.folder, dtype="float32", device="cpu").eval()
+
+
+def checks_of(
+    record: Mapping[str, Any], model: Path | Weights | None = None, tolerance: float = TOLERANCE
+) -> list[Check]:
+    """What must hold of every sequence; with `model`, the weights that sampled it or their folder, the log-probs too.
 
     A rollout's main sequence has its rewards checked as well. `claims_of` has what must hold between sequences.
 
@@ -110,7 +131,7 @@ def checks_of(record: Mapping[str, Any], model: Path | None = None, tolerance: f
         _mask_is_provenance(record, trajectory),
         _log_probs_where_sampled(trajectory),
         *([_rewards_add_up(record, trajectory)] if "score" in record else []),
-        _scored_again(record, trajectory, model, tolerance),
+        _scored_again(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
     ]
 
 
@@ -204,7 +225,7 @@ def _rewards_add_up(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
     return _check(statement, wrong, f"{score:g}")
 
 
-def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Path | None, tolerance: float) -> Check:
+def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Weights | None, tolerance: float) -> Check:
     statement = "a full forward pass gives the engine's log-probs"
     versions = ", ".join(map(str, sampled_by(trajectory))) or "unknown"
     if model is None:
@@ -214,14 +235,14 @@ def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Path
     if images := record.get("images"):
         return Check(statement, Verdict.SKIPPED, f"it saw {len(images)} images, and a dump holds no pixels")
     difference, where = largest_difference(trajectory, record.get("sampling") or {}, model)
-    evidence = f"largest difference {difference:.1e} nats at token {where} (weights {versions}, {model})"
+    evidence = f"largest difference {difference:.1e} nats at token {where} (weights {versions}, {model.folder})"
     if difference <= tolerance:
         return Check(statement, Verdict.HOLDS, f"{evidence}, tolerance {tolerance:g}")
     hint = f"does the folder hold weights {versions}? A checkpoint holds those that its step ended with"
     return Check(statement, Verdict.FAILS, f"{evidence}, tolerance {tolerance:g}; {hint}")
 
 
-def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Path) -> tuple[float, int]:
+def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Weights) -> tuple[float, int]:
     """(largest |log-prob of the engine - log-prob of a float32 forward pass|, its response position).
 
     The distribution is the one sampled from: after temperature, top-k and top-p as `sampling` gives them.
@@ -230,12 +251,11 @@ def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], mode
 
     from etude.inference import SamplingParams
     from etude.inference.sampling import restrict
-    from etude.models import load_causal_lm
 
     params = SamplingParams(**{k: sampling[k] for k in ("temperature", "top_p", "top_k") if k in sampling})
-    network = load_causal_lm(model, dtype="float32", device="cpu").eval()
+    network = model.network
     ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
-    _check_vocabulary(ids, network.get_input_embeddings().weight.shape[0], model)
+    _check_vocabulary(ids, network.get_input_embeddings().weight.shape[0], model.folder)
     with torch.no_grad():
         logits = network(input_ids=ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].float()
     if params.temperature == 0:

@@ -80,7 +80,10 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
             timeout_keep_alive=600,
             timeout_graceful_shutdown=max(1, round(options.grace_seconds)),
         )
-        await uvicorn.Server(serving).serve(sockets=[listener])
+        try:
+            await uvicorn.Server(serving).serve(sockets=[listener])
+        finally:  # after a second Ctrl-C the application ends no sessions
+            policy.store.end_all()
 
 
 class ServedPolicy:

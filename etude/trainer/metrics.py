@@ -1,8 +1,8 @@
 """A step's data as named scalars.
 
 Invariant: pure functions; a padding row (`response_mask` all zero) changes no number, a quantity that has no data has
-no name, and every metric name is built from the configuration, a tool's code or fixed words, never from what a model
-wrote.
+no name, and every metric name is built from the configuration, a tool's code, an agent's requests or fixed words, never
+from what a model wrote.
 
 Names that peers use mean the same here; the rest say what they are. Losses and gradients are named where they arise.
 """

@@ -19,6 +19,7 @@ from etude.chat.check import require_answers
 from etude.config import to_options
 from etude.data import DataOptions, RLDataset
 from etude.errors import ConfigError
+from etude.inference import check_takes_images
 from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
 from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
@@ -131,6 +132,8 @@ def prepare(config: DictConfig) -> RunSetup:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
     parts = collect_parts(rollout, env)
     reading = load_reading(roles.model, data.apply_chat_template_kwargs)
+    if reading.processor is not None:
+        check_takes_images(rollout.name)
     _check_answers(rollout, parts, reading)
     return RunSetup(data, algorithm, trainer, roles, parts, reading, config)
 

@@ -15,13 +15,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
-from etude.chat import ChatTemplate
 from etude.config import to_options
 from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
 from etude.data.options import file_list
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import ConfigError, DataError, EtudeError
-from etude.models import load_tokenizer
+from etude.errors import ConfigError, DataError, EtudeError, one_line
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import written_whole
 from etude.trainer.display import Display
@@ -42,6 +40,7 @@ from etude.workers import (
     RewardOptions,
     RoleOptions,
 )
+from etude.workers.reading import load_reading
 
 
 @dataclass(frozen=True)
@@ -89,8 +88,8 @@ class SFTTrainer:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.multi_turn = to_options(MultiTurnOptions, config.multi_turn, "multi_turn")
         self.tools = collect_tools(self.multi_turn)
-        self.tokenizer = load_tokenizer(self.model.path, trust_remote_code=self.model.trust_remote_code)
-        self.chat = ChatTemplate(self.tokenizer, **(self.data.apply_chat_template_kwargs or {}))
+        reading = load_reading(self.model, self.data.apply_chat_template_kwargs or {})
+        self.tokenizer, self.chat, self.images = reading.tokenizer, reading.chat, reading.images
         schemas = {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
         self.examples = self._tokenise(SFTDataset(self.data.train_files), list(schemas.values()))
         self.loader = ResumableLoader(
@@ -101,14 +100,19 @@ class SFTTrainer:
         self.roles = self._roles(to_options(OptimOptions, config.optim, "optim"))
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
-        """All demonstrations as tokens; one that is longer than `data.max_length` is an error that names its row."""
+        """All demonstrations as tokens; one that is no conversation, or is longer than `data.max_length`, is an error that
+        names its row."""
         examples = []
         for number, row in enumerate(rows):
-            demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None)
+            where = f"{', '.join(rows.files)}: row {number}"
+            try:
+                demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None)
+            except (EtudeError, ValueError) as error:
+                raise DataError(f"{where}: {one_line(error)}") from error
             length = sum(len(ids) for ids, _ in demonstration)
             if length > self.data.max_length:
                 raise DataError(
-                    f"{', '.join(rows.files)}: row {number} has {length} tokens, more than data.max_length="
+                    f"{where} has {length} tokens, more than data.max_length="
                     f"{self.data.max_length}; raise it or leave the row out"
                 )
             examples.append({"demonstration": demonstration})
@@ -121,7 +125,14 @@ class SFTTrainer:
         options = DataOptions(
             max_prompt_length=self.data.max_length, max_response_length=self.target.max_response_length
         )
-        return RLDataset(files, chat=self.chat, tool_schemas=schemas, options=options, max_samples=self.target.samples)
+        return RLDataset(
+            files,
+            chat=self.chat,
+            tool_schemas=schemas,
+            options=options,
+            images=self.images,
+            max_samples=self.target.samples,
+        )
 
     def _roles(self, optim: OptimOptions) -> RoleOptions:
         rollout = RolloutOptions(

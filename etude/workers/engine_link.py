@@ -29,9 +29,11 @@ from etude.inference import (
     NativeEngineOptions,
     Router,
     WeightProbe,
+    check_takes_images,
 )
 from etude.models import save_pretrained
 from etude.models.loading import DTYPES
+from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training import PolicyEngine
 from etude.workers.options import RoleOptions
@@ -45,8 +47,10 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
     """The engine that `rollout.name` names; `model` is None where only an evaluating engine will do.
 
     Raises:
-        ConfigError: the engine cannot be built from this configuration.
+        ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
     """
+    if model is not None and Vision.of(model.config) is not None:
+        check_takes_images(options.rollout.name)
     rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if model is not None and rollout.max_model_len is None:

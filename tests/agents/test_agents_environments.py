@@ -99,7 +99,7 @@ def test_get_prompt_renders_as_the_template_does_and_keeps_the_messages():
     answer = tools.get_prompt("4", TOKENIZER, mode="tool_call")
     assert isinstance(answer, RenderedPrompt)
     assert answer.messages == [{"role": "tool", "content": "4"}]
-    runs = CHAT.context_ids(answer.messages, after_stop=True)
+    runs = CHAT.context_ids(answer.messages)
     assert TOKENIZER.decode([t for ids, _ in runs for t in ids]).endswith(answer)
     with pytest.raises(ConfigError, match="mode must be one of"):
         tools.get_prompt("4", TOKENIZER, mode="tol_call")

@@ -1,11 +1,14 @@
 """Images in agent loops: every turn is asked with all images of its context, in order, and what cannot be shown is said."""
 
 import asyncio
+import errno
 import json
 
 import pytest
 import torch
 from agents_stage import Echo, call, options
+from hypothesis import given
+from hypothesis import strategies as st
 from vision_stage import TEMPLATE, build_vision_stage, picture
 
 from etude.agents import (
@@ -22,13 +25,19 @@ from etude.agents import (
     to_batch,
 )
 from etude.agents import pictures as agent_pictures
+from etude.agents.answers import UNWRITABLE
 from etude.agents.environments.loop import EnvAgentLoop, Environment
 from etude.agents.interactions.simulated_user import _seen_by_the_user
+from etude.agents.pictures import noted
 from etude.chat import ChatTemplate, ToolParser
-from etude.errors import ConfigError, DataError, EngineError, EtudeError
+from etude.chat.placeholders import image_count
+from etude.errors import ConfigError, DataError, EngineError, EtudeError, InfrastructureError
 from etude.inference import ScriptedEngine
 from etude.models import ImageReader
 from etude.schemas import ToolResponse
+from etude.tools import TokenLimit
+from etude.tools.builtin import images as tool_images
+from etude.tools.builtin.images import AnswerImages, load_image
 from etude.trainer.sequences import expanded
 from etude.trajectory import Provenance, StopReason
 
@@ -183,11 +192,139 @@ def test_calls_of_one_turn_are_answered_with_their_images_in_order():
 )
 def test_what_cannot_be_shown_is_said(response, text, shown, monkeypatch):
     monkeypatch.setattr(agent_pictures, "MAX_IMAGES", 3)
-    monkeypatch.setattr(agent_pictures, "_FEWER", "(only the first 3 images are shown)")
     trajectory, engine, _ = roll([says(call()), says("x")], [answering(response)])
     assert trajectory.tool_calls[0].response.startswith(text)
     assert engine.asked[1][1] == digests(A, *shown)
     assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+def test_of_many_broken_images_the_first_is_named_and_the_others_are_counted():
+    response = ToolResponse(text="Look.", image=[b"one", B, b"three", b"no image", C])
+    trajectory, engine, _ = roll([says(call()), says("x")], [answering(response)])
+    assert trajectory.tool_calls[0].response.splitlines() == [
+        "Look.",
+        f"(an image that cannot be shown: {told_of(b'one')})",
+        "(2 more images that cannot be shown)",
+    ]
+    assert engine.asked[1][1] == digests(A, B, C)
+
+
+def told_of(source):
+    with pytest.raises(DataError) as raised:
+        load_image(source, 10**6)
+    return str(raised.value)
+
+
+def test_the_images_of_one_answer_are_bounded_together(monkeypatch):
+    """By their headers: those that come to more are told, and never decoded."""
+    monkeypatch.setattr(tool_images, "MAX_PIXELS", 1000)
+    response = ToolResponse(image=[B, C, A])  # 384, 640 and 256 pixels
+    trajectory, engine, _ = roll([says(call()), says("x")], [answering(response)])
+    assert engine.asked[1][1] == digests(A, B, A)
+    assert "16 x 40 pixels, and one answer's images have at most 1000 together" in trajectory.tool_calls[0].response
+
+
+def limit_of(most, unit="tokens", side="middle"):
+    tokens, chars = {"tokens": (most, None), "characters": (None, most)}[unit]
+    return TokenLimit(
+        tokens, side, TOKENIZER, lambda text: len(TOKENIZER.encode(text, add_special_tokens=False)), chars
+    )
+
+
+@given(
+    text=st.one_of(st.none(), st.text(max_size=300)),
+    notes=st.lists(st.text(min_size=1, max_size=40), max_size=3),
+    most=st.integers(1, 200),
+    unit=st.sampled_from(["tokens", "characters"]),
+    side=st.sampled_from(["left", "middle", "right"]),
+)
+def test_notes_count_as_the_answers_own_words(text, notes, most, unit, side):
+    limit = limit_of(most, unit, side)
+    size = len if unit == "characters" else limit.count
+    text = None if text is None else text.encode("utf-8", "replace").decode()
+    if text is not None:  # the session has cut it
+        text = text[:most] if unit == "characters" else limit.cut(text)
+    whole = noted(text, notes, limit)
+    told = "\n".join(notes).encode("utf-8", "replace").decode()
+    assert whole == (text or "") or size(whole) <= most
+    if size(f"\n{told}") <= most and told:
+        assert whole.endswith(told)
+    assert noted(text, notes, None) == "\n".join(part for part in (text, told) if part)
+
+
+@pytest.mark.parametrize("unit", ["tokens", "characters"])
+@pytest.mark.parametrize("side", ["left", "middle", "right"])
+def test_an_answer_as_long_as_it_may_be_is_cut_for_what_is_said_of_its_images(unit, side):
+    limits = {"max_tool_response_length": 200, "tool_response_length_unit": unit, "tool_response_truncate_side": side}
+    response = ToolResponse(text="word " * 400, image=[b"no image"])
+    trajectory, _, _ = roll([says(call()), says("x")], [answering(response)], multi_turn=limits, response_length=900)
+    answer = trajectory.tool_calls[0].response
+    assert answer.endswith(f"\n(an image that cannot be shown: {told_of(b'no image')})")
+    assert 100 < (len(answer) if unit == "characters" else len(TOKENIZER.encode(answer))) <= 200
+
+
+def test_what_the_system_cannot_read_now_is_tried_again(monkeypatch):
+    """Nothing is told to the model: neither the tool nor the row is to blame."""
+    original, failures = AnswerImages.load, [OSError(errno.EMFILE, "Too many open files")]
+
+    def load(self, source):
+        if failures:
+            raise InfrastructureError("cannot be read now") from failures.pop()
+        return original(self, source)
+
+    monkeypatch.setattr(AnswerImages, "load", load)
+    engine = Recorder([says(call()), says("x")])
+    [result] = managed([ROW], engine, tools=[Echo(respond=lambda _: ToolResponse(image=[B]))])
+    assert result.failures == 1
+    assert [image.digest for image in result.trajectory.images] == digests(A, B)
+    assert result.trajectory.tool_calls[0].response == ""
+
+
+@pytest.fixture
+def cutting_chat():
+    """A template that takes answers apart which hold a `</think>`."""
+    tokenizer = build_vision_stage("qwen3_vl")[1].tokenizer
+    tokenizer.chat_template = TEMPLATE.replace(
+        '<tool_response>\\n" + shown(message.content)',
+        '<tool_response>\\n" + shown(message.content).split("</think>")[-1]',
+    )
+    assert tokenizer.chat_template != TEMPLATE
+    chat = ChatTemplate(tokenizer, processor=PROCESSOR)
+    assert chat.image_roles == {"user", "tool"}
+    return chat
+
+
+def test_an_answer_that_the_template_takes_apart_keeps_its_images(cutting_chat):
+    turns, part = [says(call() * 3), says("x")], {"type": "image"}
+    answers = [ToolResponse(text="a </think> b", image=[B, C]), "plain </think>", ToolResponse(text="ok", image=[A])]
+    given = {"chat": cutting_chat, "multi_turn": {"max_parallel_calls": 3}}
+    trajectory, engine, _ = roll(turns, [answering(*answers)], **given)
+    assert [message["content"] for message in trajectory.messages if message["role"] == "tool"] == [
+        [part, part, {"type": "text", "text": UNWRITABLE}],
+        UNWRITABLE,
+        [part, {"type": "text", "text": "ok"}],
+    ]
+    assert engine.asked[1][1] == [image.digest for image in trajectory.images] == digests(A, B, C, A)
+    assert trajectory.stop_reason is StopReason.COMPLETED
+
+
+@pytest.mark.parametrize(
+    ("reason", "given"),
+    [
+        (StopReason.MAX_ASSISTANT_TURNS, {"multi_turn": {"max_assistant_turns": 1}}),
+        (StopReason.MAX_USER_TURNS, {"multi_turn": {"max_user_turns": 1}}),
+        (StopReason.TIME_LIMIT, {"multi_turn": {"max_seconds": 1e-9}}),
+        (StopReason.TOOL_RESPONSE_OVERFLOW, {"response_length": 60, "multi_turn": {"min_answer_tokens": 30}}),
+    ],
+)
+def test_messages_that_were_never_shown_have_no_images(reason, given):
+    """The parts of the messages and the images of the trajectory are the same, in every ending."""
+    before = ["plain"] * (reason is StopReason.MAX_USER_TURNS)
+    tool = answering(*before, ToolResponse(text="z", image=[B, C]))
+    trajectory, engine, _ = roll([says(call())] * 2, [tool], **given)
+    assert (trajectory.stop_reason, len(engine.asked)) == (reason, 1 + len(before))
+    assert sum(map(image_count, trajectory.messages)) == len(trajectory.images) == 1
+    assert trajectory.messages[-1] == {"role": "tool", "content": "[image][image]z"}
 
 
 def test_an_image_counts_with_its_tokens_and_is_not_read_where_it_does_not_fit(monkeypatch):

@@ -4,6 +4,7 @@ import asyncio
 import json
 from collections import Counter
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
@@ -274,3 +275,59 @@ def test_a_token_may_be_claimed_as_often_as_it_was_drawn(turns, picks):
     else:
         with pytest.raises(EtudeError, match="trained on twice"):
             client.check(*outputs)
+
+
+# -- an output and the trajectory behind it --------------------------------------------------------------------------
+
+
+def changed(**fields):
+    """A loop that changes its output after it was made of a trajectory."""
+
+    def finish(outputs):
+        for name, value in fields.items():
+            setattr(outputs[-1], name, value(getattr(outputs[-1], name)))
+        return outputs
+
+    return forgetful(finish)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("response_mask", lambda mask: [0] * len(mask)),
+        ("response_ids", lambda ids: [*ids[:-1], 3]),
+        ("response_logprobs", lambda values: [value - 1 for value in values]),
+        ("prompt_ids", lambda ids: ids[:-1]),
+        ("images", lambda _: (SimpleNamespace(digest=1),)),
+    ],
+)
+def test_an_output_that_says_something_else_than_its_trajectory_is_refused(loop_named, name, value):
+    """A turn that is masked out in the flat view alone would be trained on all the same."""
+    loop_named("forgetful", changed(**{name: value}))
+    with pytest.raises(EtudeError) as caught:
+        roll(1)
+    assert "\n" not in str(caught.value)
+    if name in ("response_mask", "response_logprobs"):  # of the others the engine's witness speaks first
+        assert f"{name} differs from that of its trajectory, which is what is trained on" in str(caught.value)
+
+
+def test_a_trajectory_that_claims_more_than_its_output_is_refused(loop_named):
+    def claims(outputs):
+        outputs[-1].trajectory.append([5, 6], Provenance.SAMPLED, log_probs=[-0.1] * 2)
+        return outputs
+
+    loop_named("forgetful", forgetful(claims))
+    with pytest.raises(EtudeError, match="response_ids differs from that of its trajectory"):
+        roll(1)
+
+
+def test_a_reward_set_on_the_output_is_the_trajectorys(loop_named):
+    loop_named("forgetful", changed(reward_score=lambda _: 0.5))
+    ((result,), _) = roll(1)
+    assert result.trajectory.rewards.score == 0.5
+
+
+def test_a_view_without_its_trajectory_may_mask_a_turn_out(loop_named):
+    loop_named("forgetful", changed(trajectory=lambda _: None, response_mask=lambda mask: [0] * len(mask)))
+    ((result,), _) = roll(1)
+    assert result.trajectory.response_mask == [0] * result.trajectory.response_length

@@ -224,6 +224,17 @@ def test_images_are_announced_to_a_text_model():
     assert "media that a text model cannot see" in trajectory.tool_calls[0].response
 
 
+@pytest.mark.parametrize(
+    "media", [{"image": ["pixels"]}, {"video": ["film"]}, {"image": ["pixels"], "video": ["film"]}]
+)
+def test_media_beside_text_are_announced_too(media):
+    tool = Echo(respond=lambda _: ToolResponse(text="Here it is.", **media))
+    trajectory, _ = roll([says(call()), says("5")], [tool])
+    told = "Here it is.\n(the tool returned media that a text model cannot see)"
+    assert trajectory.tool_calls[0].response == told
+    assert trajectory.messages[-2]["content"] == told
+
+
 # -- the row's tools ---------------------------------------------------------------------------------------------
 
 
@@ -301,7 +312,7 @@ def test_a_subclass_may_override_a_state():
 
 
 def tool_tokens(text):
-    runs = CHAT.context_ids([{"role": "tool", "content": text}], after_stop=True)
+    runs = CHAT.context_ids([{"role": "tool", "content": text}])
     return sum(len(ids) for ids, provenance in runs if provenance is Provenance.TOOL)
 
 

@@ -70,7 +70,7 @@ def test_only_messages_that_are_a_role_and_a_text_have_a_key():
 @pytest.mark.parametrize("system", ["Be brief.", "Be brief. <|im_end|> Or not."])
 def test_prompts_with_a_head_in_common_are_encoded_as_if_whole(system):
     chat = ChatTemplate(TOKENIZER)
-    assert chat._splits
+    assert chat._prompts.splits
     for words in ("one", "two <|im_end|> two", "\n three", "one"):
         messages = [{"role": "system", "content": system}, {"role": "user", "content": words}]
         text = TOKENIZER.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
@@ -80,10 +80,10 @@ def test_prompts_with_a_head_in_common_are_encoded_as_if_whole(system):
 def test_what_is_kept_cannot_be_changed_by_who_got_it():
     chat = ChatTemplate(TOKENIZER)
     messages = [{"role": "tool", "content": "seven"}]
-    first = chat.context_ids(messages, after_stop=True)
+    first = chat.context_ids(messages)
     expected = [(list(ids), label) for ids, label in first]
     first[0][0].append(1)
-    assert chat.context_ids(messages, after_stop=True) == expected
+    assert chat.context_ids(messages) == expected
     prompt = chat.initial_ids([{"role": "user", "content": "one"}])
     prompt.append(1)
     assert chat.initial_ids([{"role": "user", "content": "one"}]) == prompt[:-1]

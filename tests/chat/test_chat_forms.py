@@ -6,11 +6,12 @@ from hypothesis import strategies as st
 from test_chat_template import CHATML, FAMILIES, TOOLS, family, tokenizer_with
 from transformers.utils import chat_template_utils
 
-from etude.chat import ChatTemplate
-from etude.chat import forms as forms_module
+from etude.chat import ChatTemplate, symbolic
 from etude.chat.forms import PROBES, shape_of
 from etude.chat.parsers import ToolParser
-from etude.chat.symbolic import Slot, Tracer, Untraceable
+from etude.chat.rendering import Renderer
+from etude.chat.symbolic import Slot, Untraceable
+from etude.chat.tracer import Tracer
 from etude.chat.turns import ANCHOR
 from etude.errors import ConfigError
 from etude.trajectory import Provenance
@@ -111,16 +112,16 @@ LABELS = {"tool": Provenance.TOOL, "user": Provenance.USER}
 
 def rendered_tail(chat, messages):
     """The text that the template writes behind the stub turn, contents as they are."""
-    stub = chat._stub_for(messages)
+    stub = chat._contexts.stub_for(messages)
     answers = stub.answers_to(messages)
-    whole = chat._render_plain([*stub.before(answers), *answers], True)
+    whole = chat._renderer.text([*stub.before(answers), *answers], generate=True)
     _, found, after = whole.partition(ANCHOR)
     assert found
     return after.partition(chat._turns.end(stub, messages[0]["role"]).text)[2]
 
 
 def rendered_ids(chat, messages):
-    return chat._labelled.ids(rendered_tail(chat, messages))
+    return chat._turns.answered.encoder.ids(rendered_tail(chat, messages))
 
 
 def ids_of(runs):
@@ -143,7 +144,8 @@ def test_what_is_filled_in_is_what_is_rendered(name, texts, role):
     assert chat.tokenizer.decode(ids_of(runs)) == chat.tokenizer.decode(rendered_ids(chat, messages))
     if not any(token in text for token in chat.control_tokens for text in texts):
         assert ids_of(runs) == rendered_ids(chat, messages)
-    found = chat._continuations.find(chat._stub_for(messages).answers_to(messages), (chat._stub_for(messages).value,))
+    stub = chat._contexts.stub_for(messages)
+    found = chat._contexts.continuations.find(stub.answers_to(messages), (stub.value,))
     if found is not None:
         made, contents = found
         assert made.runs(contents) == made.encoder.runs(*made._filled(made.parts, contents))
@@ -162,7 +164,8 @@ def test_prompts_that_are_filled_in_are_those_that_are_rendered(name, texts):
             )
         except Exception:
             continue
-        form, contents = chat._forms.find(messages, (str(tools),), tools=tools) or (None, [])
+        chat._prompts.forms.find(messages, (str(tools),), tools=tools)  # traced when it comes again
+        form, contents = chat._prompts.forms.find(messages, (str(tools),), tools=tools) or (None, [])
         assert form is None or form.filled(contents) == whole
         assert chat.initial_ids(messages, tools) == chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
 
@@ -174,11 +177,33 @@ def test_families_are_not_rendered_twice(name, monkeypatch):
     ids = "functions.add:0" if name == "kimi" else "abcdefgh0"
     for round in range(3):
         if round == 2:
-            monkeypatch.setattr(ChatTemplate, "_render", None)
+            monkeypatch.setattr(Renderer, "text", None)
         message = {"role": "tool", "content": f"1{round} apples", "tool_call_id": f"{ids[:-1]}{round}"}
         assert chat.context_ids([message])
         assert chat.context_ids([{key: message[key] for key in ("role", "content")}])
         assert chat.initial_ids([{"role": "user", "content": f"1 + {round}?"}], TOOLS)
+
+
+def test_a_prompts_shape_is_traced_when_it_comes_again(monkeypatch):
+    """Where every row has tools of its own, a trace would cost several renderings and never be used."""
+    chat = ChatTemplate(family("qwen"))
+    traced = []
+    trace = Tracer.trace
+    monkeypatch.setattr(Tracer, "trace", lambda *given: traced.append(1) or trace(*given))
+
+    def prompt(number, text):
+        function = TOOLS[0]["function"] | {"name": f"tool{number}"}
+        return chat.initial_ids([{"role": "user", "content": text}], [{"type": "function", "function": function}])
+
+    for number in range(20):
+        prompt(number, "What is 2 + 3?")
+    assert not traced
+    prompt(0, "What is 2 + 3?")  # the very same prompt is remembered as it is
+    assert not traced
+    ids = prompt(0, "What is 7 + 3?")
+    assert traced
+    monkeypatch.setattr(Renderer, "text", None)
+    assert prompt(0, "What is 9 + 3?") != ids
 
 
 def test_questions_send_contents_their_own_way():
@@ -188,7 +213,9 @@ def test_questions_send_contents_their_own_way():
         written = chat.tokenizer.decode(ids_of(chat.context_ids([message])))
         assert written == rendered_tail(chat, [message])
     [known] = [
-        known for key, known in chat._continuations._known._held.items() if key[1:] == ("role", "user", "content")
+        known
+        for key, known in chat._contexts.continuations._known._held.items()
+        if key[1:] == ("role", "user", "content")
     ]
     assert len(known.forms) >= 4
 
@@ -279,21 +306,21 @@ def test_where_a_content_stands_is_known(expression, changes):
 def test_a_form_that_is_wrong_is_not_kept(monkeypatch):
     """Whatever tracing overlooks, the comparison with the template finds."""
     chat = ChatTemplate(tokenizer_with(CHATML.replace("m.content +", "(m.content | replace('é', 'e')) +")))
-    monkeypatch.setitem(forms_module.Tracer.__init__.__globals__["_CHANGES"], "replace", lambda text, *_: text)
-    assert chat._continuations.find([{"role": "user", "content": "x"}], ("an answer",)) is None
-    assert chat._forms.find([{"role": "user", "content": "x"}], ("",)) is None
+    monkeypatch.setitem(symbolic._CHANGES, "replace", lambda text, *_: text)
+    assert chat._contexts.continuations.find([{"role": "user", "content": "x"}], ("an answer",)) is None
+    assert chat._prompts.forms.find([{"role": "user", "content": "x"}], ("",)) is None
 
 
 def test_shapes_and_forms_are_bounded():
     chat = ChatTemplate(family("chatml"))
     for count in range(1, 80):
         chat.context_ids([{"role": "user", "content": "x"}] * count)
-    assert len(chat._continuations._known) == 64
+    assert len(chat._contexts.continuations._known) == 64
     asking = ChatTemplate(MORE["asking"]())
     for number in range(16):
         messages = [{"role": "user", "content": "xy"[number >> place & 1]} for place in range(4)]
         assert ids_of(asking.context_ids(messages)) == rendered_ids(asking, messages)
-    [known] = asking._continuations._known._held.values()
+    [known] = asking._contexts.continuations._known._held.values()
     assert len(known.forms) == known.tried == 8
 
 

@@ -1,5 +1,6 @@
 """Images in conversations: the ids are those of the Hugging Face processor, and nothing but an image has a placeholder."""
 
+import json
 import re
 from types import SimpleNamespace
 
@@ -18,6 +19,7 @@ from vision_stage import (
 
 from etude.chat import ChatTemplate
 from etude.chat.check import check_template
+from etude.chat.contents import plain_message
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.cli.main import cli, run
 from etude.errors import ConfigError, DataError
@@ -77,7 +79,7 @@ def assembled(chat, reader, turns, pictures, tools=None):
         if not ids:
             ids = chat.initial_ids(turn, tools, here)
         else:
-            ids += [each for run, _ in chat.context_ids(turn, after_stop=True, image_tokens=here) for each in run]
+            ids += [each for run, _ in chat.context_ids(turn, image_tokens=here) for each in run]
     return ids
 
 
@@ -119,7 +121,7 @@ def test_the_placeholders_of_a_tools_image_are_the_tools_and_those_of_a_users_th
         {"role": "tool", "content": "x"},
         {"role": "user", "content": [{"type": "text", "text": "y"}, {"type": "image"}, {"type": "image"}]},
     ]
-    runs = CHAT.context_ids(messages, after_stop=True, image_tokens=[2, 1, 3])
+    runs = CHAT.context_ids(messages, image_tokens=[2, 1, 3])
     placed = [(len(ids), provenance) for ids, provenance in runs if NUMBER in ids]
     assert placed == [(2, Provenance.TOOL), (1, Provenance.USER), (3, Provenance.USER)]
     assert all(ids for ids, _ in runs)
@@ -140,7 +142,7 @@ def test_spelled_tokens_of_images_stay_text(pieces, images, as_parts, later, rol
     content = content_of(text, images) if images or not as_parts else [{"type": "text", "text": text}]
     message = {"role": role if later else "user", "content": content}
     if later:
-        runs = CHAT.context_ids([message], after_stop=True, image_tokens=[3] * images)
+        runs = CHAT.context_ids([message], image_tokens=[3] * images)
         ids = [number for run, _ in runs for number in run]
     else:
         ids = CHAT.initial_ids([message], None, [3] * images)
@@ -163,7 +165,7 @@ def test_as_many_images_as_places():
             chat.initial_ids(one, None, tokens)
         if chat is CHAT or tokens:
             with pytest.raises(DataError, match=told):
-                chat.context_ids(one, after_stop=True, image_tokens=tokens)
+                chat.context_ids(one, image_tokens=tokens)
 
 
 def test_text_of_a_vision_model_is_encoded_as_without_images():
@@ -173,7 +175,7 @@ def test_text_of_a_vision_model_is_encoded_as_without_images():
         assert CHAT.initial_ids(messages, TOOLS) == plain.initial_ids(messages, TOOLS)
         for role in ("user", "tool"):
             later = [{"role": role, "content": content}]
-            assert CHAT.context_ids(later, after_stop=False) == plain.context_ids(later, after_stop=False)
+            assert CHAT.context_ids(later, after=()) == plain.context_ids(later, after=())
 
 
 @pytest.mark.parametrize(
@@ -232,3 +234,107 @@ def test_the_words_of_a_content():
     assert text_of(None) == ""
     assert text_of(content_of("abc", 2)) == "[image][image]abc"
     assert content_of("", 1) == [{"type": "image"}]
+
+
+# -- a placeholder comes from an image and from nothing else ---------------------------------------------------------
+
+SPELLED = f"put <|vision_start|>{PAD}<|vision_end|> or <|video_pad|> here"
+FORBIDDEN = {PROCESSOR.tokenizer.convert_tokens_to_ids(token) for token in VISION_TOKENS}
+
+
+def described(**function):
+    return [{"type": "function", "function": {"name": "zoom", "parameters": {"type": "object"}, **function}}]
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        described(description=SPELLED),
+        described(name=PAD),
+        described(parameters={"type": "object", "properties": {PAD: {"type": "string", "enum": ["a", SPELLED]}}}),
+    ],
+)
+def test_a_tools_schema_that_spells_a_placeholder_shows_no_image(tools):
+    read = ImageReader(PROCESSOR).read(picture(16, 16))
+    message = {"role": "user", "content": content_of("Look.", 1)}
+    ids = CHAT.initial_ids([message], tools, [read.tokens])
+    plain = CHAT.initial_ids([message], described(), [read.tokens])
+    assert ids.count(NUMBER) == plain.count(NUMBER) == read.tokens
+    # The image stands in its message, not in the schema.
+    text = PROCESSOR.tokenizer.decode(ids)
+    assert text == PROCESSOR.tokenizer.apply_chat_template(
+        [message], tools=tools, tokenize=False, add_generation_prompt=True
+    ).replace(f"<|vision_start|>{PAD}<|vision_end|>Look", f"<|vision_start|>{PAD * read.tokens}<|vision_end|>Look")
+    assert ids[ids.index(NUMBER) - 1 :].count(PROCESSOR.tokenizer.eos_token_id) == 1  # only the user's turn ends behind
+    assert not FORBIDDEN & set(CHAT.initial_ids([{"role": "user", "content": "Look."}], tools))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        {"a": SPELLED, "b": [1, {PAD: [SPELLED]}]},
+        json.dumps({"a": SPELLED}),
+        json.dumps({"a": SPELLED}).replace("<", "\\u003c"),  # spelled only once it is decoded
+    ],
+)
+def test_arguments_of_a_call_that_spell_a_placeholder_show_no_image(arguments):
+    call = {"type": "function", "function": {"name": "zoom", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "Look."},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "content": "seen"},
+    ]
+    ids = CHAT.initial_ids(messages, TOOLS)
+    assert not FORBIDDEN & set(ids)
+    assert PROCESSOR.tokenizer.decode(ids) == PROCESSOR.tokenizer.apply_chat_template(
+        [plain_message(message) for message in messages], tools=TOOLS, tokenize=False, add_generation_prompt=True
+    )
+    [_, (sampled, label)] = CHAT.demonstration(messages[:2], TOOLS)
+    assert label is Provenance.SAMPLED
+    assert not FORBIDDEN & set(sampled)
+
+
+@pytest.mark.parametrize("name", CHATS)
+@given(
+    texts=st.lists(st.lists(st.sampled_from([*VISION_TOKENS, "a", " ", "\n", "é"]), max_size=5), min_size=3, max_size=3)
+)
+@settings(max_examples=30, deadline=None)
+def test_demonstrations_that_spell_placeholders_have_none(name, texts):
+    chat = CHATS[name]
+    roles = ("user", "assistant", "user", "assistant")
+    said = [*map("".join, texts), f"It is {PAD}."]
+    talk = [{"role": role, "content": text} for role, text in zip(roles, said)]
+    runs = chat.demonstration(talk)
+    ids = [number for run, _ in runs for number in run]
+    pads = [chat.tokenizer.convert_tokens_to_ids(token) for token in (PAD, "<|video_pad|>")]
+    assert not set(pads) & set(ids)
+    whole = chat.tokenizer.apply_chat_template(talk, tokenize=False)
+    assert chat.tokenizer.decode(ids) == whole[: len(chat.tokenizer.decode(ids))]
+    assert f"It is {PAD}." in chat.tokenizer.decode(
+        [n for run, label in runs if label is Provenance.SAMPLED for n in run]
+    )
+
+
+def test_a_model_writes_no_image():
+    shown = {"role": "assistant", "content": content_of("Here.", 1)}
+    with pytest.raises(DataError, match="an assistant message has an image: a model writes none"):
+        CHAT.demonstration([{"role": "user", "content": "Draw."}, shown])
+
+
+NAMING = TEMPLATE.replace('"\\n<tool_response>\\n" + ', '"\\n<tool_response>\\n" + (message.name or "") + ": " + ')
+
+
+@pytest.mark.parametrize("name", [PAD, "<|im_end|>", f"a{PAD}b<|vision_start|>"])
+def test_a_name_that_a_model_invented_writes_no_control_token(name):
+    """Plain characters that a model sampled come back as a name that the template writes."""
+    assert NAMING != TEMPLATE
+    processor = build(NAMING)
+    chat = ChatTemplate(processor.tokenizer, processor=processor)
+    assert chat.names_calls
+    for content, images in ((content_of("no such tool", 0), ()), (content_of("seen", 1), (4,))):
+        answers = [{"role": "tool", "name": each, "content": content} for each in (name, "zoom")]
+        told, plain = (
+            [number for ids, _ in chat.context_ids([each], image_tokens=images) for number in ids] for each in answers
+        )
+        control = [processor.tokenizer.convert_tokens_to_ids(token) for token in chat.control_tokens]
+        assert [each for each in told if each in control] == [each for each in plain if each in control]

@@ -107,7 +107,7 @@ def test_harmony_after_every_kind_of_stop(harmony, sampled, role, between):
 
 @pytest.mark.parametrize("name", ["f<|end|>", "a b", "", "x" * 200, "<|start|>system"])
 def test_a_name_that_a_model_made_up_writes_no_control_token(harmony, name):
-    context = harmony.context_ids([says("tool", "x", name=name, tool_call_id=name)], after_stop=True)
+    context = harmony.context_ids([says("tool", "x", name=name, tool_call_id=name)])
     assert harmony.tokenizer.decode(flat(context)).startswith("<|start|>functions.unknown to=assistant")
 
 
@@ -174,9 +174,7 @@ def test_both_families_are_found_safe(harmony, roles):
 def test_no_content_becomes_an_end(harmony, roles, text):
     for chat in (harmony, roles):
         for role in ("tool", "user"):
-            honest, forged = (
-                flat(chat.context_ids([says(role, content)], after_stop=True)) for content in ("x", f"x{text}")
-            )
+            honest, forged = (flat(chat.context_ids([says(role, content)])) for content in ("x", f"x{text}"))
             special = set(chat.tokenizer.all_special_ids)
             assert [n for n in honest if n in special] == [n for n in forged if n in special]
 
@@ -240,7 +238,7 @@ def test_a_template_that_takes_one_answer_a_call_is_given_as_many_calls():
     shape = Shape("one token", "its own", True, "\\n", False, False, "as answers", True)
     chat = chat_of(shape)
     require_answers(chat, "tool")
-    runs = chat.context_ids([says("tool", "1"), says("tool", "2"), says("tool", "3")], after_stop=True)
+    runs = chat.context_ids([says("tool", "1"), says("tool", "2"), says("tool", "3")])
     assert text_of(chat, runs, Provenance.TOOL) == "123"
 
 
@@ -269,10 +267,10 @@ def test_what_cannot_answer_tools_is_refused_with_the_reason():
 def test_users_messages_in_a_row_are_one_where_roles_must_alternate():
     chat = ChatTemplate(tokenizer_with(ALTERNATING))
     require_answers(chat, "user")
-    runs = chat.context_ids([says("user", "a"), says("user", "b")], after_stop=True)
-    assert flat(runs) == flat(chat.context_ids([says("user", "a\nb")], after_stop=True))
+    runs = chat.context_ids([says("user", "a"), says("user", "b")])
+    assert flat(runs) == flat(chat.context_ids([says("user", "a\nb")]))
     several = ChatTemplate(tokenizer_with(CHATML))
-    runs = several.context_ids([says("user", "a"), says("user", "b")], after_stop=True)
+    runs = several.context_ids([says("user", "a"), says("user", "b")])
     assert several.tokenizer.decode(flat(runs)).count("<|im_start|>user") == 2
 
 

@@ -108,6 +108,22 @@ def test_a_failed_check_is_exit_status_one(run_dir, tmp_path, capsys):
     assert "✗ the mask is 1" in capsys.readouterr().out
 
 
+def test_the_model_is_loaded_once_for_all_sequences(run_dir, tmp_path, monkeypatch, capsys):
+    import etude.models
+
+    loads, load = [], etude.models.load_causal_lm
+    monkeypatch.setattr(
+        etude.models, "load_causal_lm", lambda folder, **more: loads.append(folder) or load(folder, **more)
+    )
+    record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
+    dump = tmp_path / "1.jsonl"
+    dump.write_bytes(json_line(record | {"earlier": [record, record]}))
+    weights = run_dir / "global_step_1" / "actor" / "huggingface"
+    run(cli, ["explain", str(dump), "--no-tokens", "--model", str(weights)])
+    assert capsys.readouterr().out.count("a full forward pass gives") == 3
+    assert loads == [weights]
+
+
 def test_a_row_that_is_not_there_is_one_line(run_dir, tmp_path):
     with pytest.raises(DataError, match="has no row 99; its rows are numbered from 0 to 7"):
         read_row(run_dir / "rollouts" / "2.jsonl", 99)

@@ -3,6 +3,7 @@
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -145,6 +146,23 @@ def test_ctrl_c_records_what_is_open_and_idle_sessions_end_by_themselves(model, 
         status = gateway.end(signal.SIGINT)
     assert status == 130
     assert len(list(read_rollouts(gateway.record))) == 2
+
+
+def test_a_second_ctrl_c_loses_no_session(model, tmp_path):
+    gateway = Gateway(model, tmp_path)
+    headers = "Host: x\r\nAuthorization: Bearer secret\r\nContent-Length: 9\r\n"
+    head = f"POST /s/late/v1/chat/completions HTTP/1.1\r\n{headers}\r\n"
+    with socket.create_connection(("127.0.0.1", int(gateway.url.rpartition(":")[2]))) as unfinished:
+        try:
+            gateway.client("/s/open/v1").chat.completions.create(model="m", messages=[USER], max_tokens=3)
+            unfinished.sendall(head.encode())
+            time.sleep(0.2)
+            gateway.process.send_signal(signal.SIGINT)  # waits for the request
+            time.sleep(0.3)
+        finally:
+            status = gateway.end(signal.SIGINT)
+    assert status == 130
+    assert list(gateway.records()) == ["open"]
 
 
 def test_wrong_arguments_are_one_line(model, tmp_path, capsys):

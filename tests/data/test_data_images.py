@@ -1,10 +1,13 @@
 """Rows with images: every place has its picture, prompts are measured with them, and nothing of them stays in memory."""
 
 import base64
+import copy
+import errno
 import gc
 import io
 import json
 import os
+import pickle
 
 import pytest
 from hypothesis import given
@@ -273,6 +276,40 @@ def test_a_full_disk_is_said(monkeypatch):
     os.ftruncate(blobs._file, 100)
     with pytest.raises(DataError, match="was cut"):
         blobs.restored(place)
+
+
+def test_a_file_is_of_one_object_alone():
+    """A copy would close the file of the first, or read from another's."""
+    blobs = Blobs()
+    assert copy.deepcopy(blobs).restored(b"x") == b"x"  # there is nothing to share yet
+    place = blobs.kept(bytes(5000))
+    for duplicate in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(TypeError, match="cannot be copied or pickled"):
+            duplicate(blobs)
+    gc.collect()
+    assert blobs.restored(place) == bytes(5000)
+
+
+def test_what_the_system_cannot_open_is_named_with_its_row(tmp_path, monkeypatch):
+    picture(16, 16).save(tmp_path / "a.png")
+    path = lines(tmp_path / "x.jsonl", a_row(images=["a.png"]))
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("PIL.Image.open", refuse)
+    with pytest.raises(DataError, match=r"x\.jsonl:1: image .*a\.png: cannot be read now: .*Too many open files"):
+        dataset(path)
+
+
+def test_a_turned_photograph_is_measured_as_it_is_shown(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    picture(48, 16).save(tmp_path / "a.jpg", exif=exif)
+    [item] = dataset(lines(tmp_path / "x.jsonl", a_row(images=["a.jpg"])))
+    image = READER.read(load_image(item["images"][0], 10**6))
+    assert image.grid[1] > image.grid[2]  # it stands upright
+    assert item["full_prompts"].count("<|image_pad|>") == image.tokens
 
 
 def test_a_data_set_holds_no_pictures(tmp_path):

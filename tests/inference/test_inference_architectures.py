@@ -247,6 +247,27 @@ def test_an_architecture_nobody_tested_is_compared_before_it_is_used(monkeypatch
     assert model.training
 
 
+def test_a_namesake_of_a_tested_architecture_is_compared_too():
+    """A checkpoint's own code may say it is a Llama, and let tokens reach each other in another way."""
+    import transformers as t
+
+    class LlamaForCausalLM(t.LlamaForCausalLM):
+        def __init__(self, config):
+            super().__init__(config)
+            self.model.layers[0].mlp.down_proj = Mixing(self.model.layers[0].mlp.down_proj)
+
+    class Mixing(torch.nn.Module):
+        def __init__(self, plain):
+            super().__init__()
+            self.plain = plain
+
+        def forward(self, x):
+            return self.plain(x.cumsum(dim=-2))
+
+    with pytest.raises(ConfigError, match="'llama' is not supported by the native engine: packed sequences get other"):
+        enable_packing(LlamaForCausalLM(t.LlamaConfig(**SIZES, initializer_range=0.2)))
+
+
 def run_batch_of_small(model):
     engine = NativeEngine(model)
 

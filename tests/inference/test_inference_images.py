@@ -370,6 +370,21 @@ def test_images_that_do_not_fit_their_placeholders_are_a_data_error_and_the_engi
     assert talk.error(model) <= TOLERANCE
 
 
+def test_nobody_waits_behind_a_refused_request():
+    """In deterministic mode requests wait until every open trajectory has asked: a refused one must not stay open."""
+    model, processor = STAGES["qwen2_vl"]
+    engine = NativeEngine(model, NativeEngineOptions(deterministic=True))
+
+    async def main():
+        with pytest.raises(DataError, match="1 image placeholders"):
+            await engine.generate("bad", [1, 2, processor.image_token_id], SamplingParams(max_tokens=3))
+        with pytest.raises(ConfigError, match="stop texts need a tokenizer"):
+            await engine.generate("bad", [1, 2], SamplingParams(max_tokens=3, stop=("x",)))
+        return await asyncio.wait_for(engine.generate("good", [1, 2, 3], SamplingParams(max_tokens=3)), 60)
+
+    assert len(asyncio.run(main()).token_ids) == 3
+
+
 def test_a_text_model_is_shown_no_images(model, stage):
     shown = [image(stage[1])]
     with pytest.raises(ConfigError, match="model type 'qwen3' reads text only: it cannot be shown images"):

@@ -92,12 +92,71 @@ def reactivated(model):
     model.config.hidden_act = "gelu"
 
 
-@pytest.mark.parametrize("change", [adapted, hooked, renormed, halved, reactivated])
+def namesake(part, **methods):
+    """Makes `part` one of a class of the same name, as the code beside a checkpoint has it."""
+    own = type(part)
+    part.__class__ = type(own.__name__, (own,), {"__module__": "transformers_modules.fork.modeling", **methods})
+
+
+def forked(model):
+    mlp = model.model.layers[0].mlp
+    plain = type(mlp).forward
+    namesake(mlp, forward=lambda self, x: plain(self, x) * 2)
+
+
+def forked_whole(model):
+    namesake(model)
+
+
+def forked_layer(model):
+    namesake(model.model.layers[2])
+
+
+def reembedded(model):
+    namesake(model.model.rotary_emb)
+
+
+def patched(model):
+    mlp = model.model.layers[1].mlp
+    plain = mlp.forward
+    mlp.forward = lambda x: plain(x) * 2
+
+
+def partly_halved(model):
+    model.model.layers[1].mlp.down_proj.to(torch.bfloat16)
+
+
+CHANGES = [adapted, hooked, renormed, halved, reactivated, forked, forked_whole, forked_layer, reembedded, patched]
+CHANGES += [partly_halved]
+
+
+@pytest.mark.parametrize("change", CHANGES)
 def test_a_model_that_is_another_is_left_to_transformers(change):
     model = tiny("qwen3")
-    assert PlainDecoder.of(model) is not None
+    decoder = PlainDecoder.of(model)
+    assert decoder is not None
+    assert decoder.is_current()
     change(model)
     assert PlainDecoder.of(model) is None
+    assert not decoder.is_current()
+
+
+def test_a_module_replaced_by_its_like_is_found():
+    model = tiny("llama")
+    decoder = PlainDecoder.of(model)
+    model.model.layers[0].mlp.up_proj = nn.Linear(32, 48, bias=False)
+    assert not decoder.is_current()
+    ours, theirs = both(model)  # one that is made now has it
+    assert float((ours - theirs).abs().max()) <= 2e-5 * float(theirs.abs().max())
+
+
+def test_what_no_name_tells_is_found_by_comparing():
+    """Here, a norm whose own number is another than the configuration's."""
+    model = tiny("qwen2").train()
+    assert PlainDecoder.of(model) is not None
+    model.model.layers[1].input_layernorm.variance_epsilon = 0.5
+    assert PlainDecoder.of(model) is None
+    assert model.training
 
 
 @pytest.mark.parametrize("architecture", ["gemma", "gemma2", "gemma3_text"])

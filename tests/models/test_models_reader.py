@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
 from vision_stage import build_vision_stage, picture
 
 from etude.errors import ConfigError, DataError
@@ -31,6 +32,20 @@ def test_equal_pictures_are_one_object_and_others_are_not():
     assert reader.read(picture(16, 24, seed=2)).digest != first.digest
     turned = picture(24, 16, seed=1)  # the same bytes in another shape
     assert reader.read(turned).digest != first.digest
+
+
+def test_what_is_in_rgb_is_not_copied(monkeypatch):
+    rgb, grey = picture(16, 24, seed=1), picture(16, 24, seed=1).convert("L")
+    as_rgb = grey.convert("RGB")
+    converted, original = [], Image.Image.convert
+    monkeypatch.setattr(
+        Image.Image, "convert", lambda self, mode, **more: converted.append(self.size) or original(self, mode, **more)
+    )
+    reader = ImageReader(PROCESSOR)
+    assert reader.read(rgb) is reader.read_file(b"a", lambda: rgb)
+    assert rgb.size not in converted
+    assert reader.read(grey) is reader.read(as_rgb)
+    assert converted == [grey.size]
 
 
 def test_what_is_remembered_is_bounded():

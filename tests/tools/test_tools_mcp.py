@@ -2,6 +2,7 @@
 
 import asyncio
 import base64
+import errno
 import io
 import os
 import sys
@@ -446,7 +447,26 @@ def test_an_answer_of_many_images_and_one_of_nothing():
     response = read_content([image] * 40)
     assert len(response.image) == 32
     assert response.text.count("more than 32 images") == 8
+    large = mcp_types.ImageContent(type="image", data=png(6000, 6000), mime_type="image/png")
+    response = read_content([large, large, image])  # 36 million pixels each
+    assert [picture.size for picture in response.image] == [(6000, 6000), (1, 1)]
+    assert "[image/png, not shown: an image of 6000 x 6000 pixels, and one answer's images have" in response.text
     assert read_content([]).is_empty()
+
+
+def test_a_malformed_image_is_told_and_a_machine_that_cannot_read_is_infrastructure(monkeypatch):
+    held = io.BytesIO()
+    PIL.Image.new("L", (24, 18)).save(held, "TIFF")
+    data = held.getvalue().replace(b"\x11\x01\x04\x00", b"\x11\x01\x0c\x00", 1)  # its offsets as float64
+    broken = mcp_types.ImageContent(type="image", data=base64.b64encode(data).decode(), mime_type="image/tiff")
+    assert read_content([broken]).text.startswith("[image/tiff, not shown: ")
+
+    def refuse(*_args, **_kwargs):
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    monkeypatch.setattr("PIL.Image.open", refuse)
+    with pytest.raises(InfrastructureError, match=r"cannot be read now: .*Too many open files"):
+        read_content([broken])
 
 
 def test_a_retry_reconnects(tmp_path):

@@ -19,6 +19,7 @@ from etude.trainer.dumps import (
     json_safe,
     read_rollouts,
     rollout_record,
+    sequence_record,
     trajectory_from_record,
     write_rollouts,
 )
@@ -125,6 +126,14 @@ def test_a_record_is_enough_to_replay_and_rescore() -> None:
     assert trajectory_from_record(record).token_level_scores() == trajectory.token_level_scores()
 
 
+def test_what_one_reads_by_eye_comes_first_and_once() -> None:
+    earlier = sequence_record(example(), input="q0", output="a0")
+    record = rollout_record(example(), ROW, step=3, input="q", output="a", score=None, earlier=[earlier])
+    assert list(record)[:5] == ["input", "output", "gts", "score", "step"]
+    assert record["earlier"] == [earlier]
+    assert json_line(record).count(b'"input"') == 2  # its own, and the earlier sequence's
+
+
 def test_the_plain_record_of_a_trajectory_is_read_too() -> None:
     trajectory = example()
     assert trajectory_from_record(trajectory.to_record()).segments == trajectory.segments
@@ -153,6 +162,14 @@ def test_log_probs_that_are_not_finite_come_back_as_nan() -> None:
     back = trajectory_from_record(strict(json_line(trajectory.to_record())))
     assert math.isnan(back.segments[0].log_probs[0])
     assert back.segments[0].log_probs[1] == -1.0
+
+
+def test_rewards_that_are_not_finite_come_back_as_documented() -> None:
+    trajectory = Trajectory("r", [1], rewards=Rewards([(0, "t", math.nan)], {"t": math.inf}, math.nan))
+    back = trajectory_from_record(strict(json_line(trajectory.to_record()))).rewards
+    assert math.isnan(back.steps[0][2])
+    assert math.isnan(back.final["t"])
+    assert back.score is None
 
 
 class Colour(Enum):

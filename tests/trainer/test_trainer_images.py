@@ -14,7 +14,7 @@ from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import read_rows, write_parquet
 from etude.data.prepare import pictures as task
-from etude.errors import DataError
+from etude.errors import ConfigError, DataError
 from etude.models import ImageReader, load_causal_lm, load_processor
 from etude.tools.builtin.image_zoom import crop_box
 from etude.tools.builtin.images import load_image
@@ -319,3 +319,19 @@ def test_the_example(stage, tmp_path, monkeypatch):
     records = list(read_rollouts(tmp_path / "rollouts" / "1.jsonl"))
     assert len(records) == 32
     assert max(len(record["images"]) for record in records) >= 2
+
+
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("vllm", "server_urls=[http://127.0.0.1:9]"),
+        ("sglang", "server_urls=[http://127.0.0.1:9]"),
+        ("openai", "server_urls=[http://127.0.0.1:9/v1]"),
+    ],
+)
+def test_an_engine_that_takes_text_only_is_refused_at_start_up(stage, tmp_path, name, more):
+    """Also where no row has an image: such an engine samples placeholders."""
+    rollout = "actor_rollout_ref.rollout"
+    message = rf"{rollout}\.name={name} takes text only, .* which needs {rollout}\.name=native"
+    with pytest.raises(ConfigError, match=message):
+        prepare(stage.config(tmp_path, f"{rollout}.name={name}", f"{rollout}.{more}"))

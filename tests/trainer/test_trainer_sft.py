@@ -1,16 +1,18 @@
 """Supervised fine-tuning: what is learned, the wished window of success, and what it leaves behind."""
 
+import json
 import signal
 
 import pytest
 from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps
 from safetensors.torch import load_file
 from trainer_tools import Moody
+from vision_stage import save_vision_model
 
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import write_parquet
-from etude.errors import EtudeError
+from etude.errors import DataError, EtudeError
 from etude.models import load_causal_lm, load_tokenizer
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
@@ -149,3 +151,52 @@ def test_a_snapshot_every_few_steps(tiny, tmp_path, monkeypatch):
     monkeypatch.setattr(SFTTrainer, "_write", lambda self, folder: written.append(folder) or write(self, folder))
     fine_tune(config(tiny, tmp_path, "trainer.save_freq=2"))
     assert len(written) == 2  # after step 2, and at the end
+
+
+def demonstration(question, answer, **more):
+    return {"messages": [{"role": "user", "content": question}, {"role": "assistant", "content": answer}], **more}
+
+
+def vision_config(folder, rows):
+    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return compose(
+        "sft",
+        [
+            f"data.train_files={folder}/rows.jsonl",
+            "data.train_batch_size=2",
+            "data.max_length=900",
+            f"model.path={save_vision_model('qwen2_5_vl', folder / 'model')}",
+            f"trainer.default_local_dir={folder}/run",
+            "trainer.total_training_steps=1",
+            "trainer.num_threads=1",
+            "trainer.device=cpu",
+            "trainer.logger=[jsonl]",
+        ],
+        root="sft",
+    )
+
+
+def test_demonstrations_that_spell_a_placeholder_are_learned_as_text(tmp_path):
+    spelled = "<|vision_start|><|image_pad|><|vision_end|> <|video_pad|>"
+    tool = {"type": "function", "function": {"name": "look", "description": spelled, "parameters": {"type": "object"}}}
+    rows = [
+        demonstration(f"What does {spelled} mean?", "A picture.", tools=[tool]),
+        demonstration("Which token is it?", f"It is {spelled}."),
+    ]
+    settings = vision_config(tmp_path, rows)
+    trainer = SFTTrainer(settings)
+    pads = {trainer.tokenizer.convert_tokens_to_ids(token) for token in ("<|image_pad|>", "<|video_pad|>")}
+    for row, count in zip(trainer.examples, (2, 1)):
+        ids = [number for run, _ in row["demonstration"] for number in run]
+        assert not pads & set(ids)
+        assert trainer.tokenizer.decode(ids).count(spelled) == count
+    load_causal_lm(fine_tune(settings))
+    assert metrics(tmp_path / "run")[-1]["sft/loss"] > 0
+
+
+def test_a_demonstration_that_is_no_conversation_is_named(tiny, tmp_path):
+    twice = {"role": "assistant", "content": "Yes."}
+    rows = [demonstration("Hi.", "Yes."), {"messages": [{"role": "user", "content": "Hi."}, twice, twice]}]
+    path = write_parquet(rows, tmp_path / "twice.parquet")
+    with pytest.raises(DataError, match=r"twice\.parquet: row 1: .*assistant"):
+        SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={path}"))

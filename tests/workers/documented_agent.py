@@ -140,7 +140,7 @@ class MyToolAgentLoop(AgentLoopBase):
             await tool.release(instance_id)
             agent_data.tool_rewards.append(reward)
             messages.append({"role": "tool", "content": response.text[: self.max_tool_response_length]})
-        for ids, _ in self.chat.context_ids(messages, after_stop=True):
+        for ids, _ in self.chat.context_ids(messages):
             agent_data.prompt_ids += ids
             agent_data.response_mask += [0] * len(ids)
         agent_data.user_turns += 1

@@ -7,11 +7,12 @@ import pytest
 import torch
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
+from vision_stage import build_vision_stage
 from workers_stage import learnable, policy, prompts, roles
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
-from etude.workers.engine_link import WeightSyncError, _memory_folder
+from etude.workers.engine_link import WeightSyncError, _memory_folder, build_engine
 
 
 @pytest.fixture
@@ -186,3 +187,10 @@ def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
     for name in ("server_timeout", "weight_sync_timeout", "weight_probe_tolerance"):
         with pytest.raises(ConfigError, match=rf"rollout\.{name} must be a positive number"):
             roles("nowhere", rollout={name: 0.0})
+
+
+def test_a_vision_model_and_an_engine_that_takes_text_only_are_refused_together():
+    model, processor = build_vision_stage("qwen3_vl")
+    options = roles("unused", rollout={"name": "sglang", "server_urls": ["http://127.0.0.1:9"]})
+    with pytest.raises(ConfigError, match="name=sglang takes text only"):
+        build_engine(options, model, processor.tokenizer)

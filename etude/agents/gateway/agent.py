@@ -12,16 +12,18 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import inspect
 import json
 import os
+import shutil
 import signal
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from etude.agents.gateway.clients import Clients
-from etude.bounded import BlockingCalls, uninterrupted
+from etude.bounded import BlockingCalls, ended, settle, uninterrupted
 from etude.errors import ConfigError, EtudeError
 from etude.registry import did_you_mean
 
@@ -29,6 +31,9 @@ MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
 _MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
+_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # this machine's trouble, not the command's
+_LOOK_SECONDS = 0.2
+_DRAIN_SECONDS = 1.0
 _threads = BlockingCalls(
     "etude-agent", limit=1 << 14
 )  # one that waits for a thread would hold up a deterministic engine
@@ -95,41 +100,57 @@ def _wanted(function: Callable[..., Any], name: str) -> list[str]:
     return wanted
 
 
+class CommandFailed(EtudeError):
+    """An agent's program ended with another status than 0."""
+
+
 class CommandAgent:
     """A program: the row as JSON on its stdin, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. A last
-    line of its stdout that is a number is the reward."""
+    line of its stdout that is a number is the reward. What it started ends with it.
+
+    Raises:
+        ConfigError: there is no such program.
+    """
 
     def __init__(self, command: Sequence[str]) -> None:
         if not command:
             raise ConfigError("an agent's command must have at least one word")
         self._command = list(command)
         self.name = command[0]
+        if shutil.which(self.name) is None:
+            raise ConfigError(
+                f"agent '{self.name}' cannot be started: there is no such program, or it is not executable"
+            )
 
     async def run(self, endpoint: Endpoint, row: Mapping[str, Any]) -> Any:
         """See `Agent.run`.
 
         Raises:
-            EtudeError: the program cannot be started, or ends with another status than 0.
+            EtudeError: the program cannot be started.
+            CommandFailed: it ends with another status than 0.
         """
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
+        text = json.dumps(dict(row), default=repr).encode()
         pipe = asyncio.subprocess.PIPE
         try:
             process = await asyncio.create_subprocess_exec(
                 *self._command, stdin=pipe, stdout=pipe, stderr=pipe, env=environment, start_new_session=True
             )
-        except (FileNotFoundError, PermissionError) as error:
+        except OSError as error:
+            if error.errno in _SCARCE:
+                raise
             raise EtudeError(f"agent '{self.name}' cannot be started: {error}") from error
+        out, err = _Tail(process.stdout), _Tail(process.stderr)
+        pipes = {asyncio.ensure_future(work) for work in (_fed(process, text), out.read(), err.read())}
         try:
-            text = json.dumps(dict(row), default=repr).encode()
-            _, out, err = await asyncio.gather(_fed(process, text), _tail(process.stdout), _tail(process.stderr))
-            status = await process.wait()
+            status = await _status(process)
         finally:
-            await uninterrupted(_ended(process))
+            await uninterrupted(_ended(process, pipes))
         if status != 0:
-            said = " ".join(err.decode("utf-8", "replace").split())[-500:]
-            raise EtudeError(f"agent '{self.name}' ended with status {status}: {said or '(it said nothing)'}")
-        return _number(out)
+            said = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(it said nothing)'}")
+        return _number(out.kept)
 
 
 async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
@@ -140,19 +161,39 @@ async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
     process.stdin.close()
 
 
-async def _tail(stream: asyncio.StreamReader | None) -> bytes:
-    """The last of what comes out."""
-    assert stream is not None
-    kept = b""
-    while piece := await stream.read(_MOST_OUTPUT):
-        kept = (kept + piece)[-_MOST_OUTPUT:]
-    return kept
+class _Tail:
+    """The last of what comes out of a pipe."""
+
+    def __init__(self, stream: asyncio.StreamReader | None) -> None:
+        assert stream is not None
+        self._stream = stream
+        self.kept = b""
+
+    async def read(self) -> None:
+        while piece := await self._stream.read(_MOST_OUTPUT):
+            self.kept = (self.kept + piece)[-_MOST_OUTPUT:]
 
 
-async def _ended(process: asyncio.subprocess.Process) -> None:
+async def _status(process: asyncio.subprocess.Process) -> int:
+    """As `process.wait()`, which on some versions of Python waits for the pipes, too."""
+    waiting = asyncio.ensure_future(process.wait())
+    try:
+        while process.returncode is None:
+            await ended(waiting, _LOOK_SECONDS)
+    finally:
+        await settle({waiting})
+    return process.returncode
+
+
+async def _ended(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
+    """Kills the process and what it started, then reads what these left in the pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
+    await _status(process)
+    await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open for ever
+    if not all(pipe.done() for pipe in pipes):
+        await settle(pipes)
+        process._transport.close()  # type: ignore[attr-defined]  # nothing else lets go of pipes that others hold, too
 
 
 def _number(out: bytes) -> float | None:

@@ -1,6 +1,7 @@
 """`Clients`: `openai` clients for the trajectories of one event loop, over shared connection pools.
 
-A pool of its own would cost each trajectory tens of milliseconds of CPU time.
+A pool of its own would cost each trajectory tens of milliseconds of CPU time, most of it to load certificates: these are
+checked as everywhere, since an agent may point a copy of its client at another server (`with_options`).
 
 Invariant: a client knows its trajectory's address and key alone. It repeats nothing by itself: a request that failed is
 either refused for good or the failure of the whole trajectory.
@@ -28,7 +29,7 @@ class Clients:
         import openai
 
         unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # one that waits for a connection may hold up all
-        pool: dict[str, Any] = {"verify": False, "trust_env": False, "limits": unlimited, "timeout": _SECONDS}
+        pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _SECONDS}
         self._pool, self._thread_pool = openai.DefaultAsyncHttpxClient(**pool), openai.DefaultHttpxClient(**pool)
         given: dict[str, Any] = {
             "api_key": "none",

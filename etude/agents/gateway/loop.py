@@ -4,33 +4,31 @@ The agent runs as it is; its base URL leads to a `GatewaySession` of this trajec
 returned, the session's sequences are what is trained on: see `recording`.
 
 How an agent's end is read: it returned → `completed`, or `response_length` where its last turn filled the context. It was
-refused a request for a limit's sake → that limit, whether it returned then or raised. The engine failed it → the trajectory
-is run again, whatever the agent made of that. It raised something else → broken infrastructure if that, or what caused it,
-is a failure of infrastructure or of some other server (a status of 408, 429 or 500 and more); else the user's bug, which
-ends the run.
+refused a request for a limit's sake → that limit, whether it returned then or let the refusal through. The engine failed
+it → the trajectory is run again, whatever the agent made of that; something else of ours failed it, a parser for instance →
+that ends the run. It raised something else → broken infrastructure if that, or what caused it, is (`is_infrastructure`);
+else the user's bug, which ends the run.
 
-Invariant: no trajectory comes of a session in which the engine failed; no request is under way when `run` has returned or
-raised.
+Invariant: no trajectory comes of a session in which the engine, or anything else of ours, failed; no request is under way
+when `run` has returned or raised.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
-from etude.agents.gateway.agent import Agent, CommandAgent, Endpoint, FunctionAgent
+from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
 from etude.agents.gateway.session import GatewaySession
 from etude.agents.options import OpenAIAgentOptions
 from etude.bounded import called, settle
-from etude.errors import ConfigError, EtudeError, InfrastructureError, is_infrastructure, one_line
+from etude.errors import ConfigError, EtudeError, InfrastructureError, http_status, is_infrastructure, one_line
 from etude.inference import SamplingParams
 from etude.registry import import_object
 from etude.rewards.number import as_reward
 from etude.trajectory import AgentLoopOutput, StopReason
-
-_SERVER_FAULTS = (408, 429)
 
 
 @AGENT_LOOPS.register("openai_agent")
@@ -61,7 +59,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`: one output a sequence.
 
         Raises:
-            EtudeError: the agent never asked the policy anything.
+            EtudeError: the agent never asked the policy anything, or nothing that could be answered.
             InfrastructureError: the engine failed.
         """
         from etude.agents.gateway.serving import LocalGateway  # FastAPI: only for those who need it
@@ -77,10 +75,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         trajectories = session.trajectories()
         main = trajectories[-1]
         if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
-            raise EtudeError(
-                f"agent '{self._agent.name}' returned without asking its policy anything: does it use the base URL that "
-                "it was given?"
-            )
+            raise EtudeError(f"agent '{self._agent.name}' {_unanswered(session)}")
         main.rewards.score = reward
         return [trajectory.to_output() for trajectory in trajectories]
 
@@ -96,10 +91,10 @@ class OpenAIAgentLoop(AgentLoopBase):
         try:
             returned = agent.result()
         except Exception as error:
-            if session.refused is not None:
-                return None
             if (cause := broken_by(error)) is not None:
                 raise InfrastructureError(f"agent '{self._agent.name}': {one_line(error)}") from cause
+            if session.refused is not None and _tells_of_refusal(error):
+                return None
             raise
         if returned is None:
             return None
@@ -110,14 +105,14 @@ class OpenAIAgentLoop(AgentLoopBase):
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:
-    """Imports the configured function, if there is one.
+    """Imports the configured function, or looks for the program of the command, if there is one.
 
     Raises:
         ConfigError: it cannot be used.
         MissingExtraError: it wants an `openai` client, and the package is not installed.
     """
-    if options.function is not None:
-        agent_of(options.function, ())
+    if options.function is not None or options.command:
+        agent_of(options.function, options.command)
 
 
 def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) -> Agent:
@@ -137,13 +132,42 @@ def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) 
 
 def broken_by(error: BaseException) -> BaseException | None:
     """What in the chain of an exception's causes is a failure of infrastructure, or of some server, if anything is."""
-    seen: BaseException | None = error
-    while seen is not None and not isinstance(seen, EtudeError):  # which says what the user must change
-        status = getattr(seen, "status_code", None)
-        if is_infrastructure(seen) or (isinstance(status, int) and (status >= 500 or status in _SERVER_FAULTS)):
-            return seen
-        seen = seen.__cause__
+    for each in _chain(error, with_contexts=False):
+        if isinstance(each, EtudeError):  # which says what the user must change
+            return None
+        if is_infrastructure(each):
+            return each
     return None
+
+
+def _tells_of_refusal(error: BaseException) -> bool:
+    """Whether an answer 400 is what ended the agent: its exception, one that it stems from, or what a program made of it."""
+    return isinstance(error, CommandFailed) or any(http_status(each) == 400 for each in _chain(error))
+
+
+def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseException]:
+    """`error`, what it was raised from, the members of a group, and, if so wanted, what was being handled meanwhile."""
+    waiting: list[BaseException | None] = [error]
+    seen: set[int] = set()
+    while waiting:
+        each = waiting.pop()
+        if each is None or id(each) in seen:
+            continue
+        seen.add(id(each))
+        yield each
+        members = getattr(each, "exceptions", ())
+        waiting += [member for member in members if isinstance(member, BaseException)] if _is_group(each) else []
+        waiting += [each.__cause__, each.__context__ if with_contexts else None]
+
+
+def _is_group(error: BaseException) -> bool:
+    return any(each.__name__ == "BaseExceptionGroup" for each in type(error).__mro__)  # builtin from Python 3.11 on
+
+
+def _unanswered(session: GatewaySession) -> str:
+    if session.declined is None:
+        return "returned without asking its policy anything: does it use the base URL that it was given?"
+    return f"returned although none of its requests was answered; the last one was told: {one_line(session.declined)}"
 
 
 def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -4,8 +4,8 @@ Where the messages are those of a recorded turn's history, that turn, and new on
 it. Any other request (edited, shortened, summarised messages, other tools) begins a sequence.
 
 Invariant: a request that continues a turn has that turn's recorded ids for a prompt, and behind them nothing but its new
-messages, encoded by themselves; any other has a prompt of its own. What a tool's message spells out never becomes a control
-token, in either.
+messages, encoded by themselves; any other has a prompt of its own. Whom a tool's message answers is what the request's own
+messages say. What a tool's message spells out never becomes a control token, in either.
 """
 
 from __future__ import annotations
@@ -15,10 +15,12 @@ from dataclasses import dataclass, replace
 from etude.agents.answers import naming
 from etude.agents.base import AgentContext
 from etude.agents.gateway.errors import GatewayError
-from etude.agents.gateway.messages import History, Message
+from etude.agents.gateway.messages import History, Message, answered
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
-from etude.chat.template import Run
+from etude.agents.options import RolloutOptions
+from etude.chat import ChatTemplate
+from etude.chat.labelled import Run
 from etude.errors import ConfigError, DataError, one_line
 from etude.trajectory import Provenance
 
@@ -30,7 +32,7 @@ class Place:
     Attributes:
         parent: the turn that it continues; None at the beginning of a sequence.
         context: what stands between, by provenance; at a beginning the prompt.
-        asked: the messages that are new.
+        asked: the messages that are new, tools' with the identifiers of the recorded calls.
         ids: everything before the first token that is sampled.
         answered: how many of them follow the sequence's first prompt.
         longest: tokens that the whole sequence may have.
@@ -54,43 +56,70 @@ def placed(
     Raises:
         GatewayError: the chat template refuses the messages.
     """
-    assistants = [n for n, message in enumerate(messages) if message["role"] == "assistant"]
-    new = messages[assistants[-1] + 1 :] if assistants else []
-    parent = recording.find(history.keys[assistants[-1]]) if new else None
+    places = answered(messages)
+    start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
+    new, answering = messages[start:], places[start:]
+    parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
     if parent is not None:
-        context = _context_after(parent, new, shared)
+        context = _context_after(parent, new, answering, shared)
         if context is not None:
-            return _measured(parent, context, new, shared)
+            return _measured(parent, context, _with_ids_of(parent, new, answering), shared)
     chat = shared.chat
-    shown = [
-        message | {"content": chat.disarmed(message["content"])} if message["role"] == "tool" else message
-        for message in messages
-    ]
     try:
-        prompt = chat.initial_ids(shown, request.tools or None)
+        prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
     return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, shared)
 
 
-def _context_after(parent: Turn, new: list[Message], shared: AgentContext) -> list[Run] | None:
-    """The ids of new messages behind a turn; None where the template cannot show them there."""
+def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
+    """The messages as a prompt has them: what tools say disarmed, and named where the template writes whom they answer."""
+    shown: list[Message] = []
+    calls: list[Message] = []
+    for message, place in zip(messages, places):
+        if message["role"] == "assistant":
+            calls = message.get("tool_calls", [])
+        if message["role"] == "tool":
+            message = message | {"content": chat.disarmed(message["content"])}
+            if chat.names_calls and place is not None:
+                message = {"name": chat.disarmed(calls[place]["function"]["name"]), **message}
+        shown.append(message)
+    return shown
+
+
+def _with_ids_of(parent: Turn, new: list[Message], answering: list[int | None]) -> list[Message]:
+    calls = parent.message.get("tool_calls", ())
+    return [
+        message if place is None else message | {"tool_call_id": calls[place]["id"]}
+        for message, place in zip(new, answering)
+    ]
+
+
+def _context_after(
+    parent: Turn, new: list[Message], answering: list[int | None], shared: AgentContext
+) -> list[Run] | None:
+    """The ids of new messages behind a turn, whose calls they answer at the positions `answering`; None where the template
+    cannot show them there."""
     chat, parsed = shared.chat, parent.read.parsed
     if parsed.result_tag is None and not chat.answers_tools:
         parsed = replace(parsed, result_tag=shared.parser.result_tag or "tool_response")
-    called = {given["id"]: call for given, call in zip(parent.message.get("tool_calls", ()), parent.read.calls)}
     shown = []
-    for message in new:
+    for message, place in zip(new, answering):
         told = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
-            call = called.get(message.get("tool_call_id"))
+            call = None if place is None else parent.read.calls[place]
             told = parsed.result_message(message["content"], call)
-            told = naming(told, call.name) if call is not None and chat.names_calls else told
+            told = naming(told, message.get("name") if call is None else call.name) if chat.names_calls else told
         shown.append(told)
     try:
         return chat.context_ids(shown, after=parent.read.output.token_ids)
     except ConfigError:
         return None
+
+
+def longest_sequence(options: RolloutOptions) -> int:
+    """Tokens that a sequence may have, from its first prompt's to its last answer's."""
+    return options.max_model_len or options.prompt_length + options.response_length
 
 
 def _measured(parent: Turn | None, context: list[Run], asked: list[Message], shared: AgentContext) -> Place:
@@ -99,6 +128,6 @@ def _measured(parent: Turn | None, context: list[Run], asked: list[Message], sha
     for run, _ in context:
         ids += run
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    longest = options.max_model_len or options.prompt_length + options.response_length
+    longest = longest_sequence(options)
     room = min(options.response_length - answered, longest - len(ids))
     return Place(parent, context, asked, ids, answered, longest, room)

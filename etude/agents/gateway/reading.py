@@ -1,8 +1,8 @@
 """What a client is told of a sampled turn: content, reasoning, calls, and why it ended.
 
 Stop texts and `parallel_tool_calls=false` shorten a turn after it was sampled: it ends with the token that completes the
-stop text, or the first call. Where a turn is cut depends on nothing behind the cut, so what is left is what a policy that
-stops there would have sampled.
+stop text, or the first call, which nothing that follows can change any more. So what is left is what a policy that stops
+there would have sampled. A format that writes several calls as one list or block has no such place: its turn stays whole.
 
 Invariant: the ids that are left begin the sampled ones. A call that cannot be read is in the content, as the model wrote
 it, and in `errors`.
@@ -10,7 +10,7 @@ it, and in `errors`.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, field, replace
 
 from etude.agents.gateway.wire import ChatRequest
@@ -18,10 +18,13 @@ from etude.chat import ParsedResponse, ToolParser
 from etude.inference import TokenOutput
 from etude.schemas import FunctionCall
 
+_PROBE = " ."  # stands for whatever may follow a call
+
 
 @dataclass(frozen=True)
 class ReadTurn:
-    """One choice. `finish_reason` is OpenAI's: stop, length, tool_calls; `errors` has a line for each unreadable call."""
+    """One choice. `finish_reason` is OpenAI's: stop, length, tool_calls; `errors` has a line for each unreadable call, and
+    `unknown` the names of calls that the request has no tool for."""
 
     output: TokenOutput
     content: str
@@ -29,6 +32,7 @@ class ReadTurn:
     reasoning: str = ""
     calls: list[FunctionCall] = field(default_factory=list)
     errors: list[str] = field(default_factory=list)
+    unknown: frozenset[str] = frozenset()
     finish_reason: str = "stop"
 
 
@@ -37,24 +41,38 @@ async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatReques
     text = parser.decode(output.token_ids)
     if found := [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]:
         at, stop = min(found)
-        kept = _fewest(output, lambda ids: stop in parser.decode(ids))
+
+        async def is_complete(ids: list[int]) -> bool:
+            return stop in parser.decode(ids)
+
+        kept = await _fewest(output, is_complete)
         return await _read(parser, _cut(output, kept), request, parser.decode(output.token_ids[:kept])[:at])
     turn = await _read(parser, output, request, text)
     if request.parallel_tool_calls is False and len(turn.calls) > 1:
-        for kept in range(1, len(output.token_ids)):
-            ids = output.token_ids[:kept]
-            alone = await _read(parser, _cut(output, kept), request, parser.decode(ids))
-            if alone.calls == turn.calls[:1] and not alone.errors:
-                return alone
+        return await _first_call_alone(parser, turn, request)
     return turn
 
 
-def _fewest(output: TokenOutput, holds: Callable[[list[int]], bool]) -> int:
+async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest) -> ReadTurn:
+    """The turn up to the end of its first call; all of it where the format cannot be cut there."""
+    first = turn.calls[:1]
+
+    async def is_settled(ids: list[int]) -> bool:
+        parsed = await _parsed(parser, ids, parser.decode(ids) + _PROBE, request)
+        return parsed.calls[:1] == first
+
+    kept = await _fewest(turn.output, is_settled)
+    ids = turn.output.token_ids[:kept]
+    alone = await _read(parser, _cut(turn.output, kept), request, parser.decode(ids))
+    return alone if alone.calls == first and not alone.errors else turn
+
+
+async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
     """The least number of first ids of which `holds` is true; it is of all of them, and stays so once it is."""
     low, high = 1, len(output.token_ids)
     while low < high:
         middle = (low + high) // 2
-        if holds(output.token_ids[:middle]):
+        if await holds(output.token_ids[:middle]):
             high = middle
         else:
             low = middle + 1
@@ -67,9 +85,7 @@ def _cut(output: TokenOutput, kept: int) -> TokenOutput:
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str) -> ReadTurn:
     """`text` is that of the output's ids, or its beginning."""
-    ids_only = type(parser).parse is ToolParser.parse
-    tools = request.tools
-    parsed = await parser.parse_ids(output.token_ids, tools) if ids_only else parser.parse(text, tools)
+    parsed = await _parsed(parser, output.token_ids, text, request)
     turn = ReadTurn(output, parsed.spoken, parsed, parsed.reasoning, finish_reason=_finish(output))
     if not (parsed.calls or parsed.errors):
         return turn
@@ -78,7 +94,18 @@ async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, t
     if parsed.errors:
         turn = replace(turn, content=text.strip(), reasoning="", errors=parsed.errors)
     ends_with_calls = bool(parsed.calls) and turn.finish_reason == "stop"
-    return replace(turn, calls=parsed.calls, finish_reason="tool_calls" if ends_with_calls else turn.finish_reason)
+    known = {tool["function"]["name"] for tool in request.tools or ()}
+    return replace(
+        turn,
+        calls=parsed.calls,
+        unknown=frozenset(call.name for call in parsed.calls) - known,
+        finish_reason="tool_calls" if ends_with_calls else turn.finish_reason,
+    )
+
+
+async def _parsed(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
+    """`text` is that of the ids, its beginning, or more: a parser that reads ids alone is not shown it."""
+    return parser.parse(text, request.tools) if parser.reads_text() else await parser.parse_ids(ids, request.tools)
 
 
 def _finish(output: TokenOutput) -> str:

@@ -13,11 +13,10 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from etude.agents.gateway.messages import Message
+from etude.agents.gateway.messages import Message, answered, likeness
 from etude.agents.gateway.reading import ReadTurn
-from etude.chat.template import Run
+from etude.chat.labelled import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
 
 
@@ -29,7 +28,8 @@ class Turn:
         parent: the turn that it continues; None at a root.
         order: (number of the request, minus the choice's index): turns in time order, a request's first choice last.
         context: what stands before it, behind the parent; at a root the prompt.
-        asked: the messages that are new since the parent; `message` the assistant's own.
+        asked: the messages that are new since the parent, tools' with the identifiers of its calls.
+        message: the assistant's own.
         total, answered: ids of the path to its end; those of them behind the root's prompt.
         out_of_room: it was cut because the context was full.
         drawn: temperature, top_p and top_k; the same along a path.
@@ -83,10 +83,14 @@ class Recording:
         if turn.parent is not None:
             self._continued.add(turn.parent)
 
-    def find(self, key: bytes) -> Turn | None:
-        """The turn that a history ends with; of choices that said the same, one that nothing continues yet."""
+    def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
+        """The turn that a history ends with; of several that said the same, the one whose identifiers and thoughts are those
+        of the history's messages, or else one that nothing continues yet."""
         twins = self._after.get(key, [])
-        return next((turn for turn in twins if turn not in self._continued), twins[0] if twins else None)
+        if len(twins) < 2:
+            return twins[0] if twins else None
+        told = [message for message in reversed(history) if message["role"] == "assistant"]
+        return max(twins, key=lambda turn: (*_alike(turn, told), turn not in self._continued))
 
     @property
     def last(self) -> Turn:
@@ -106,6 +110,12 @@ class Recording:
         place = {turn: number for number, turn in enumerate(self.last.path())}
         main.rewards.steps = [(place.get(turn, len(place) - 1), name, value) for turn, name, value in self.rewards]
         return made[::-1]
+
+
+def _alike(turn: Turn, told: Sequence[Message]) -> tuple[int, ...]:
+    """How much the turns of a path are like the assistant's messages `told`, the last of each first."""
+    pairs = zip(told, reversed(turn.path()))
+    return tuple(sum(agreeing) for agreeing in zip(*(likeness(message, each.message) for message, each in pairs)))
 
 
 def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
@@ -135,12 +145,17 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
 
 def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
     """The calls of a turn with what the agent answered to them, and those that could not be read."""
-    answers: dict[Any, str] = {}
-    for message in following[0].asked if following else ():
-        if message["role"] == "tool":
-            answers[message.get("tool_call_id")] = message["content"]
+    asked = following[0].asked if following else []
+    places = answered([turn.message, *asked])[1:]
+    answers = {place: message["content"] for place, message in zip(places, asked)}
     made = [
-        ToolCallRecord(number, call["function"]["name"], call["function"]["arguments"], answers.get(call["id"], ""))
-        for call in turn.message.get("tool_calls", ())
+        ToolCallRecord(
+            number,
+            call.name,
+            call.arguments,
+            answers.get(place, ""),
+            error="unknown_tool" if call.name in turn.read.unknown else None,
+        )
+        for place, call in enumerate(turn.read.calls)
     ]
     return made + [ToolCallRecord(number, "", "", error, error="malformed") for error in turn.read.errors]

@@ -23,7 +23,7 @@ from etude.agents.gateway.answer import as_events, as_object
 from etude.agents.gateway.errors import GatewayError, error_body
 from etude.agents.gateway.session import GatewaySession
 from etude.agents.gateway.store import SessionStore
-from etude.agents.gateway.wire import read_request
+from etude.agents.gateway.wire import ChatRequest, read_request
 from etude.bounded import settle
 from etude.errors import one_line
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
@@ -31,7 +31,7 @@ from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 logger = logging.getLogger(__name__)
 
 _ABANDONED = 499
-_HALF = re.compile(rb"\\u[dD][89a-fA-F]")  # of a character that is spelled as two
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that is spelled as two
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
@@ -73,8 +73,7 @@ def create_app(
 
 
 def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
-    async def answered(session: GatewaySession, request: Request) -> Response:
-        chat = read_request(await _json(request))
+    async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         completion = await unless_gone(request, session.complete(chat))
         if completion is None:
             return Response(status_code=_ABANDONED)
@@ -84,15 +83,25 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
 
     @app.post("/s/{session}/v1/chat/completions")
     async def complete(session: str, request: Request) -> Response:
-        """One turn of a session."""
-        return await answered(store.get(session, _key(request)), request)
+        """One turn of a session, which begins with its first request that can be read."""
+        key = _key(request)
+        found = None if store.makes(session) else store.get(session, key)
+        try:
+            chat = read_request(await _json(request))
+            found = store.get_or_make(session, key)
+            return await answered(found, chat, request)
+        except GatewayError as error:
+            if found is not None:
+                found.declined = error
+            raise
 
     @app.post("/v1/chat/completions")
     async def complete_alone(request: Request) -> Response:
         """One turn of a session of its own."""
-        session = store.made(f"single-{uuid4().hex}")
+        chat = read_request(await _json(request))
+        session = store.get_or_make(f"single-{uuid4().hex}", "")
         try:
-            return await answered(session, request)
+            return await answered(session, chat, request)
         finally:
             store.end(session)
 
@@ -171,9 +180,12 @@ def _key(request: Request) -> str:
 async def _json(request: Request) -> Any:
     body = await request.body()
     try:
-        value = json.loads(body)
-        if _HALF.search(body):
+        text = body.decode()
+        value = json.loads(text)
+        if _HALF.search(text):
             json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise GatewayError(400, f"the request's body is no UTF-8: {one_line(error, 100)}") from error
     except UnicodeEncodeError as error:
         raise GatewayError(400, "the request holds half a character: a surrogate without the other one") from error
     except (ValueError, RecursionError) as error:

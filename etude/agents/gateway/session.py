@@ -21,7 +21,7 @@ from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
 from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.placing import Place, placed
+from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
@@ -31,6 +31,10 @@ from etude.inference import SamplingParams, TokenOutput
 from etude.rewards.number import as_reward
 from etude.trajectory import StopReason, Trajectory
 
+CHARACTERS_PER_TOKEN = 32
+"""Prompts of more than that, for each token of the context, are refused unread: real text has three or four."""
+MOST_REWARDS = 10_000
+"""Step rewards of a session."""
 _SEEDED = 1 << 40  # draws that a request's seed names lie beyond those that are counted
 _DRAWN = ("temperature", "top_p", "top_k")
 
@@ -41,8 +45,8 @@ class SessionRules:
 
     `own_sampling`: whether a request's temperature, top_p and top_k count, and its seed alone decides what it draws; in
     training the first are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
-    must differ whatever seed the agent sets. `max_n`: choices of a request. `max_turns`: answered requests of a session.
-    `request_seconds`: that one may take; None where the trajectory has a time limit.
+    must differ whatever seed the agent sets. `max_n`: choices of a request. `max_turns`: requests of a session that are
+    answered or under way. `request_seconds`: that one may take; None where the trajectory has a time limit.
     """
 
     own_sampling: bool = False
@@ -81,8 +85,10 @@ class GatewaySession:
         """What kept a request from being answered that was no fault of its own."""
         self.started = self.last_used = time.monotonic()
         self._sampling_now: set[asyncio.Task[TokenOutput]] = set()
+        self.declined: GatewayError | None = None
+        """What the last request that got no answer was told."""
         self._closed = False
-        self._requests = self._answered = 0
+        self._requests = self._answered = self._admitted = 0
 
     @property
     def under_way(self) -> int:
@@ -109,24 +115,37 @@ class GatewaySession:
         """Answers a request.
 
         Raises:
-            GatewayError: it is refused, or the engine failed.
+            GatewayError: it is refused, or the engine or something of ours failed, which `broken` tells then.
         """
+        try:
+            return await self._complete(request)
+        except GatewayError:
+            raise
+        except Exception as error:
+            raise self._failed(error) from error
+
+    async def _complete(self, request: ChatRequest) -> Completion:
         self._check_limits(request)
         messages = plain_messages(request.messages)
+        self._check_characters(messages)
         params = self._params(request)
         history = History(messages, json.dumps([request.tools, _drawn(params)]))
         place = placed(self.recording, messages, history, request, self._context)
         self._check_room(place)
         number = self._requests
         self._requests += 1
+        self._admitted += 1
+        self.refused = None
         started = time.perf_counter()
         try:
             outputs = await self._sample(place, params, request)
             reads = [await read_turn(self._context.parser, output, request) for output in outputs]
         finally:
+            self._admitted -= 1
             self.last_used = time.monotonic()
+        if self._closed:
+            raise self._over()
         seconds = (time.perf_counter() - started) / len(outputs)
-        self.refused = None
         self._answered += 1
         turns = [
             self._record(place, history, read, (number, -choice), _drawn(params), seconds)
@@ -150,6 +169,8 @@ class GatewaySession:
             raise GatewayError(400, one_line(error), param="reward") from error
         if not self.recording.turns:
             raise GatewayError(400, "there is no turn yet that a reward could be for")
+        if len(self.recording.rewards) >= MOST_REWARDS:
+            raise GatewayError(400, f"this session's {MOST_REWARDS} rewards are used up", param="reward")
         self.last_used = time.monotonic()
         self.recording.rewards.append((self.recording.last, name[:100], value))
 
@@ -170,7 +191,7 @@ class GatewaySession:
         if (request.n or 1) > self.rules.max_n:
             raise GatewayError(400, f"n: at most {self.rules.max_n} choices", param="n")
         most = self.rules.max_turns if options.max_assistant_turns is None else options.max_assistant_turns
-        if self._answered >= most:
+        if self._answered + self._admitted >= most:
             raise self._refuse(StopReason.MAX_ASSISTANT_TURNS, f"this session's {most} turns are used up")
         if options.max_seconds is not None and time.monotonic() - self.started >= options.max_seconds:
             raise self._refuse(StopReason.TIME_LIMIT, f"this session's {options.max_seconds:g} seconds have passed")
@@ -195,9 +216,16 @@ class GatewaySession:
         options, first = self._context.options, not self.recording.turns
         least = 1 if first else options.multi_turn.min_answer_tokens
         if place.room < least or (first and len(place.ids) > options.prompt_length):
-            raise self._too_long(len(place.ids), place.longest)
+            raise self._too_long(f"{len(place.ids)}", place.longest)
 
-    def _too_long(self, length: int, longest: int) -> GatewayError:
+    def _check_characters(self, messages: list[Message]) -> None:
+        """Refuses what no tokenizer makes short enough, before one is kept busy with it."""
+        longest = longest_sequence(self._context.options)
+        length = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
+        if length > longest * CHARACTERS_PER_TOKEN:
+            raise self._too_long(f"{length} characters", longest)
+
+    def _too_long(self, length: str, longest: int) -> GatewayError:
         options = self._context.options
         reason = StopReason.RESPONSE_LENGTH if self.recording.turns else StopReason.PROMPT_TOO_LONG
         return self._refuse(
@@ -229,7 +257,7 @@ class GatewaySession:
             await settle(tasks)
             self._sampling_now.difference_update(tasks)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
-            raise self._too_long(len(place.ids), len(place.ids))
+            raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
 
     def _sampled(self, task: asyncio.Task[TokenOutput]) -> TokenOutput:

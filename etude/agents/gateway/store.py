@@ -1,7 +1,7 @@
 """`SessionStore`: the sessions of a server, by name, and who may use them.
 
-Invariant: at most `max_sessions` at once. A session that was made here on a request (`make` is given) ends once, whether
-asked for, idle for `idle_seconds`, or at the server's end; then `on_end` gets it.
+Invariant: at most `max_sessions` at once, those of a single request among them. A session that was made here on a request
+(`make` is given) ends once, whether asked for, idle for `idle_seconds`, or at the server's end; then `on_end` gets it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Entry:
 
 
 class SessionStore:
-    """Sessions are added, or made by `make(name)` when they are first asked for."""
+    """Sessions are added, or made by `make(name)` when something is first asked of their model."""
 
     def __init__(
         self,
@@ -43,10 +43,9 @@ class SessionStore:
     def __len__(self) -> int:
         return len(self._entries)
 
-    @property
-    def makes(self) -> bool:
-        """Whether a session begins with its first request."""
-        return self._make is not None
+    def makes(self, name: str) -> bool:
+        """Whether a session `name` would begin with its first request now."""
+        return self._make is not None and name not in self._entries
 
     def add(self, session: GatewaySession, secret: str | None) -> None:
         """Takes in a session, whose requests must bear `secret`."""
@@ -60,31 +59,36 @@ class SessionStore:
         """The session `name` for a request that bears `key`.
 
         Raises:
-            GatewayError: there is none, the key is not its own, or there are too many.
+            GatewayError: there is none, or the key is not its own.
         """
         entry = self._entries.get(name)
         if entry is None:
-            entry = self._entries[name] = _Entry(self.made(name), None)
+            raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
         if entry.secret is not None and not hmac.compare_digest(key.encode(), entry.secret.encode()):
             raise GatewayError(401, "the API key is not this session's", code="invalid_api_key")
         return entry.session
 
-    def made(self, name: str) -> GatewaySession:
-        """A session that is not among those of the store: for a single request, or about to be taken in.
+    def get_or_make(self, name: str, key: str) -> GatewaySession:
+        """As `get`, or a new session, where they are made here.
 
         Raises:
-            GatewayError: sessions are not made here, or there are too many.
+            GatewayError: as `get`, or the name cannot be one, or there are too many.
         """
-        if self._make is None:
-            raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
+        if self._make is None or name in self._entries:
+            return self.get(name, key)
         if not _NAME.fullmatch(name):
             raise GatewayError(400, "a session's name has up to 128 letters, digits and . _ ~ -", param="session")
         if len(self) >= self.max_sessions:
             raise GatewayError(429, f"all {self.max_sessions} sessions are in use: end some", again=True)
-        return self._make(name)
+        session = self._make(name)
+        self.add(session, None)
+        return session
 
     def end(self, session: GatewaySession) -> None:
-        """Ends a session that was made here."""
+        """Ends a session that was made here, unless it has ended."""
+        entry = self._entries.get(session.name)
+        if entry is None or entry.session is not session:
+            return
         self.remove(session.name)
         session.end()
         if self._on_end is not None:

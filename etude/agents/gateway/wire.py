@@ -2,7 +2,8 @@
 
 Invariant: a request is done as it asks or refused by name. What only hints (`user`, `store` …) is accepted and has no
 effect; what would change the words that come out, and cannot be done here, is refused unless it is set to do nothing. One
-thing is taken for a hint that is none elsewhere: `strict` of a tool, since the policy is there to learn its arguments.
+thing is taken for a hint that is none elsewhere: `strict` of a tool, since the policy is there to learn its arguments. And
+`parallel_tool_calls=false` cannot be kept to where the model's format writes several calls as one list: see `reading`.
 """
 
 from __future__ import annotations
@@ -15,6 +16,8 @@ from etude.agents.gateway.errors import GatewayError
 from etude.registry import did_you_mean
 
 MOST_STOPS = 16
+MOST_NESTED = 64
+"""Levels of a tool's parameters."""
 
 
 class StreamOptions(BaseModel):
@@ -90,6 +93,9 @@ class ChatRequest(BaseModel):
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
                 raise ValueError(f"tool {place} is no function: {{'type': 'function', 'function': {{'name': …}}}}")
+            if not isinstance(function["name"], str):
+                raise ValueError(f"tool {place}: its name must be a text")
+            _check_schema(function.get("parameters"), f"tool {place}: parameters")
         return value
 
     @field_validator("response_format")
@@ -126,6 +132,36 @@ class ChatRequest(BaseModel):
     def reads_calls(self) -> bool:
         """Whether what looks like a tool call is one."""
         return bool(self.tools) and self.tool_choice != "none"
+
+
+def _check_schema(schema: object, where: str, depth: int = 0) -> None:
+    """Checks of a tool's parameters what templates and parsers read."""
+    if schema is None or (depth and isinstance(schema, bool)):  # true is the schema of anything
+        return
+    if not isinstance(schema, dict):
+        raise ValueError(f"{where} must be an object")
+    if depth > MOST_NESTED:
+        raise ValueError(f"a tool's parameters may be nested {MOST_NESTED} deep")
+    kind = schema.get("type")
+    if not (kind is None or isinstance(kind, str) or _is_texts(kind)):
+        raise ValueError(f"{where}.type must be a text or a list of texts")
+    if not (schema.get("required") is None or _is_texts(schema["required"])):
+        raise ValueError(f"{where}.required must be a list of texts")
+    properties = schema.get("properties")
+    if not isinstance(properties, dict | None):
+        raise ValueError(f"{where}.properties must be an object")
+    for name, each in (properties or {}).items():
+        _check_schema(each, f"{where}.properties.{name[:100]}", depth + 1)
+    for key in ("anyOf", "oneOf", "enum"):
+        branches = schema.get(key)
+        if not isinstance(branches, list | None):
+            raise ValueError(f"{where}.{key} must be a list")
+        for place, each in enumerate((branches or ()) if key != "enum" else ()):
+            _check_schema(each, f"{where}.{key}.{place}", depth + 1)
+
+
+def _is_texts(value: object) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
 def read_request(body: object) -> ChatRequest:

@@ -131,7 +131,7 @@ class ToolParser:
         Raises:
             ConfigError: a parser of the user's returned something that is no list of calls.
         """
-        if type(self)._reads_text():
+        if self.reads_text():
             return self.parse(self.decode(response_ids), tools)
         extract: Callable[..., Any] = self.extract_tool_calls
         returned = extract(response_ids, tools) if _takes_tools(extract) else extract(response_ids)
@@ -145,7 +145,7 @@ class ToolParser:
 
     @classmethod
     @functools.cache
-    def _reads_text(cls) -> bool:
+    def reads_text(cls) -> bool:
         """Whether `parse` is what the class, or its nearest base with either method, defines."""
         owner = next(base for base in cls.__mro__ if {"parse", "extract_tool_calls"} & vars(base).keys())
         return "parse" in vars(owner)

@@ -1,13 +1,16 @@
-"""`load_image`, `image_size` and `image_name`: the images that rows and tools name, decoded within limits.
+"""`load_image`, `image_size`, `image_name` and `AnswerImages`: the images that rows and tools name, decoded within limits.
 
 Invariant: nothing is decoded before its kind, its size in bytes and its size in pixels are known to be allowed; an image
-from here is RGB and independent of its file. A file that lies about its size cannot exceed what its header says.
+from here is RGB, upright and independent of its file, whose metadata it leaves behind. A file that lies about its size
+cannot exceed what its header says. Whatever a damaged file makes Pillow raise is a `DataError`; what the system refuses
+(no free file descriptor, a failing disk) says nothing about the file and is infrastructure.
 """
 
 from __future__ import annotations
 
 import base64
 import binascii
+import errno
 import hashlib
 import io
 from collections.abc import Iterator, Mapping
@@ -16,7 +19,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 from urllib.parse import unquote, urlsplit
 
-from etude.errors import DataError, one_line
+from etude.errors import DataError, InfrastructureError, one_line
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -24,27 +27,40 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 64_000_000
 MAX_PIXELS = 50_000_000
-"""Of an image that a model is shown; what a tool opens for itself has the tool's own limit."""
+"""Of an image that a model is shown, and of all images of one answer together (200 MB in Pillow's memory); what a tool opens
+for itself has the tool's own limit."""
+MAX_IMAGES = 32
+"""Of one answer of a tool."""
+
+_ORIENTATION = 0x0112  # the Exif tag
+_FAULTS_OF_THE_FILE = frozenset(
+    {
+        *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG),
+        *(errno.EINVAL, errno.EOVERFLOW),  # the file tells Pillow to seek where nothing can be
+    }
+)
 
 
 def load_image(source: Any, max_pixels: int) -> Image:
-    """The image in `source`: a PIL image, bytes, a path, a `file://` or `data:` address, or `{"bytes"|"path": …}`.
+    """The image in `source`: a PIL image, bytes, a path, a `file://` or `data:` address, or `{"bytes"|"path": …}`; turned
+    as the Exif orientation in its header says.
 
     Raises:
-        DataError: it is none of these, cannot be read, or has more than `max_pixels` pixels.
+        DataError: it is none of these, is broken, or has no pixel or more than `max_pixels`.
+        InfrastructureError: the system cannot read it now.
     """
     with _opened(source, max_pixels) as image:
-        return image.convert("RGB")
+        return _upright(image)
 
 
 def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
     """(width, height) of the same, from the image's header: what follows may still turn out to be broken.
 
     Raises:
-        DataError: as `load_image`.
+        DataError, InfrastructureError: as `load_image`.
     """
     with _opened(source, max_pixels) as image:
-        return image.size
+        return image.size if _orientation(image) < 5 else (image.height, image.width)
 
 
 def image_name(source: Any) -> bytes | None:
@@ -66,24 +82,100 @@ def image_name(source: Any) -> bytes | None:
     return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16, person=b"path").digest()
 
 
+class AnswerImages:
+    """Loads the images of one answer, as long as they are at most `MAX_IMAGES` and have at most `MAX_PIXELS` together."""
+
+    def __init__(self) -> None:
+        self._given = self._pixels = 0
+
+    def load(self, source: Any) -> Image:
+        """The answer's next image.
+
+        Raises:
+            DataError: as `load_image`, or the answer's limits leave no place for it.
+            InfrastructureError: as `load_image`.
+        """
+        self._given += 1
+        if self._given > MAX_IMAGES:
+            raise DataError(f"more than {MAX_IMAGES} images")
+        with _opened(source, MAX_PIXELS) as image:
+            pixels = self._pixels + image.width * image.height
+            if pixels > MAX_PIXELS:
+                raise DataError(
+                    f"an image of {image.width} x {image.height} pixels, and one answer's images have at most {MAX_PIXELS} "
+                    "together"
+                )
+            loaded = _upright(image)
+        self._pixels = pixels
+        return loaded
+
+
+def _upright(image: Image) -> Image:
+    from PIL.Image import Transpose
+
+    turns = {
+        2: Transpose.FLIP_LEFT_RIGHT,
+        3: Transpose.ROTATE_180,
+        4: Transpose.FLIP_TOP_BOTTOM,
+        5: Transpose.TRANSPOSE,
+        6: Transpose.ROTATE_270,
+        7: Transpose.TRANSVERSE,
+        8: Transpose.ROTATE_90,
+    }
+    turn = turns.get(_orientation(image))  # before it is converted: a TIFF file loses it then
+    picture = image.convert("RGB")
+    if turn is not None:
+        picture = picture.transpose(turn)
+    picture.info.clear()  # an orientation that stayed would be followed again
+    return picture
+
+
+def _orientation(image: Image) -> int:
+    """1 to 8, as Exif counts them; 1 where the header has none that can be read, or Pillow itself follows it (TIFF)."""
+    from PIL import Image as pillow
+
+    if image.format == "TIFF":
+        return 1
+    try:
+        found = pillow.Image.getexif(image).get(_ORIENTATION, 1)  # PNG's own `getexif` decodes the image
+    except Exception:  # damaged metadata of an image that may well be whole
+        return 1
+    return found if found in range(1, 9) else 1
+
+
 @contextmanager
 def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
     from PIL import Image as pillow
 
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path") or source.get("image")
-    if isinstance(source, pillow.Image):
-        yield _checked(source, max_pixels)
-        return
     try:
-        with _stream_of(source) as stream, pillow.open(stream, formats=FORMATS) as image:
-            yield _checked(image, max_pixels)
-    except (OSError, SyntaxError, ValueError, EOFError, pillow.DecompressionBombError) as error:
+        if isinstance(source, pillow.Image):
+            yield _checked(source, max_pixels)
+        else:
+            with _stream_of(source) as stream, pillow.open(stream, formats=FORMATS) as image:
+                yield _checked(image, max_pixels)
+    except DataError:
+        raise
+    except pillow.UnidentifiedImageError as error:  # its text has an address in memory: another one in every run
+        raise DataError(f"image {_named(source)}: cannot be read: no image of a known format") from error
+    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+        if _is_the_systems(error):
+            raise InfrastructureError(f"image {_named(source)}: cannot be read now: {one_line(error)}") from error
         raise DataError(f"image {_named(source)}: cannot be read: {one_line(error)}") from error
+
+
+def _is_the_systems(error: Exception) -> bool:
+    """Whether the system is at fault rather than the file; the errors that Pillow makes itself have no `errno`."""
+    if isinstance(error, OSError):
+        return error.errno is not None and error.errno not in _FAULTS_OF_THE_FILE
+    return isinstance(error, MemoryError)
 
 
 def _checked(image: Image, max_pixels: int) -> Image:
     width, height = image.size
+    if not width * height:
+        raise DataError(f"an image of {width} x {height} pixels shows nothing")
     if width * height > max_pixels:
         raise DataError(f"an image of {width} x {height} pixels is larger than the {max_pixels} that are allowed")
     return image
@@ -123,5 +215,9 @@ def _limited(data: bytes, what: str) -> bytes:
 def _named(source: Any) -> str:
     if isinstance(source, bytes | bytearray):
         return f"of {len(source)} bytes"
+    if not isinstance(source, str | Path):
+        return (
+            f"of {source.width} x {source.height} pixels" if hasattr(source, "width") else f"({type(source).__name__})"
+        )
     text = str(source)
     return text if len(text) <= 100 else f"{text[:100]}…"

@@ -18,7 +18,7 @@ from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, DataError, ToolError, one_line
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.builtin.images import load_image
+from etude.tools.builtin.images import AnswerImages
 from etude.tools.builtin.options import ToolOptions, read_options
 from etude.tools.mcp.connection import pool_of
 from etude.tools.mcp.options import McpServer
@@ -28,9 +28,6 @@ from etude.trace import rollout_trace_op
 
 if TYPE_CHECKING:
     from mcp_types import ContentBlock
-
-MAX_IMAGE_PIXELS = 64_000_000  # of one image in an answer; a larger one is named instead of shown
-MAX_IMAGES = 32  # of one answer; more are named
 
 _decoders = BlockingCalls("etude-mcp-images", limit=4)
 
@@ -95,14 +92,22 @@ class MCPBaseTool(BaseTool):
 
 
 def read_content(content: Sequence[ContentBlock]) -> ToolResponse:
-    """Texts joined by newlines, images decoded within limits; anything else is named in the text."""
+    """Texts joined by newlines, images decoded within the limits of an answer; anything else is named in the text.
+
+    Raises:
+        InfrastructureError: the system cannot decode an image now.
+    """
     texts: list[str] = []
     images: list[Any] = []
+    limited = AnswerImages()
     for block in content:
         if block.type == "text":
             texts.append(block.text)
         elif block.type == "image":
-            texts += _take_image(block.data, block.mime_type, images)
+            try:
+                images.append(limited.load(f"data:{block.mime_type};base64,{block.data}"))
+            except DataError as error:
+                texts.append(f"[{block.mime_type}, not shown: {one_line(error, 200)}]")
         elif block.type == "resource":
             inner = block.resource
             texts.append(inner.text if hasattr(inner, "text") else f"[resource {inner.uri}, {inner.mime_type}]")
@@ -111,14 +116,3 @@ def read_content(content: Sequence[ContentBlock]) -> ToolResponse:
         else:
             texts.append(f"[{block.type} content, which cannot be shown]")
     return ToolResponse(text="\n".join(texts) if texts else None, image=images or None)
-
-
-def _take_image(data: str, mime_type: str, images: list[Any]) -> list[str]:
-    """Adds the image to `images`; where that cannot be, says so in a text."""
-    if len(images) >= MAX_IMAGES:
-        return [f"[{mime_type}, not shown: more than {MAX_IMAGES} images]"]
-    try:
-        images.append(load_image(f"data:{mime_type};base64,{data}", MAX_IMAGE_PIXELS))
-    except DataError as error:
-        return [f"[{mime_type}, not shown: {one_line(error, 200)}]"]
-    return []

@@ -9,7 +9,7 @@ import pytest
 from agents_stage import CHAT, TOKENIZER, Recorder, call, says
 from gateway_stage import ECHO, USER, answer, native, talk
 
-from etude.chat import ToolParser
+from etude.chat import HermesToolParser, ToolParser
 from etude.inference import TokenOutput
 from etude.trajectory import Provenance
 
@@ -69,14 +69,14 @@ def test_a_round_trip_with_tools_is_one_sequence_whose_new_tokens_are_the_tools(
     prompt = CHAT.initial_ids([USER], [ECHO])
     [(given, _)] = [
         (ids, p)
-        for ids, p in CHAT.context_ids([{"role": "tool", "content": "five <|im_end|>"}], after_stop=True)
+        for ids, p in CHAT.context_ids([{"role": "tool", "content": "five <|im_end|>"}])
         if p is Provenance.TOOL
     ]
     assert TOKENIZER.decode(given) == "five <|im_end|>"
     assert not set(given) & set(TOKENIZER.all_special_ids)
     assert asked[0][1] == prompt
     assert asked[1][1] == prompt + turns[0] + [
-        i for ids, _ in CHAT.context_ids([{"role": "tool", "content": "five <|im_end|>"}], after_stop=True) for i in ids
+        i for ids, _ in CHAT.context_ids([{"role": "tool", "content": "five <|im_end|>"}]) for i in ids
     ]
     assert trajectory.prompt_ids == prompt
     assert prompt + trajectory.response_ids == asked[1][1] + turns[1]
@@ -318,8 +318,9 @@ def test_requests_at_once_are_branches():
     assert Counter(engine.opened) - Counter(engine.closed) == {"s": 1}  # the trajectory's own, for its next turn
 
 
-def test_a_parser_of_the_users_that_reads_ids_only():
-    class Ids(ToolParser):
+@pytest.mark.parametrize("base", [ToolParser, HermesToolParser])
+def test_a_parser_of_the_users_that_reads_ids_only(base):
+    class Ids(base):
         async def extract_tool_calls(self, response_ids, tools=None):
             return "read: " + str(len(response_ids)), []
 

@@ -1,22 +1,40 @@
 """The loop `openai_agent`: agents of every kind through the manager, and how each of their endings is read."""
 
 import asyncio
+import builtins
+import contextlib
+import importlib
+import json
+import os
+import pathlib
+import signal
 import sys
 import threading
+import urllib.request
 
+import aiohttp
 import openai
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, context, says
-from gateway_stage import USER, answer, native
+import requests
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
+from gateway_stage import USER, answer, native, until
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager, AgentOptions, RolloutOptions
 from etude.agents.gateway import OpenAIAgentLoop, check_openai_agent, openai_agent
+from etude.agents.gateway.loop import broken_by
 from etude.agents.loops import register_agent_loops
 from etude.agents.options import OpenAIAgentOptions
+from etude.chat import HermesToolParser
 from etude.config import compose, to_options
-from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
+from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError, ToolError, is_infrastructure
 from etude.registry import load_plugins
 from etude.trajectory import StopReason
+
+httpx = importlib.import_module(
+    openai.DefaultHttpxClient.__mro__[1].__module__.partition(".")[0]
+)  # whichever openai uses
+Group = getattr(builtins, "ExceptionGroup", None)
+no_groups = pytest.mark.skipif(Group is None, reason="groups begin with Python 3.11")
 
 
 @pytest.fixture
@@ -222,6 +240,31 @@ def test_an_agents_own_exception_is_the_users_bug(loop_of):
         roll(loop_of(run))
 
 
+@pytest.mark.parametrize("swallows", [False, True])
+@pytest.mark.parametrize("turn", [1, 2])
+def test_a_bug_of_ours_ends_the_run_whatever_the_agent_makes_of_it(loop_of, swallows, turn):
+    class Broken(HermesToolParser):
+        seen = 0
+
+        def parse(self, text, tools=None):
+            self.seen += 1
+            if self.seen == turn:
+                raise ZeroDivisionError("a parser's bug")
+            return super().parse(text, tools)
+
+    async def run(client, row):
+        for _ in range(turn):
+            try:
+                await client.chat.completions.create(model="m", messages=row["raw_prompt"])
+            except openai.OpenAIError:
+                if not swallows:
+                    raise
+        return 0.0
+
+    with pytest.raises(ZeroDivisionError, match="a parser's bug"):
+        roll(loop_of(run), parser=Broken(TOKENIZER))
+
+
 class StatusError(Exception):
     def __init__(self, status):
         super().__init__(f"status {status}")
@@ -234,16 +277,104 @@ def caused():
     return error
 
 
+def grouped():
+    error = RuntimeError("a task group")
+    error.__cause__ = Group("tasks", [ValueError("cancelled"), httpx.ReadError("reset")])
+    return error
+
+
 @pytest.mark.parametrize(
-    "failure", [TimeoutError("slow"), InfrastructureError("down"), caused(), StatusError(503), StatusError(429)]
+    "failure",
+    [
+        TimeoutError("slow"),
+        InfrastructureError("down"),
+        caused(),
+        pytest.param(grouped, marks=no_groups),
+        StatusError(503),
+        StatusError(429),
+    ],
 )
 def test_what_broke_around_the_agent_is_infrastructure(loop_of, failure):
     async def run(client, row):
         await client.chat.completions.create(model="m", messages=row["raw_prompt"])
-        raise failure
+        raise failure() if callable(failure) else failure
 
     [result], _ = roll(loop_of(run))
     assert (result.trajectory, result.dropped, result.failures) == (None, StopReason.INFRASTRUCTURE, 2)
+
+
+@contextlib.asynccontextmanager
+async def another_server(answer):
+    """The address of a server that sends `answer` and closes."""
+
+    async def serve(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+        await writer.drain()
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        yield f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+async def with_httpx(url):
+    async with httpx.AsyncClient(trust_env=False) as client:
+        (await client.get(url)).raise_for_status()
+
+
+async def with_aiohttp(url):
+    async with aiohttp.ClientSession(raise_for_status=True) as client, client.get(url) as answered:
+        await answered.read()
+
+
+async def with_openai(url):
+    async with openai.AsyncOpenAI(base_url=url, api_key="x", max_retries=0) as client:
+        await client.models.list()
+
+
+def with_requests(url):
+    with requests.Session() as session:
+        session.trust_env = False
+        session.get(url, timeout=30).raise_for_status()
+
+
+def with_urllib(url):
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    opener.open(url, timeout=30).close()
+
+
+@pytest.mark.parametrize("ask", [with_httpx, with_aiohttp, with_openai, with_requests, with_urllib])
+@pytest.mark.parametrize(
+    ("said", "broken"),
+    [
+        (b"", True),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 9\r\n\r\nhalf", True),
+        (b"HTTP/1.1 503 No\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 429 No\r\nContent-Length: 0\r\n\r\n", True),
+        (b"HTTP/1.1 404 No\r\nContent-Length: 0\r\n\r\n", False),
+    ],
+    ids=["closes", "breaks off", "503", "429", "404"],
+)
+def test_what_every_http_client_raises_of_another_server(ask, said, broken):
+    async def main():
+        async with another_server(said) as url:
+            try:
+                await (ask(url) if asyncio.iscoroutinefunction(ask) else asyncio.to_thread(ask, url))
+            except Exception as error:
+                return broken_by(error) is not None, is_infrastructure(error)
+        return None
+
+    if ask is with_urllib and said.endswith(b"half"):
+        pytest.skip("urllib does not read the body unless it is asked to")
+    assert asyncio.run(main()) == (broken, broken)
+
+
+@pytest.mark.parametrize(
+    ("error", "broken"), [(EtudeError("x"), False), (ToolError("x"), False), (EngineError("x"), True)]
+)
+def test_our_own_errors_are_what_they_are_whatever_status_they_bear(error, broken):
+    for error.status in (None, 404, 503):
+        assert is_infrastructure(error) is broken
 
 
 def test_another_servers_no_is_the_users_bug(loop_of):
@@ -252,6 +383,98 @@ def test_another_servers_no_is_the_users_bug(loop_of):
 
     with pytest.raises(StatusError):
         roll(loop_of(run))
+
+
+WAYS = [
+    "through",
+    "wrapped",
+    "in a context",
+    "requests",
+    "urllib",
+    "command",
+    pytest.param("in a group", marks=no_groups),
+]
+TOO_MUCH = {"role": "user", "content": "value " * 4000}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_refusal_ends_an_agent_in_whatever_it_wraps_it(loop_of, way):
+    async def run(client, row):
+        await client.chat.completions.create(model="m", messages=[USER])
+        try:
+            await client.chat.completions.create(model="m", messages=[TOO_MUCH])
+        except openai.BadRequestError as error:
+            if way == "wrapped":
+                raise ValueError("the model failed") from error
+            if way == "in a context":
+                raise ValueError("the model failed") from None
+            if way == "in a group":
+                raise Group("tasks", [error])  # noqa: B904
+            raise
+
+    def run_in_a_thread(base_url, api_key):
+        headers = {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+        for message in (USER, TOO_MUCH):
+            url, body = f"{base_url}/chat/completions", json.dumps({"messages": [message]})
+            if way == "requests":
+                requests.post(url, body, headers=headers, timeout=30).raise_for_status()
+            else:
+                urllib.request.urlopen(urllib.request.Request(url, body.encode(), headers), timeout=30).close()
+
+    program = PROGRAM + f"body['messages'] = [{TOO_MUCH!r}]\nrequest.data = json.dumps(body).encode()\n"
+    command = [sys.executable, "-c", program + "urllib.request.urlopen(request)"]
+    if way == "command":
+        name = loop_of(command=command)
+    else:
+        name = loop_of(run_in_a_thread if way in ("requests", "urllib") else run)
+    [result], _ = roll(name)
+    assert (result.dropped, result.failures) == (None, 0)
+    assert result.trajectory.stop_reason is StopReason.RESPONSE_LENGTH
+    assert result.trajectory.response_ids == says("5")
+
+
+@pytest.mark.parametrize("failure", [KeyError("mistake"), ConnectionError("the search is down")])
+def test_what_goes_wrong_after_a_refusal_is_read_by_itself(loop_of, failure):
+    async def run(client):
+        await client.chat.completions.create(model="m", messages=[USER])
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=[TOO_MUCH])
+        raise failure
+
+    if isinstance(failure, KeyError):
+        with pytest.raises(KeyError, match="mistake"):
+            roll(loop_of(run))
+    else:
+        [result], _ = roll(loop_of(run))
+        assert (result.trajectory, result.dropped) == (None, StopReason.INFRASTRUCTURE)
+
+
+def test_an_agent_that_is_always_refused_is_told_why(loop_of):
+    async def run(client):
+        with contextlib.suppress(openai.BadRequestError):
+            await client.chat.completions.create(model="m", messages=[USER], response_format={"type": "json_object"})
+        return 1.0
+
+    with pytest.raises(
+        EtudeError, match=r"none of its requests was answered; the last one was told: response_format: "
+    ):
+        roll(loop_of(run))
+
+
+def test_agents_that_wait_for_one_another_in_the_deterministic_mode_are_told_so(loop_of):
+    gates = []
+
+    async def run(client):
+        gates[:] = gates or [asyncio.Semaphore(1)]
+        async with gates[0]:
+            await client.chat.completions.create(model="m", messages=[USER], max_tokens=2)
+
+    limits = {"trajectory_timeout": 0.3, "infrastructure_retries": 0}
+    manager = AgentLoopManager(context(**limits), native(deterministic=True), deterministic=True)
+    name = loop_of(run)
+    rows = [{"raw_prompt": QUESTION, "agent_name": name, "uid": f"u{i}"} for i in range(2)]
+    results = asyncio.run(manager.generate(rows, SAMPLING))
+    assert any("agents must not wait for one another" in result.cause for result in results)
 
 
 def test_an_agent_that_never_asks_is_told_so(loop_of):
@@ -367,6 +590,46 @@ def test_a_command_that_fails_is_the_users_bug(loop_of):
 def test_a_command_that_does_not_exist(loop_of):
     with pytest.raises(EtudeError, match="cannot be started"):
         roll(loop_of(command=["/no/such/program"]))
+
+
+def test_a_file_that_is_no_program_is_told_at_once(loop_of, tmp_path):
+    plain = tmp_path / "agent"
+    plain.write_text("echo 1\n")
+    with pytest.raises(ConfigError, match="cannot be started"):
+        check_openai_agent(OpenAIAgentOptions(command=(str(plain),)))
+    plain.chmod(0o755)
+    check_openai_agent(OpenAIAgentOptions(command=(str(plain),)))
+    with pytest.raises(EtudeError, match=r"cannot be started: .*Exec format error"):
+        roll(loop_of(command=[str(plain)]))
+
+
+def runs(pid):
+    """Whether the process has not ended; it may still wait for somebody to reap it."""
+    try:
+        return pathlib.Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.mark.parametrize("leaves", [False, True], ids=["its group", "a session of its own"])
+def test_what_a_command_leaves_behind_holds_nobody_up(loop_of, leaves, tmp_path):
+    child = f"import os, time, pathlib; pathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid())); time.sleep(60)"
+    program = (
+        PROGRAM
+        + "import subprocess, pathlib, time\n"
+        + f"subprocess.Popen([sys.executable, '-c', {child!r}], start_new_session={leaves})\n"
+        + f"while not pathlib.Path({str(tmp_path / 'pid')!r}).exists(): time.sleep(0.01)\n"
+        + "print(0.5)\n"
+    )
+    before = set(os.listdir("/proc/self/fd"))
+    [result], _ = roll(loop_of(command=[sys.executable, "-c", program]), trajectory_timeout=50.0)
+    assert result.trajectory.rewards.score == 0.5
+    assert len(os.listdir("/proc/self/fd")) <= len(before) + 1
+    pid = int((tmp_path / "pid").read_text())
+    if leaves:
+        os.kill(pid, signal.SIGKILL)
+    else:
+        asyncio.run(until(lambda: not runs(pid)))
 
 
 def test_a_command_may_say_much_and_read_nothing(loop_of):

@@ -6,16 +6,30 @@ import json
 import aiohttp
 import openai
 import pytest
-from agents_stage import CHAT, Recorder, says
-from gateway_stage import ECHO, USER, answer, native, served, talk, until
+from agents_stage import CHAT, TOKENIZER, Recorder, says
+from gateway_stage import ECHO, USER, answer, native, served, session, talk, until
+from starlette.testclient import TestClient
 
-from etude.agents.gateway import SessionRules
+from etude.agents.gateway import SessionRules, SessionStore
+from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.server import create_app
 from etude.agents.gateway.serving import LocalGateway
 from etude.errors import EngineError
 from etude.trajectory import StopReason
 
 TOO_LONG = "context_length_exceeded"
+SURROGATE = b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}'
 LONG_USER = {"role": "user", "content": "value " * 200}
+
+
+def tool(name="f", parameters=None, **schema):
+    """A tool, with a wrong name or wrong parameters."""
+    return {"type": "function", "function": {"name": name, "parameters": parameters or schema}}
+
+
+def nested(depth):
+    """A schema within schemas."""
+    return {"properties": {"a": nested(depth - 1)}} if depth else {}
 
 
 async def refused(coroutine):
@@ -53,6 +67,16 @@ async def refused(coroutine):
         ({"stop": [""]}, "stop", "empty"),
         ({"stop": list("abcdefghijklmnopq")}, "stop", "16"),
         ({"tools": [{"type": "web_search"}]}, "tools", "tool 0"),
+        ({"tools": [tool(5)]}, "tools", "its name must be a text"),
+        ({"tools": [tool(parameters="x")]}, "tools", "parameters must be an object"),
+        ({"tools": [tool(type=[["a"]])]}, "tools", "parameters.type must be"),
+        ({"tools": [tool(required="a")]}, "tools", "parameters.required must be"),
+        ({"tools": [tool(properties=[1])]}, "tools", "parameters.properties must be an object"),
+        ({"tools": [tool(properties={"a": "string"})]}, "tools", "parameters.properties.a must be an object"),
+        ({"tools": [tool(properties={"a": {"type": 5}})]}, "tools", "parameters.properties.a.type must be"),
+        ({"tools": [tool(properties={"a": {"enum": 5}})]}, "tools", "parameters.properties.a.enum must be a list"),
+        ({"tools": [tool(anyOf=[{"type": {}}])]}, "tools", "parameters.anyOf.0.type must be"),
+        ({"tools": [tool(**nested(65))]}, "tools", "nested 64 deep"),
         ({"extra_body": {"tempeature": 1}}, "tempeature", "did you mean 'temperature'?"),
         ({"messages": []}, "messages", ""),
         ({"messages": [{"role": "function", "content": ""}]}, "messages.0.role", "must be one of"),
@@ -101,7 +125,12 @@ def test_hints_and_settings_that_ask_for_nothing_are_accepted():
             n=1,
             response_format={"type": "text"},
             parallel_tool_calls=True,
-            tools=[ECHO | {"function": ECHO["function"] | {"strict": True}}],
+            tools=[
+                ECHO | {"function": ECHO["function"] | {"strict": True}},
+                {"type": "function", "function": {"name": "bare"}},
+                tool(properties={"a": True, "b": {"type": ["string", "null"], "enum": ["x", None]}}, required=["a"]),
+                tool(**nested(64)),
+            ],
             tool_choice="auto",
             reasoning_effort="low",
             modalities=["text"],
@@ -117,7 +146,15 @@ def test_bodies_that_are_no_requests():
         url, headers = f"{stage.url}/chat/completions", {"Authorization": f"Bearer {stage.key}"}
         found = []
         async with aiohttp.ClientSession(headers=headers) as session:
-            for data in (b"", b"{", b"[1]", b"[" * 100_000, b"\xff\xfe"):
+            for data in (
+                b"",
+                b"{",
+                b"[1]",
+                b"[" * 100_000,
+                b"\xff\xfe",
+                SURROGATE,
+                '{"messages": []}'.encode("utf-16"),
+            ):
                 async with session.post(url, data=data) as response:
                     found.append((response.status, (await response.json())["error"]["type"]))
             async with session.get(url) as response:
@@ -129,7 +166,7 @@ def test_bodies_that_are_no_requests():
         return found
 
     wrong = (400, "invalid_request_error")
-    assert talk(work, []) == [wrong] * 5 + [(405, wrong[1]), (404, "not_found_error"), (413, wrong[1])]
+    assert talk(work, []) == [wrong] * 7 + [(405, wrong[1]), (404, "not_found_error"), (413, wrong[1])]
 
 
 @pytest.mark.parametrize(("text", "status"), [('"\\ud83d"', 400), ('"\\ud83d\\ude42"', 200), ('"\\\\ud83d"', 200)])
@@ -252,6 +289,45 @@ def test_turns_and_seconds_are_limited_as_in_any_loop():
     assert (error.code, trajectories[-1].stop_reason) == ("time_limit", StopReason.TIME_LIMIT)
 
 
+def test_requests_at_once_share_the_turns_that_are_left():
+    async def work(stage):
+        made = await asyncio.gather(*[stage.chat([USER]) for _ in range(9)], return_exceptions=True)
+        return [each.code for each in made if isinstance(each, Exception)], stage.session.trajectories()
+
+    engine = Recorder(lambda *_: says("5"), latency=0.05)
+    codes, trajectories = talk(work, engine=engine, multi_turn={"max_assistant_turns": 2})
+    assert codes == ["max_assistant_turns"] * 7
+    assert len(trajectories) == 2
+    assert trajectories[-1].stop_reason is StopReason.MAX_ASSISTANT_TURNS
+
+
+def test_a_request_that_fails_uses_up_no_turn():
+    script = iter([EngineError("gone"), says("5")])
+
+    async def work(stage):
+        await refused(stage.chat([USER]))
+        return await stage.chat([USER])
+
+    made = talk(work, lambda *_: next(script), multi_turn={"max_assistant_turns": 1})
+    assert made.choices[0].message.content == "5"
+
+
+def test_what_no_tokenizer_makes_short_enough_is_refused_unread(monkeypatch):
+    def initial_ids(*_):
+        raise AssertionError("it was read")
+
+    monkeypatch.setattr(type(CHAT), "initial_ids", initial_ids)
+    most = 32 * 100
+
+    async def work(stage):
+        error = await refused(stage.chat([{"role": "user", "content": "a" * most}]))
+        return error, stage.session.trajectories()
+
+    error, [trajectory] = talk(work, [], prompt_length=60, response_length=40)
+    assert (error.code, trajectory.stop_reason) == (TOO_LONG, StopReason.PROMPT_TOO_LONG)
+    assert f"have {most + 4} characters" in error.body["message"]
+
+
 # -- failures ------------------------------------------------------------------------------------------------------
 
 
@@ -319,6 +395,17 @@ def test_closing_a_session_ends_what_is_under_way():
     assert talk(work, engine=native(), response_length=900) == "session_not_found"
 
 
+def test_what_was_sampled_when_the_session_ended_is_not_recorded():
+    async def work(stage):
+        asking = asyncio.ensure_future(refused(stage.chat([USER])))
+        await until(lambda: stage.session.under_way)
+        [sampling] = stage.session._sampling_now
+        sampling.add_done_callback(lambda _: stage.session.end())
+        return (await asking).code, stage.session.recording.turns
+
+    assert talk(work, engine=Recorder(lambda *_: says("5"), latency=0.05)) == ("session_not_found", [])
+
+
 def test_a_request_has_a_time_limit_where_the_trajectory_has_none():
     async def work(stage):
         error = await refused(stage.chat([USER], n=2, max_tokens=800))
@@ -352,6 +439,84 @@ def test_rewards_are_numbers_for_a_turn():
 
     [trajectory] = talk(work, [says("5"), says("6")])
     assert trajectory.rewards.steps == [(0, "env", 0.25), (1, "agent", -1.0)]
+
+
+def test_rewards_are_bounded(monkeypatch):
+    monkeypatch.setattr("etude.agents.gateway.session.MOST_REWARDS", 2)
+
+    async def work(stage):
+        await stage.chat([USER])
+        for _ in range(2):
+            stage.session.reward({"reward": 1})
+        with pytest.raises(GatewayError, match="2 rewards are used up"):
+            stage.session.reward({"reward": 1})
+
+    talk(work, [says("5")])
+
+
+# -- sessions that are made on a request ---------------------------------------------------------------------------
+
+
+@pytest.fixture
+def gateway():
+    """(client of an app that makes up to two sessions, the names of those that ended)."""
+    ended = []
+    engine = Recorder(lambda *_: says("5"))
+    store = SessionStore(
+        max_sessions=2, make=lambda name: session(engine, name=name), on_end=lambda each: ended.append(each.name)
+    )
+    with TestClient(create_app(store, TOKENIZER, export=lambda each: [each.name.encode()])) as client:
+        yield client, ended
+
+
+def test_only_a_chat_that_can_be_read_begins_a_session(gateway):
+    client, ended = gateway
+    for wrong in (
+        client.get("/s/a/rollout"),
+        client.post("/s/a/end"),
+        client.post("/s/a/reward", json={"reward": 1}),
+    ):
+        assert (wrong.status_code, wrong.json()["error"]["code"]) == (404, "session_not_found")
+    assert client.post("/s/a/v1/chat/completions", json={"messages": []}).status_code == 400
+    assert client.post("/v1/chat/completions", json={"messages": []}).status_code == 400
+    assert client.get("/health").json()["sessions"] == 0
+    assert client.post("/s/a/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+    assert client.get("/s/a/rollout").content == b"a"
+    assert client.post("/s/a/end").content == b"a"
+    assert client.post("/s/a/end").status_code == 404
+    assert ended == ["a"]
+
+
+def test_a_session_ends_once_and_leaves_its_successor_alone():
+    ended = []
+    engine = Recorder(lambda *_: says("5"))
+
+    async def main():
+        store = SessionStore(make=lambda name: session(engine, name=name), on_end=ended.append)
+        first = store.get_or_make("a", "")
+        store.end(first)
+        second = store.get_or_make("a", "")
+        store.end(first)
+        assert store.get("a", "") is second
+        store.end_all()
+        store.end_all()
+        return first, second
+
+    first, second = asyncio.run(main())
+    assert ended == [first, second]
+
+
+def test_single_requests_count_as_sessions(gateway):
+    client, ended = gateway
+    for name in ("a", "b"):
+        assert client.post("/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+        assert client.post(f"/s/{name}/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+    full = client.post("/v1/chat/completions", json={"messages": [USER]})
+    assert (full.status_code, full.headers["x-should-retry"]) == (429, "true")
+    assert client.post("/s/c/v1/chat/completions", json={"messages": [USER]}).status_code == 429
+    assert client.post("/s/a/v1/chat/completions", json={"messages": [USER]}).status_code == 200
+    assert len(ended) == 2
+    assert all(name.startswith("single-") for name in ended)
 
 
 # -- the server inside a worker ------------------------------------------------------------------------------------

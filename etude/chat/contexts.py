@@ -1,0 +1,116 @@
+"""`Contexts`: new tool and user messages to the ids that a policy reads between two of its turns.
+
+Invariant: the ids and labels are those of `Tails.runs`, whether they come from there, from what the template wrote for
+messages of the same shape (`forms`, `continuation`), or from what is kept of the very same messages. A rendering is needed
+for contents that have parts or marks, and where a template takes a content apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from etude.chat.abilities import Abilities
+from etude.chat.contents import Message, has_marks
+from etude.chat.continuation import Continuation, boundary_tokens
+from etude.chat.forms import Forms
+from etude.chat.labelled import Run
+from etude.chat.placeholders import Placeholders, image_count
+from etude.chat.recent import Recent, rendering_key
+from etude.chat.rendering import Renderer
+from etude.chat.symbolic import Form
+from etude.chat.tails import Tails, owner_of
+from etude.chat.turns import ANCHOR, Stub, TurnEnd, Turns
+from etude.errors import ConfigError, DataError
+from etude.trajectory import Provenance
+
+_CONTEXTS_KEPT = 1024
+_LONGEST_KEPT = 4096  # characters of messages whose ids are kept: a longer tool's answer is rarely met again
+
+
+class Contexts:
+    """Those of one template, which can do what `abilities` says; `images` is None for a text model."""
+
+    def __init__(
+        self, renderer: Renderer, turns: Turns, tails: Tails, abilities: Abilities, images: Placeholders | None
+    ) -> None:
+        self._turns, self._tails, self._abilities, self._images = turns, tails, abilities, images
+        self._boundaries = boundary_tokens(renderer.tokenizer)
+        self._kept = Recent[list[Run]](_CONTEXTS_KEPT)
+        self.continuations = Forms[Continuation](renderer, self._continuation)
+
+    def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
+        """As `ChatTemplate.context_ids`."""
+        messages = self._taken(messages)
+        roles = [str(message.get("role")) for message in messages]
+        if not roles or "assistant" in roles:
+            raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
+        stub = self.stub_for(messages)
+        end = self._turns.end(stub, roles[0])
+        key = rendering_key(messages)
+        if key is not None and sum(map(len, key)) > _LONGEST_KEPT:
+            key = None
+        found = self._kept.get(key)
+        if found is None:
+            found = self._continued(stub, messages)
+            self._kept.put(key, found)
+        if self._images is not None:
+            owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
+            found = self._images.expanded_runs(found, owners, image_tokens)
+        elif image_tokens:
+            raise DataError("a text model is shown no images")
+        runs = [(list(ids), label) for ids, label in found]
+        opening = self._turns.opening(end, after)
+        return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs
+
+    def whole(self, messages: Sequence[Message]) -> list[int]:
+        """As `ChatTemplate.continued_whole`."""
+        return self._tails.whole(self.stub_for(messages), self._taken(messages))
+
+    def end_before(self, messages: Sequence[Message]) -> TurnEnd:
+        """The end of a turn that `messages` follow.
+
+        Raises:
+            ConfigError: no turn can be followed by them.
+        """
+        return self._turns.end(self.stub_for(messages), str(messages[0].get("role")))
+
+    def stub_for(self, messages: Sequence[Message]) -> Stub:
+        """The stub turn that `messages` follow.
+
+        Raises:
+            ConfigError: there is none that tools may answer.
+        """
+        if all(message.get("role") != "tool" for message in messages):
+            return Stub.ANSWER
+        if self._abilities.tool_stub is None:
+            raise ConfigError(f"the chat template does not support the tool role: {self._abilities.tool_problem}")
+        return self._abilities.tool_stub
+
+    def _taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self._abilities.repeats_users or len(messages) < 2 else _with_users_joined(messages)
+
+    def _continued(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
+        """What `Tails.runs` gives, from what the template wrote for messages of the same shape, where that is exact."""
+        found = self.continuations.find(stub.answers_to(messages), (stub.value,), stub.before)
+        if found is None or any(map(has_marks, found[1])):
+            return self._tails.runs(stub, messages)
+        return found[0].runs(found[1])
+
+    def _continuation(self, form: Form, messages: Sequence[Message]) -> Continuation | None:
+        named = [(key, owner_of(message)) for message in messages for key in message if key != "role"]
+        owners = [owner if key == "content" else None for key, owner in named]
+        end = self.end_before(messages)
+        return Continuation.of(form, (ANCHOR, end.text), owners, end.encoder, self._boundaries)
+
+
+def _with_users_joined(messages: Sequence[Message]) -> list[Message]:
+    joined: list[Message] = []
+    for message in messages:
+        last = joined[-1] if joined else {}
+        if last.get("role") == message.get("role") == "user" and all(
+            type(m.get("content")) is str for m in (last, message)
+        ):
+            joined[-1] = {**last, "content": f"{last['content']}\n{message['content']}"}
+        else:
+            joined.append(message)
+    return joined

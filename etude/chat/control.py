@@ -1,0 +1,45 @@
+"""`ControlTokens`: the tokens that only the template or the policy may write.
+
+They are every special token, and every other added token that the template itself writes, such as a tool-response tag.
+Keeping them out of contents is left to `labelled` and, in prompts, to those who put the words of others there (`disarmed`).
+"""
+
+from __future__ import annotations
+
+import re
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+
+class ControlTokens:
+    """Those of one tokenizer and its template, as `ids` and as `texts`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.ids = _control_ids(tokenizer)
+        self.texts = frozenset(tokenizer.convert_ids_to_tokens(sorted(self.ids)))
+        longest_first = sorted(self.texts, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
+
+    def spelled(self, text: str) -> list[str]:
+        """The control tokens that `text` spells out, one after the other."""
+        return self._pattern.findall(text)
+
+    def disarmed(self, text: str) -> str:
+        """`text` with a zero-width space inside every spelled-out control token."""
+        return self._pattern.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
+
+
+def _control_ids(tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    template = tokenizer.chat_template
+    source = template if isinstance(template, str) else "\n".join(template.values())
+    control = {
+        number
+        for number, token in tokenizer.added_tokens_decoder.items()
+        if token.special or (token.content.strip() and token.content in source)
+    } | set(tokenizer.all_special_ids)
+    # What the tokenizer says for characters it does not know is no control token, unless it doubles as one.
+    if tokenizer.unk_token_id not in (tokenizer.eos_token_id, tokenizer.bos_token_id, tokenizer.pad_token_id):
+        control.discard(tokenizer.unk_token_id)
+    return frozenset(control)

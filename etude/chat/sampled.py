@@ -1,0 +1,73 @@
+"""`SampledTurns`: an assistant's message as the ids that a policy would have sampled for it.
+
+Invariant: behind the ids of the generation prompt they are the ids that the template gives the message, up to the token at
+which the policy stops; and they are ids that a policy can sample there, merged with nothing in front of them. A token of
+images is not among them: one that the message spells out stays the plain characters it consists of (`placeholders`).
+"""
+
+from __future__ import annotations
+
+import re
+
+from etude.chat.contents import Message
+from etude.chat.encoding import Encoder
+from etude.chat.placeholders import CUT, Placeholders
+from etude.chat.rendering import Renderer
+from etude.chat.turns import ANCHOR, USER_STUB, Stub, TurnEnd, Turns
+from etude.errors import ConfigError, DataError
+
+_THOUGHT_TAGS = re.compile(r"</?(?:\w+:)?think>|\[/?THINK\]|\s")
+
+
+class SampledTurns:
+    """Those of one template, whose turns end as `turns` says; `images` is None for a text model."""
+
+    def __init__(self, renderer: Renderer, encoder: Encoder, turns: Turns, images: Placeholders | None) -> None:
+        self._renderer, self._encoder, self._turns, self._images = renderer, encoder, turns, images
+
+    def ids(self, message: Message, end: TurnEnd) -> list[int]:
+        """The ids of `message`, its end included; `end` is that of a turn which the next message follows.
+
+        Raises:
+            DataError: the template refuses the message, or does not write it after its generation prompt; it shows images.
+        """
+        if self._images is not None:
+            [message] = self._images.guarded([message])
+        head = self._renderer.text_of_row([USER_STUB], generate=True)
+        whole = self._renderer.text_of_row([USER_STUB, message], generate=False)
+        if not whole.startswith(head):
+            raise DataError("the chat template does not write this assistant message after its generation prompt")
+        first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
+        start, ids = self._encoder.ids(head), self._encoder.ids(first)
+        behind = self._turns.answered.encoder
+        # Otherwise the first words would merge with the generation prompt, which a policy that samples after it cannot do.
+        written = ids[len(start) :] if ids[: len(start)] == start else behind.ids(first[len(head) :])
+        written += [number for piece in rest for number in behind.ids(piece)]
+        if self._images is not None and self._images.id in written:
+            raise DataError("an assistant message has an image: a model writes none")
+        return written
+
+    def check(self) -> None:
+        """Tries that the generation prompt leads to where the template puts an assistant's words.
+
+        It may stop short of them or go on (a thought that the template opens and closes itself), or open a thought that a
+        turn without one begins by closing; only where it leads there exactly can the ids be compared.
+
+        Raises:
+            ConfigError: it leads elsewhere, or a token reaches across the start of the words.
+        """
+        stub = Stub.ANSWER.before(())
+        bare, head = (self._renderer.text([USER_STUB], generate=flag) for flag in (False, True))
+        whole = self._renderer.text(stub, generate=False)
+        lead, _, _ = whole.partition(ANCHOR)
+        end = self._turns.answered
+        if lead == head:
+            parts = self._encoder.ids(head) + self.ids(stub[1], end)
+            if self._encoder.ids(self._turns.as_sampled(whole, len(head), end)) != parts:
+                raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
+        elif not head.startswith(lead) and (head == bare or not _but_thoughts(lead).startswith(_but_thoughts(head))):
+            raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
+
+
+def _but_thoughts(text: str) -> str:
+    return _THOUGHT_TAGS.sub("", text)
