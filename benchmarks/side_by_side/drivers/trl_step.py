@@ -149,7 +149,7 @@ def _figures(rollout: dict[str, float], step: dict[str, float] | None, made: Any
         figures |= {f"step_{kind}": seconds for kind, seconds in step.items()}
         figures |= {f"update_{kind}": step[kind] - rollout[kind] for kind in step}
     return figures | {
-        "sampled_tokens": float(sum(map(sum, masks))),
+        "sampled_tokens": float(sum(map(len, completions) if masks is None else map(sum, masks))),  # None without tools
         "context_tokens": float(sum(map(len, prompts)) + sum(map(len, completions))),
         "tool_calls": float(roles.count("tool")),
         "turns": float(roles.count("assistant")),
