@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from etude.cli.config import PLAIN_SETTINGS
-from etude.cli.token import bearer_token
+from etude.cli.token import bearer_token, warn_if_open
 
 TOKEN_VARIABLE = "ETUDE_GATEWAY_TOKEN"
 _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
@@ -70,8 +70,7 @@ def gateway(
     config = compose(None, [f"actor_rollout_ref.model.path={model}", *_OURS, *overrides])
     from etude.trainer.gateway import ServingOptions, serve_policy  # torch and FastAPI: kept out of `etude --help`
 
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
+    warn_if_open(token, host)
     options = ServingOptions(
         host=host,
         port=port,

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 import click
 
-from etude.cli.token import bearer_token
+from etude.cli.token import bearer_token, warn_if_open
 
 if TYPE_CHECKING:
     from etude.sandbox import Executor
@@ -85,8 +85,7 @@ def serve(
         limits=Limits(wall_seconds=max_run_seconds, cpu_seconds=max_run_seconds, memory_mb=memory_mb),
         isolation=Isolation(isolation),
     )
-    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
-        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
+    warn_if_open(token, host)
 
     def ready(url: str, executor: Executor) -> None:
         languages = ", ".join(language.value for language in executor.languages)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import click
+
 from etude.errors import ConfigError
 
 
@@ -29,3 +31,9 @@ def bearer_token(token: str | None, token_file: Path | None, variable: str) -> s
     if token is not None and not token.strip():
         raise ConfigError("the token is empty; leave it out for a server that asks for none")
     return token
+
+
+def warn_if_open(token: str | None, host: str) -> None:
+    """Says so where a server without a token listens beyond this machine."""
+    if token is None and host not in ("127.0.0.1", "localhost", "::1"):
+        click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)
