@@ -32,6 +32,7 @@ from etude.inference.prefixes import PrefixStore
 from etude.inference.rows import Request, Row
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
@@ -89,6 +90,7 @@ class NativeEngine:
         if vision is not None:
             self._images = StepImages(self._model, vision, self.options.max_num_batched_tokens)
         self._shape = KVShape.of(self._model)
+        self._threads = StepThreads(self._model, self._shape.device)
         megabytes = self.options.kv_cache_memory_mb
         self._budget = None if megabytes is None else megabytes << 20
         self._limit = self._longest()
@@ -375,6 +377,11 @@ class NativeEngine:
         figures.steps += 1
         figures.rows += len(plan.feeds)
         figures.prefilled_tokens += plan.prefill
+        with self._threads.sized(plan.tokens):
+            return self._computed(plan)
+
+    def _computed(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+        figures = self._figures
         with figures.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         with figures.timed_forward(plan.prefill / layout.tokens):

@@ -43,6 +43,11 @@ class StepPlan:
     drawing: list[tuple[Row, int]]
 
     @property
+    def tokens(self) -> int:
+        """Tokens that the step computes."""
+        return sum(len(part.feed.ids) for part in self.feeds)
+
+    @property
     def prefill(self) -> int:
         """Tokens that were not sampled by the step before."""
         return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
