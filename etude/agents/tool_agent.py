@@ -193,12 +193,10 @@ class ToolAgentLoop(AgentLoopBase):
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
         trajectory = data.trajectory
-        room = self.room(trajectory)
         started = time.perf_counter()
-        sampling = data.sampling if data.sampling.max_tokens <= room else replace(data.sampling, max_tokens=room)
         output = await self.server_manager.generate(
             prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
-            sampling_params=sampling,
+            sampling_params=data.sampling.within(self.room(trajectory)),
             images=tuple(trajectory.images) or None,
         )
         add_time(trajectory, "generate_sequences", started)

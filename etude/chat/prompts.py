@@ -21,6 +21,7 @@ from etude.chat.symbolic import Form
 from etude.chat.turns import USER_STUB, Stub, TurnEnd
 from etude.errors import ConfigError, DataError
 
+_TOOLS = json.JSONEncoder(default=repr)
 PROMPTS_KEPT = 256
 _HEADS_KEPT = 16
 
@@ -43,7 +44,7 @@ class Prompts:
             messages = self._images.guarded(messages)
         elif image_tokens:
             raise DataError("a text model is shown no images")
-        tools_key = json.dumps(tools, default=repr) if tools else ""
+        tools_key = _TOOLS.encode(tools) if tools else ""
         key = rendering_key(messages, tools_key)
         found = self.kept.get(key)
         if found is None:

@@ -45,9 +45,17 @@ class SamplingParams:
             raise ConfigError(f"sampling: stop must be texts that are not empty, not {self.stop!r:.80}")
 
     def seeded(self, seed: int) -> SamplingParams:
-        """The same with another seed; every call of an engine has its own, so that what is checked is not checked again."""
+        """The same with another seed."""
+        return self._with(seed=seed)
+
+    def within(self, tokens: int) -> SamplingParams:
+        """The same with at most `tokens` tokens, which is at least 1."""
+        return self if self.max_tokens <= tokens else self._with(max_tokens=tokens)
+
+    def _with(self, **changes: int) -> SamplingParams:
+        """Every call of an engine has its own, so what is checked is not checked again."""
         made = object.__new__(SamplingParams)
-        made.__dict__.update(self.__dict__, seed=seed)
+        made.__dict__.update(self.__dict__, **changes)
         return made
 
     @classmethod

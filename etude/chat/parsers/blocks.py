@@ -197,19 +197,26 @@ def skip_space(text: str, start: int) -> int:
 
 def as_response(pieces: Pieces) -> ParsedResponse:
     """The words and thoughts as content, the calls, and one line for each that could not be read."""
-    found = [piece for piece in pieces if not isinstance(piece, str)]
-    words = [piece for piece in pieces if isinstance(piece, str) and not isinstance(piece, Thought)]
-    return ParsedResponse(
-        "".join(piece for piece in pieces if isinstance(piece, str)).strip(),
-        [each for each in found if isinstance(each, FunctionCall)],
-        [
-            f"tool call {n} was not read: {each.reason}"
-            for n, each in enumerate(found, 1)
-            if isinstance(each, Malformed)
-        ],
-        reasoning="\n".join(piece.inner for piece in pieces if isinstance(piece, Thought)),
-        words="".join(words).strip(),
-    )
+    content: list[str] = []
+    words: list[str] = []
+    thoughts: list[str] = []
+    calls: list[FunctionCall] = []
+    errors: list[str] = []
+    for piece in pieces:
+        if isinstance(piece, str):
+            content.append(piece)
+            if isinstance(piece, Thought):
+                thoughts.append(piece.inner)
+            else:
+                words.append(piece)
+        elif isinstance(piece, FunctionCall):
+            calls.append(piece)
+        else:
+            number = len(calls) + len(errors) + 1
+            errors.append(f"tool call {number} was not read: {piece.reason}")
+    whole = "".join(content).strip()
+    spoken = whole if not thoughts else "".join(words).strip()
+    return ParsedResponse(whole, calls, errors, reasoning="\n".join(thoughts), words=spoken)
 
 
 _SPACE = re.compile(r"\s*")

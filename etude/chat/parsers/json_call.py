@@ -53,7 +53,7 @@ def decode(text: str) -> Any:
         Unreadable: it is none.
     """
     try:
-        return json.loads(text, parse_constant=_refuse)
+        return _DECODER.decode(text)
     except json.JSONDecodeError as error:
         raise Unreadable(f"invalid JSON, {error.msg} at character {error.pos}") from None
     except RecursionError:
@@ -92,7 +92,7 @@ def function_call(name: str, arguments: Any) -> FunctionCall:
     if not isinstance(arguments, dict):
         raise Unreadable('"arguments" must be a JSON object')
     try:
-        encoded = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        encoded = _ENCODER.encode(arguments)
         (name + encoded).encode("utf-8")
     except UnicodeEncodeError:
         raise Unreadable("invalid JSON, half of a surrogate pair is not a character") from None
@@ -112,3 +112,7 @@ def _decoded_or_none(text: str) -> Any:
 
 def _refuse(constant: str) -> NoReturn:
     raise Unreadable(f"invalid JSON, {constant} is not allowed")
+
+
+_DECODER = json.JSONDecoder(parse_constant=_refuse)
+_ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)  # made once: `json.dumps` makes one a call
