@@ -3,9 +3,10 @@
     python benchmarks/native_engine.py --model FOLDER [--trajectories 64 256 64] [--width 256] [--dtype float32]
     python benchmarks/native_engine.py --model FOLDER --errors
     python benchmarks/native_engine.py --model FOLDER --layers [--compile]
+    python benchmarks/native_engine.py --step-threads          (two cores with nothing else to do; wall milliseconds)
 
 A trajectory has a prompt of 190 tokens that its group of 8 shares and three turns of at most 96 sampled tokens, each but
-the last followed by a tool's answer of 20. Times are CPU seconds of this process; set OMP_NUM_THREADS=1.
+the last followed by a tool's answer of 20. Times are CPU seconds of this process, at one thread where nothing else is said.
 """
 
 from __future__ import annotations
@@ -14,12 +15,14 @@ import argparse
 import asyncio
 import copy
 import random
+import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.nn.functional as F
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams, TokenOutput
 from etude.models import load_causal_lm
@@ -160,16 +163,77 @@ def layers(model: Any, compiled: bool) -> None:
             print(f"{name}: {1e3 * sorted(times)[30]:.2f} ms")
 
 
+SIZES = ((128, 4, 2048), (256, 8, 32000), (512, 8, 2048), (1024, 8, 2048))  # hidden size, layers, vocabulary
+
+
+def step_threads() -> None:
+    """Wall time of decode steps, and of the longest prefill, with one thread and with two."""
+    for hidden, layer_count, vocabulary in SIZES:
+        torch.manual_seed(0)
+        heads = max(hidden // 64, 2)
+        config = Qwen3Config(
+            vocab_size=vocabulary,
+            hidden_size=hidden,
+            intermediate_size=3 * hidden,
+            num_hidden_layers=layer_count,
+            num_attention_heads=heads,
+            num_key_value_heads=heads // 2,
+            head_dim=64,
+            max_position_embeddings=4096,
+            tie_word_embeddings=True,
+        )
+        model = Qwen3ForCausalLM(config)
+        flops = 2 * sum(parameter.numel() for parameter in model.parameters())
+        for rows in (1, 4, 16, 64, 256):
+            times = {threads: _step_times(model, rows, threads) for threads in (1, 2, 1, 2)}
+            print(f"hidden size {hidden}, {flops / 2e6:.1f} M parameters, {rows} rows:", end=" ")
+            for kind, tokens in zip(("decode", "prefill"), (rows, rows * 32)):
+                one, two = (times[threads][kind] * 1e3 for threads in (1, 2))
+                print(f"{kind} {tokens * flops / 1e9:.2f} GFLOP {one:.2f} ms, {two / one:.2f} with two;", end=" ")
+            print(flush=True)
+
+
+def _step_times(model: Any, rows: int, threads: int) -> dict[str, float]:
+    """Seconds of the median decode step and of the prefill of `rows` trajectories with prompts of 32 tokens."""
+    engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=rows))
+    computed, times = engine._computed, []
+
+    def timed(plan: Any) -> Any:
+        torch.set_num_threads(threads)
+        start = time.perf_counter()
+        result = computed(plan)
+        times.append((plan.tokens, time.perf_counter() - start))
+        return result
+
+    engine._computed = timed  # type: ignore[method-assign]
+
+    async def main() -> None:
+        names = [str(i) for i in range(rows)]
+        engine.open(names)
+        params = SamplingParams(max_tokens=24)
+        prompts = ([(7 * i + 3 * j) % 1000 for j in range(32)] for i in range(rows))
+        await asyncio.gather(*(engine.generate(n, p, params) for n, p in zip(names, prompts)))
+
+    asyncio.run(main())
+    prefill = max(times)[1]
+    return {"prefill": prefill, "decode": statistics.median(spent for tokens, spent in times if tokens == rows)}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", required=True, help="folder of a small Hugging Face model")
+    parser.add_argument("--model", help="folder of a small Hugging Face model")
     parser.add_argument("--trajectories", type=int, nargs="+", default=[64, 256, 64, 1024, 64])
     parser.add_argument("--width", type=int, default=256, help="max_num_seqs")
     parser.add_argument("--dtype")
     parser.add_argument("--errors", action="store_true")
     parser.add_argument("--layers", action="store_true")
     parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--step-threads", action="store_true")
     given = parser.parse_args()
+    if given.step_threads:
+        return step_threads()
+    if given.model is None:
+        parser.error("--model is missing")
     torch.set_num_threads(1)
     if given.errors:
         errors(given.model)

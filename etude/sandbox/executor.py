@@ -22,9 +22,9 @@ from etude.sandbox.cgroup import Delegation
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.launch import BUBBLEWRAP_HINT
+from etude.sandbox.places import jail_scratch
 from etude.sandbox.pool import Pool
 from etude.sandbox.runs import run
-from etude.sandbox.scratch import Scratch
 from etude.sandbox.sessions import Session
 from etude.sandbox.types import (
     CellResult,
@@ -77,7 +77,7 @@ class Executor:
         self.workers = workers
         self.languages = languages.available()
         self._options = options
-        self._scratch = Scratch.make() if isolation is Isolation.NONE else None
+        self._scratch = jail_scratch() if isolation is Isolation.NONE else None
         libraries = jail.library_folders() if options.libraries is None else options.libraries
         spare = min(workers, 8) if options.spare is None else options.spare
         self._delegation = None if options.cgroup is None else Delegation(options.cgroup)

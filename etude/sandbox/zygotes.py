@@ -18,7 +18,7 @@ from etude.errors import one_line
 from etude.sandbox import jail, launch
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.guests import DEATH_SECONDS, Guest
-from etude.sandbox.scratch import Scratch
+from etude.sandbox.places import jail_scratch
 from etude.sandbox.types import Isolation, SandboxError
 
 START_SECONDS = 30.0
@@ -41,7 +41,7 @@ class Zygote:
         self._count = 0
         self._pidfd = -1
         self._ready: asyncio.Future[None] = self._loop.create_future()
-        self._scratch = Scratch.make()
+        self._scratch = jail_scratch()
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with theirs:

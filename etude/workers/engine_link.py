@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import os
 import shutil
-import tempfile
 import time
+import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -35,6 +35,7 @@ from etude.models import save_pretrained
 from etude.models.loading import DTYPES
 from etude.models.vision import Vision
 from etude.protocol import DataProto
+from etude.scratch import Scratch
 from etude.training import PolicyEngine
 from etude.workers.options import RoleOptions
 
@@ -107,7 +108,7 @@ class EngineLink:
         self._shares = getattr(engine, "shares_weights", True)
         self._version, self._handed = 0, -1
         self._asleep = False
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._folder: Scratch | None = None
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
         if isinstance(engine, Router) and self._probe is not None:
             engine.admit = self._probe.check
@@ -205,8 +206,9 @@ class EngineLink:
                 parent = _memory_folder(int(_ROOM * size))
             else:
                 Path(parent).mkdir(parents=True, exist_ok=True)
-            self._folder = tempfile.TemporaryDirectory(prefix="etude-weights-", dir=parent)
-        return Path(self._folder.name)
+            self._folder = Scratch.make("etude-weights-", parent)
+            weakref.finalize(self, self._folder.remove)
+        return self._folder.folder
 
     # -- memory --------------------------------------------------------------------------------------------------
 

@@ -20,7 +20,7 @@ from etude.sandbox import (
     SandboxError,
     SandboxUnavailableError,
     launch,
-    scratch,
+    places,
     zygotes,
 )
 
@@ -233,31 +233,8 @@ def test_a_killed_host_leaves_nothing(mode, seconds):
     assert sleepers(seconds) == []
 
 
-def test_the_folders_of_a_killed_process_are_removed_by_the_next(tmp_path, monkeypatch):
-    tmp_path.chmod(0o755)
-    monkeypatch.setattr(scratch, "_passable", lambda folder: True)
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    mine = scratch.Scratch.make()
-    pid = os.fork()
-    if pid == 0:
-        os.close(mine.lock)
-        scratch.Scratch.make()
-        os._exit(0)
-    os.waitpid(pid, 0)
-    left = {path.name for path in tmp_path.iterdir()} - {mine.folder.name}
-    assert len(left) == 1
-    (tmp_path / "etude-jail-other").mkdir()  # without a lock: somebody may be about to make one
-    (tmp_path / "etude-jail-old").mkdir()
-    os.utime(tmp_path / "etude-jail-old", (0, 0))
-    new = scratch.Scratch.make()
-    assert {path.name for path in tmp_path.iterdir()} == {mine.folder.name, new.folder.name, "etude-jail-other"}
-    mine.remove()
-    new.remove()
-    assert [path.name for path in tmp_path.iterdir()] == ["etude-jail-other"]
-
-
 def test_a_root_host_needs_a_folder_that_others_can_pass(monkeypatch):
-    monkeypatch.setattr(scratch, "_passable", lambda folder: False)
+    monkeypatch.setattr(places, "_passable", lambda folder: False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(SandboxError, match="TMPDIR"):
-        scratch.Scratch.make()
+        places.jail_scratch()

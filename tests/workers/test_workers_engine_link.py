@@ -1,7 +1,7 @@
 """The link between worker and engine: weights handed over and probed, for engines in this process and behind HTTP."""
 
 import copy
-from pathlib import Path
+import gc
 
 import pytest
 import torch
@@ -86,9 +86,10 @@ def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_p
         (figures,) = group.update_actor(batch)
         assert figures["weight_sync/largest_difference"] < 1e-4
         assert state.version == str(step + 1)
-    folder = Path(worker._link._folder.name)
-    assert [each.name for each in folder.iterdir()] == ["version-3"]  # the newest alone
-    worker._link._folder.cleanup()
+    folder = worker._link._folder.folder
+    assert [each.name for each in folder.glob("version-*")] == ["version-3"]  # the newest alone
+    del group, worker
+    gc.collect()
     assert not folder.exists()
 
 
@@ -157,7 +158,7 @@ def test_weights_go_where_the_configuration_says(model_path, server, tmp_path):
     url, _ = server
     group, worker = served(model_path, url, weight_sync_dir=str(tmp_path / "shared" / "weights"))
     group.generate_sequences(prompts())
-    assert Path(worker._link._folder.name).parent == tmp_path / "shared" / "weights"
+    assert worker._link._folder.folder.parent == tmp_path / "shared" / "weights"
     assert _memory_folder(1 << 60) is None
 
 

@@ -1,0 +1,66 @@
+"""Folders for what a process keeps on disk or in memory while it lives.
+
+Invariant: a folder is locked by the process that made it for as long as that process lives, so that whoever makes the next
+one of its kind can tell, and removes those that a killed process has left.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import os
+import shutil
+import tempfile
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+_STALE_SECONDS = 3600.0  # of a folder without a lock: whoever was making or removing it was killed
+
+
+@dataclass(frozen=True)
+class Scratch:
+    """A private folder and the descriptor of its lock."""
+
+    folder: Path
+    lock: int
+
+    @classmethod
+    def make(cls, prefix: str, base: str | os.PathLike[str] | None = None) -> Scratch:
+        """A new one in `base` (default: wherever temporary files go), in place of those with this prefix there whose process
+        has ended.
+
+        Raises:
+            OSError: nothing can be written there.
+        """
+        where = Path(base or tempfile.gettempdir())
+        _sweep(where, prefix)
+        folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
+        lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
+        with contextlib.suppress(
+            OSError
+        ):  # a file system without locks: others cannot take it for an abandoned one either
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        (folder / "new").rename(folder / "lock")  # locked before anybody can find it
+        return cls(folder, lock)
+
+    def remove(self) -> None:
+        """Removes the folder and what is in it."""
+        shutil.rmtree(self.folder, ignore_errors=True)
+        os.close(self.lock)
+
+
+def _sweep(base: Path, prefix: str) -> None:
+    for left in base.glob(f"{prefix}*"):
+        with contextlib.suppress(OSError):
+            try:
+                lock = os.open(left / "lock", os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                if time.time() - left.lstat().st_mtime > _STALE_SECONDS:
+                    shutil.rmtree(left, ignore_errors=True)
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left, ignore_errors=True)
+            finally:
+                os.close(lock)
