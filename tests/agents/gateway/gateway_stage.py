@@ -7,9 +7,9 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import openai
-from agents_stage import CHAT, SAMPLING, TOKENIZER, Recorder, context
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
 
-from etude.agents import TrajectoryClient
+from etude.agents import AgentLoopManager, TrajectoryClient
 from etude.agents.gateway import GatewaySession
 from etude.agents.gateway.serving import LocalGateway
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
@@ -25,6 +25,20 @@ ECHO = {
     },
 }
 SPEC = TinyModelSpec(hidden_size=32, num_layers=2, intermediate_size=64, vocab_size=400, initializer_range=0.3)
+PROGRAM = """
+import json, os, sys, urllib.request
+row = json.load(sys.stdin)
+body = {"model": os.environ["OPENAI_MODEL"], "messages": row["raw_prompt"]}
+request = urllib.request.Request(
+    os.environ["OPENAI_BASE_URL"] + "/chat/completions",
+    json.dumps(body).encode(),
+    {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"},
+)
+made = json.load(urllib.request.urlopen(request))
+print("said", made["choices"][0]["message"]["content"])
+print(sorted(os.environ), file=sys.stderr)
+"""
+"""An agent that is a command: one completion."""
 PATIENCE = 30  # seconds for what takes a moment, on a busy machine
 
 
@@ -83,3 +97,13 @@ async def until(holds):
             return
         await asyncio.sleep(0.002)
     raise AssertionError("it did not come to that")
+
+
+def roll(name, script=None, *, engine=None, rows=1, **given):
+    """(results, engine) of rows that the agent `name` rolls out."""
+    engine = engine or Recorder(script or (lambda *_: says("5")))
+    manager = AgentLoopManager(context(**given), engine)
+    given_rows = [
+        {"raw_prompt": QUESTION, "agent_name": name, "uid": f"u{i}", "extra_info": {"index": i}} for i in range(rows)
+    ]
+    return asyncio.run(manager.generate(given_rows, SAMPLING)), engine
