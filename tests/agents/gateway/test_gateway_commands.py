@@ -84,6 +84,3 @@ def test_a_command_may_say_much_and_read_nothing(loop_of):
     )
     [result], _ = roll(loop_of(command=[sys.executable, "-c", program]))
     assert result.trajectory.response_ids == says("5")
-
-
-# -- naming an agent -----------------------------------------------------------------------------------------------
