@@ -26,7 +26,6 @@ from etude.trainer.display import Display
 from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import data_metrics, timing_metrics
-from etude.trainer.report import write_report
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup, plain_config
@@ -123,6 +122,8 @@ class PPOTrainer:
 
     def _report(self) -> str:
         """Writes the report; what is wrong with it is told, and hides no other error."""
+        from etude.trainer.report import write_report  # draws charts: nothing before the end waits for them
+
         try:
             page = write_report(
                 self.run_dir, rollouts=self.options.rollout_data_dir, validation=self.options.validation_data_dir

@@ -8,7 +8,7 @@ from safetensors.torch import load_file
 from trainer_tools import Moody
 
 from etude.errors import EtudeError, TrainingStopped
-from etude.trainer import ppo
+from etude.trainer import ppo, report
 from etude.trainer.run import evaluate, train
 
 RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
@@ -133,7 +133,7 @@ def test_a_report_that_cannot_be_written_hides_no_other_error(tiny, tmp_path, mo
     def broken(*args, **kwargs):
         raise OSError("no room for a page")
 
-    monkeypatch.setattr(ppo, "write_report", broken)
+    monkeypatch.setattr(report, "write_report", broken)
     train(tiny.config(tmp_path, "trainer.report=true", "trainer.total_training_steps=1"))
     assert steps(tmp_path) == [1]
 
