@@ -124,6 +124,8 @@ class ServedPolicy:
             tokenizer=setup.tokenizer,
             chat=setup.chat,
             parser=ToolParser.get_tool_parser(rollout.multi_turn.format, setup.tokenizer),
+            processor=setup.reading.processor,
+            images=setup.reading.images,
         )
         engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, setup.tokenizer)
         return cls(engine, context, options, rollout.seed)

@@ -13,9 +13,11 @@ import urllib.request
 import openai
 import pytest
 from house_stage import one_line_error
+from vision_stage import picture, save_vision_model
 
 from etude.cli.main import cli, run
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.tools.builtin.images import image_url
 from etude.trainer.dumps import read_rollouts, sequences_of
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
@@ -131,6 +133,23 @@ def test_sessions_are_served_recorded_and_proven(model, tmp_path, capsys):
         capsys.readouterr()
         status = run(cli, ["explain", str(gateway.record), "--row", str(row), "--model", str(model), "--no-tokens"])
         assert status == 0, capsys.readouterr().out
+
+
+def test_a_vision_model_is_shown_what_clients_send(tmp_path):
+    gateway = Gateway(save_vision_model("qwen2_5_vl", tmp_path / "model"), tmp_path)
+    try:
+        client = gateway.client("/s/seeing/v1")
+        part = {"type": "image_url", "image_url": {"url": image_url(picture(24, 16))}}
+        history = [{"role": "user", "content": [part, {"type": "text", "text": "What is this?"}]}]
+        made = client.chat.completions.create(model="m", messages=history, max_tokens=8)
+        history += [made.choices[0].message.model_dump(), USER]
+        client.chat.completions.create(model="m", messages=history, max_tokens=8)
+    finally:
+        assert gateway.end(signal.SIGINT) in (0, 130)
+    [record] = gateway.records().values()
+    assert [image["tokens"] for image in record["images"]] == [6]
+    assert record["messages"][0]["content"] == [{"type": "image"}, {"type": "text", "text": "What is this?"}]
+    assert len(record["segments"]) >= 3
 
 
 def test_ctrl_c_records_what_is_open_and_idle_sessions_end_by_themselves(model, tmp_path):

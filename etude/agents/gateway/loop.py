@@ -21,6 +21,7 @@ from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
+from etude.agents.gateway.pictures import row_for_clients
 from etude.agents.gateway.session import GatewaySession
 from etude.agents.options import OpenAIAgentOptions
 from etude.bounded import called, settle
@@ -64,7 +65,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         """
         from etude.agents.gateway.serving import LocalGateway  # FastAPI: only for those who need it
 
-        name = row["request_id"].replace("/", "~")
+        name, row = row["request_id"].replace("/", "~"), await row_for_clients(row)
         sampling = SamplingParams.of(sampling_params)
         session = GatewaySession(name, self.server_manager, self.context, sampling)
         async with LocalGateway.here().opened(session, self.tokenizer) as (base_url, api_key):

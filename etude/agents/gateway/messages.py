@@ -4,7 +4,7 @@ Invariant: `History.keys[i]` is a digest of everything that messages 0 to i say 
 sampling; two requests have the same key where, and only where, they tell the same history. Clients may drop what is empty,
 add what is None, leave reasoning out, call `system` `developer`, name calls anew, write a text as a list of parts, put the
 keys of a call's arguments in another order, or strip white space around what the model said: the history is the same. Two
-answers that are swapped between the calls of a turn make another one.
+answers that are swapped between the calls of a turn make another one, and so does an image in other bytes.
 """
 
 from __future__ import annotations
@@ -16,25 +16,31 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.agents.gateway.errors import GatewayError
+from etude.chat.placeholders import text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Message = dict[str, Any]
 
 
-def plain_messages(messages: Sequence[Mapping[str, Any]]) -> list[Message]:
-    """The messages with texts for contents, without keys that say nothing.
+def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[list[str]]]:
+    """(the messages without keys that say nothing, a text for each content or, where it shows images, parts; for each
+    message the `data:` addresses of its images).
 
     Raises:
-        GatewayError: one of them is malformed, or holds more than text; names it.
+        GatewayError: one of them is malformed, or holds more than texts and users' images; names it.
     """
-    return [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
+    read = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
+    return [message for message, _ in read], [pictures for _, pictures in read]
 
 
-def _plain(message: Mapping[str, Any], where: str) -> Message:
+def _plain(message: Mapping[str, Any], where: str) -> tuple[Message, list[str]]:
     role = _ROLES.get(str(message.get("role")))
     if role is None:
         raise GatewayError(400, f"{where}.role must be one of {', '.join(_ROLES)}", param=f"{where}.role")
-    plain: Message = {"role": role, "content": _text(message.get("content"), f"{where}.content")}
+    content, pictures = _content(message.get("content"), f"{where}.content")
+    if pictures and role != "user":
+        raise GatewayError(400, f"{where}.content: only a user's message shows images", param=f"{where}.content")
+    plain: Message = {"role": role, "content": content}
     for name in ("name", "tool_call_id", "reasoning_content"):
         if isinstance(message.get(name), str) and message[name]:
             plain[name] = message[name]
@@ -45,21 +51,43 @@ def _plain(message: Mapping[str, Any], where: str) -> Message:
         if role != "assistant" or not isinstance(calls, list):
             raise GatewayError(400, f"{where}.tool_calls must be an assistant's list", param=f"{where}.tool_calls")
         plain["tool_calls"] = [_call(call, f"{where}.tool_calls.{n}") for n, call in enumerate(calls)]
-    return plain
+    return plain, pictures
 
 
-def _text(content: object, where: str) -> str:
+def _content(content: object, where: str) -> tuple[str | list[Message], list[str]]:
     if content is None or isinstance(content, str):
-        return content or ""
+        return content or "", []
     if not isinstance(content, list):
         raise GatewayError(400, f"{where} must be a text or a list of parts", param=where)
-    texts = []
+    parts: list[Message] = []
+    pictures: list[str] = []
     for place, part in enumerate(content):
-        text = part.get("text") if isinstance(part, Mapping) and part.get("type") == "text" else None
-        if not isinstance(text, str):
-            raise GatewayError(400, f"{where}.{place}: only parts of type 'text' are read here", param=where)
-        texts.append(text)
-    return "".join(texts)
+        given: Mapping[str, Any] = part if isinstance(part, Mapping) else {}
+        text = given.get("text")
+        if given.get("type") == "image_url":
+            pictures.append(_address(given.get("image_url"), f"{where}.{place}"))
+            parts.append({"type": "image"})
+        elif given.get("type") == "text" and isinstance(text, str):
+            parts.append({"type": "text", "text": text})
+        else:
+            reason = f"{where}.{place}: only parts of type 'text' and 'image_url' are read"
+            raise GatewayError(400, reason, param=where)
+    return parts if pictures else "".join(part["text"] for part in parts), pictures
+
+
+def _address(image: object, where: str) -> str:
+    address = image.get("url") if isinstance(image, Mapping) else None
+    if not isinstance(address, str) or not address.startswith("data:image/"):
+        raise GatewayError(
+            400, f"{where}: an image is given as a 'data:image/' address; nothing is fetched", param=where
+        )
+    return address
+
+
+def length_of(message: Message) -> int:
+    """Characters of everything in a message that is a text."""
+    others = sum(len(value) for name, value in message.items() if name != "content" and isinstance(value, str))
+    return others + len(text_of(message["content"]))
 
 
 def _call(call: object, where: str) -> Message:
@@ -109,19 +137,22 @@ def _written(calls: Sequence[Message]) -> list[str]:
 
 
 class History:
-    """The keys of a request's messages (see the module's invariant); `ground` is what else the prompt depends on."""
+    """The keys of a request's messages, which show `pictures` (see the module's invariant); `ground` is what else the prompt
+    depends on."""
 
-    def __init__(self, messages: Sequence[Message], ground: str) -> None:
+    def __init__(self, messages: Sequence[Message], pictures: Sequence[Sequence[str]], ground: str) -> None:
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self.keys: list[bytes] = []
-        for message, place in zip(messages, answered(messages)):
-            self.keys.append(self.after(message, place))
+        for message, shown, place in zip(messages, pictures, answered(messages)):
+            self.keys.append(self.after(message, place, shown))
             self.key = self.keys[-1]
 
-    def after(self, message: Message, place: int | None = None) -> bytes:
-        """The key of this history followed by `message`, which answers the call at `place`, if any."""
-        said = json.dumps(_said(message, place)).encode()
-        return hashlib.blake2b(self.key + said, digest_size=16).digest()
+    def after(self, message: Message, place: int | None = None, pictures: Sequence[str] = ()) -> bytes:
+        """The key of this history followed by `message`, which answers the call at `place`, if any, and shows `pictures`."""
+        digest = hashlib.blake2b(self.key + json.dumps(_said(message, place)).encode(), digest_size=16)
+        for address in pictures:
+            digest.update(hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest())
+        return digest.digest()
 
 
 def _said(message: Message, place: int | None) -> list[Any]:

@@ -10,7 +10,9 @@ messages say. What a tool's message spells out never becomes a control token, in
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 
 from etude.agents.answers import naming
 from etude.agents.base import AgentContext
@@ -33,6 +35,7 @@ class Place:
         parent: the turn that it continues; None at the beginning of a sequence.
         context: what stands between, by provenance; at a beginning the prompt.
         asked: the messages that are new, tools' with the identifiers of the recorded calls.
+        pictures: the addresses of the images that these show.
         ids: everything before the first token that is sampled.
         answered: how many of them follow the sequence's first prompt.
         longest: tokens that the whole sequence may have.
@@ -42,14 +45,32 @@ class Place:
     parent: Turn | None
     context: list[Run]
     asked: list[Message]
+    pictures: list[str]
     ids: list[int]
     answered: int
     longest: int
     room: int
 
 
+@dataclass(frozen=True)
+class Shown:
+    """For each message of a request the addresses of its images, and how many tokens each has."""
+
+    pictures: Sequence[Sequence[str]]
+    tokens: Sequence[Sequence[int]]
+
+    def since(self, start: int) -> tuple[list[str], list[int]]:
+        """Those of the messages from number `start` on."""
+        return [*chain.from_iterable(self.pictures[start:])], [*chain.from_iterable(self.tokens[start:])]
+
+
 def placed(
-    recording: Recording, messages: list[Message], history: History, request: ChatRequest, shared: AgentContext
+    recording: Recording,
+    messages: list[Message],
+    shown: Shown,
+    history: History,
+    request: ChatRequest,
+    shared: AgentContext,
 ) -> Place:
     """Behind the recorded turn that the request continues, or at the beginning of a new sequence.
 
@@ -61,15 +82,17 @@ def placed(
     new, answering = messages[start:], places[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
     if parent is not None:
-        context = _context_after(parent, new, answering, shared)
+        pictures, tokens = shown.since(start)
+        context = _context_after(parent, new, answering, tokens, shared)
         if context is not None:
-            return _measured(parent, context, _with_ids_of(parent, new, answering), shared)
+            return _measured(parent, context, _with_ids_of(parent, new, answering), pictures, shared)
     chat = shared.chat
+    pictures, tokens = shown.since(0)
     try:
-        prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None)
+        prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, shared)
+    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, pictures, shared)
 
 
 def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
@@ -96,7 +119,7 @@ def _with_ids_of(parent: Turn, new: list[Message], answering: list[int | None]) 
 
 
 def _context_after(
-    parent: Turn, new: list[Message], answering: list[int | None], shared: AgentContext
+    parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
     """The ids of new messages behind a turn, whose calls they answer at the positions `answering`; None where the template
     cannot show them there."""
@@ -112,7 +135,7 @@ def _context_after(
             told = naming(told, message.get("name") if call is None else call.name) if chat.names_calls else told
         shown.append(told)
     try:
-        return chat.context_ids(shown, after=parent.read.output.token_ids)
+        return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
     except ConfigError:
         return None
 
@@ -122,7 +145,9 @@ def longest_sequence(options: RolloutOptions) -> int:
     return options.max_model_len or options.prompt_length + options.response_length
 
 
-def _measured(parent: Turn | None, context: list[Run], asked: list[Message], shared: AgentContext) -> Place:
+def _measured(
+    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[str], shared: AgentContext
+) -> Place:
     options = shared.options
     ids = [] if parent is None else parent.ids()
     for run, _ in context:
@@ -130,4 +155,4 @@ def _measured(parent: Turn | None, context: list[Run], asked: list[Message], sha
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
     longest = longest_sequence(options)
     room = min(options.response_length - answered, longest - len(ids))
-    return Place(parent, context, asked, ids, answered, longest, room)
+    return Place(parent, context, asked, pictures, ids, answered, longest, room)

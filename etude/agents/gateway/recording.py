@@ -13,11 +13,15 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, answered, likeness
 from etude.agents.gateway.reading import ReadTurn
 from etude.chat.labelled import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
+
+if TYPE_CHECKING:
+    from etude.images import ImageInput
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,6 +33,7 @@ class Turn:
         order: (number of the request, minus the choice's index): turns in time order, a request's first choice last.
         context: what stands before it, behind the parent; at a root the prompt.
         asked: the messages that are new since the parent, tools' with the identifiers of its calls.
+        images: what these show.
         message: the assistant's own.
         total, answered: ids of the path to its end; those of them behind the root's prompt.
         out_of_room: it was cut because the context was full.
@@ -40,6 +45,7 @@ class Turn:
     order: tuple[int, int]
     context: list[Run]
     asked: list[Message]
+    images: tuple[ImageInput, ...]
     message: Message
     read: ReadTurn
     total: int
@@ -65,6 +71,10 @@ class Turn:
                 found += run
             found += turn.read.output.token_ids
         return found
+
+    def shown(self) -> tuple[ImageInput, ...]:
+        """All images of the path, in order."""
+        return tuple([image for turn in self.path() for image in turn.images])
 
 
 @dataclass
@@ -124,7 +134,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
         prompt += ids
-    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].drawn))
+    trajectory = Trajectory(request_id, prompt, sampling=dict(path[-1].drawn), images=list(path[-1].shown()))
     for number, turn in enumerate(path):
         trajectory.messages += [*turn.asked, turn.message]
         if number < first:

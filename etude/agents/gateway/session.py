@@ -15,13 +15,15 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
-from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.placing import Place, longest_sequence, placed
+from etude.agents.gateway.messages import History, Message, length_of, plain_messages
+from etude.agents.gateway.pictures import image_tokens, read_pictures
+from etude.agents.gateway.placing import Place, Shown, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
@@ -30,6 +32,9 @@ from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.rewards.number import as_reward
 from etude.trajectory import StopReason, Trajectory
+
+if TYPE_CHECKING:
+    from etude.images import ImageInput
 
 CHARACTERS_PER_TOKEN = 32
 """Prompts of more than that, for each token of the context, are refused unread: real text has three or four."""
@@ -126,11 +131,14 @@ class GatewaySession:
 
     async def _complete(self, request: ChatRequest) -> Completion:
         self._check_limits(request)
-        messages = plain_messages(request.messages)
+        messages, pictures = plain_messages(request.messages)
         self._check_characters(messages)
+        tokens = await image_tokens(pictures, self._context)
+        if any(pictures):
+            self._check_limits(request)  # others may have come while these were looked at
         params = self._params(request)
-        history = History(messages, json.dumps([request.tools, _drawn(params)]))
-        place = placed(self.recording, messages, history, request, self._context)
+        history = History(messages, pictures, json.dumps([request.tools, _drawn(params)]))
+        place = placed(self.recording, messages, Shown(pictures, tokens), history, request, self._context)
         self._check_room(place)
         number = self._requests
         self._requests += 1
@@ -138,7 +146,8 @@ class GatewaySession:
         self.refused = None
         started = time.perf_counter()
         try:
-            outputs = await self._sample(place, params, request)
+            images = tuple(await read_pictures(place.pictures, self._context))
+            outputs = await self._sample(place, images, params, request)
             reads = [await read_turn(self._context.parser, output, request) for output in outputs]
         finally:
             self._admitted -= 1
@@ -148,7 +157,7 @@ class GatewaySession:
         seconds = (time.perf_counter() - started) / len(outputs)
         self._answered += 1
         turns = [
-            self._record(place, history, read, (number, -choice), _drawn(params), seconds)
+            self._record(place, images, history, read, (number, -choice), _drawn(params), seconds)
             for choice, read in enumerate(reads)
         ]
         return Completion(request, turns, place.ids, f"{self.name}-{number}")
@@ -221,7 +230,7 @@ class GatewaySession:
     def _check_characters(self, messages: list[Message]) -> None:
         """Refuses what no tokenizer makes short enough, before one is kept busy with it."""
         longest = longest_sequence(self._context.options)
-        length = sum(len(text) for message in messages for text in message.values() if isinstance(text, str))
+        length = sum(map(length_of, messages))
         if length > longest * CHARACTERS_PER_TOKEN:
             raise self._too_long(f"{length} characters", longest)
 
@@ -237,15 +246,18 @@ class GatewaySession:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    async def _sample(self, place: Place, params: SamplingParams, request: ChatRequest) -> list[TokenOutput]:
+    async def _sample(
+        self, place: Place, images: tuple[ImageInput, ...], params: SamplingParams, request: ChatRequest
+    ) -> list[TokenOutput]:
         most = min(request.most_tokens or place.room, place.room)
-        params = replace(params, max_tokens=most)
-        tasks = [
-            asyncio.ensure_future(
-                self._client.generate(prompt_ids=place.ids, sampling_params=params, draw=_draw(request, choice))
-            )
-            for choice in range(request.n or 1)
-        ]
+        shown = (*(() if place.parent is None else place.parent.shown()), *images)
+        ask = partial(
+            self._client.generate,
+            prompt_ids=place.ids,
+            sampling_params=replace(params, max_tokens=most),
+            images=shown or None,
+        )
+        tasks = [asyncio.ensure_future(ask(draw=_draw(request, choice))) for choice in range(request.n or 1)]
         self._sampling_now.update(tasks)
         try:
             limit = self.rules.request_seconds
@@ -281,6 +293,7 @@ class GatewaySession:
     def _record(
         self,
         place: Place,
+        images: tuple[ImageInput, ...],
         history: History,
         read: ReadTurn,
         order: tuple[int, int],
@@ -306,6 +319,7 @@ class GatewaySession:
             order,
             place.context,
             place.asked,
+            images,
             message,
             read,
             len(place.ids) + length,

@@ -63,6 +63,26 @@ def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
         return image.size if _orientation(image) < 5 else (image.height, image.width)
 
 
+def image_url(source: Any) -> str:
+    """A `data:` address of the same: the file as it is, or a PNG of a PIL image.
+
+    Raises:
+        DataError, InfrastructureError: as `load_image`, as far as the header tells.
+    """
+    from PIL import Image as pillow
+
+    if isinstance(source, Mapping):
+        source = source.get("bytes") or source.get("path") or source.get("image")
+    if isinstance(source, pillow.Image):
+        stream = io.BytesIO()
+        load_image(source, MAX_PIXELS).save(stream, "PNG")
+        source = stream.getvalue()
+    with _opened(source, MAX_PIXELS) as image:
+        kind = pillow.MIME[str(image.format)]
+    with _stream_of(source) as file:
+        return f"data:{kind};base64,{base64.b64encode(file.read()).decode()}"
+
+
 def image_name(source: Any) -> bytes | None:
     """What stands for the image in `source` as long as it stays the same: a digest of its bytes, or of its file's path,
     size and time. None for what has neither."""

@@ -47,9 +47,9 @@ def native(**options):
     return NativeEngine(build_tiny_model(SPEC, TOKENIZER), NativeEngineOptions(tokenizer=TOKENIZER, **options))
 
 
-def session(engine, *, name="s", rules=None, parser=None, chat=CHAT, temperature=1.0, **options):
+def session(engine, *, name="s", rules=None, parser=None, chat=CHAT, images=None, temperature=1.0, **options):
     """A session over `engine`, which has its trajectory open."""
-    shared = replace(context(**options), chat=chat, tokenizer=chat.tokenizer)
+    shared = replace(context(**options), chat=chat, tokenizer=chat.tokenizer, images=images)
     if parser is not None:
         shared = replace(shared, parser=parser)
     engine.open([name])
@@ -62,7 +62,7 @@ def session(engine, *, name="s", rules=None, parser=None, chat=CHAT, temperature
 async def served(engine, **given):
     """A session that is served; its `chat` asks for completions with the real client."""
     made = session(engine, **given)
-    async with LocalGateway.here().opened(made, TOKENIZER) as (url, key):
+    async with LocalGateway.here().opened(made, given.get("chat", CHAT).tokenizer) as (url, key):
         client = openai.AsyncOpenAI(base_url=url, api_key=key, max_retries=0, timeout=PATIENCE)
         async with client:
 

@@ -81,7 +81,7 @@ def test_positions_of_answers():
 def test_other_identifiers_are_the_same_history_and_other_answers_are_not(order, names):
     def key(names, order):
         results = [tool(names[place], str(n)) for n, place in enumerate(order)]
-        return History(plain_messages([USER, calling(*names), *results]), "").key
+        return History(*plain_messages([USER, calling(*names), *results]), "").key
 
     assert key(names, order) == key("abcd", order)
     if list(order) != [0, 1, 2, 3]:

@@ -20,6 +20,7 @@ from etude.trajectory import StopReason
 TOO_LONG = "context_length_exceeded"
 SURROGATE = b'{"messages": [{"role": "user", "content": "\xed\xa0\x80"}]}'
 LONG_USER = {"role": "user", "content": "value " * 200}
+IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}
 
 
 def tool(name="f", parameters=None, **schema):
@@ -82,9 +83,18 @@ async def refused(coroutine):
         ({"messages": [{"role": "function", "content": ""}]}, "messages.0.role", "must be one of"),
         ({"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "text"),
         (
-            {"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
+            {"messages": [{"role": "user", "content": [{"type": "input_audio", "input_audio": {}}]}]},
             "messages.0.content",
-            "'text'",
+            "only parts of type 'text' and 'image_url' are read",
+        ),
+        (
+            {
+                "messages": [
+                    {"role": "user", "content": [{"type": "image_url", "image_url": {"url": "data:image/png;base64,"}}]}
+                ]
+            },
+            "messages",
+            "messages.0: this policy is shown no images",
         ),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls", "assistant"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "function"),

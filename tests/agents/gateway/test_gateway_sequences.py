@@ -173,7 +173,7 @@ def test_tools_words_in_a_rewritten_history_are_plain_characters():
 
 
 def key_of(messages, ground=""):
-    return History(plain_messages(messages), ground).key
+    return History(*plain_messages(messages), ground).key
 
 
 CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1, "b": [2]}'}}

@@ -1,5 +1,6 @@
 """Images from anywhere: what is damaged is a DataError, what the system refuses is infrastructure, and up is up."""
 
+import base64
 import contextlib
 import errno
 import io
@@ -12,7 +13,7 @@ from PIL import Image, ImageOps
 
 from etude.errors import DataError, InfrastructureError, is_infrastructure
 from etude.tools.builtin import images
-from etude.tools.builtin.images import FORMATS, AnswerImages, image_size, load_image
+from etude.tools.builtin.images import FORMATS, AnswerImages, image_size, image_url, load_image
 
 LIMIT = 10_000
 EXIF_FORMATS = ("JPEG", "PNG", "WEBP", "TIFF")
@@ -194,3 +195,20 @@ def test_the_images_of_an_answer_are_counted_broken_ones_too(monkeypatch):
         assert answer.load(FILES[kind]).size == (24, 18)
     with pytest.raises(DataError, match="more than 3 images"):
         answer.load(FILES["PNG"])
+
+
+@pytest.mark.parametrize("kind", FORMATS)
+def test_an_address_holds_the_file_as_it_is(kind, tmp_path):
+    (tmp_path / "file").write_bytes(FILES[kind])
+    for source in (FILES[kind], tmp_path / "file", {"path": str(tmp_path / "file")}, image_url(FILES[kind])):
+        address = image_url(source)
+        assert address.startswith(f"data:{Image.MIME[kind]};base64,")
+        assert base64.b64decode(address.partition(",")[2]) == FILES[kind]
+
+
+def test_the_address_of_a_picture_has_its_pixels():
+    for mode in ("RGB", "RGBA", "L", "CMYK"):
+        picture = drawn().convert(mode)
+        assert list(load_image(image_url(picture), LIMIT).getdata()) == list(load_image(picture, LIMIT).getdata())
+    with pytest.raises(DataError, match="no image of a known format"):
+        image_url(b"no image")

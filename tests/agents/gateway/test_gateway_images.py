@@ -1,0 +1,253 @@
+"""Images that clients send: what the engine is shown of them, what is trained on, and what is refused."""
+
+import asyncio
+import base64
+import io
+from dataclasses import replace
+from itertools import chain
+
+import openai
+import pytest
+import torch
+from agents_stage import SAMPLING, ScriptedEngine, context
+from gateway_stage import USER, answer, session, talk
+from vision_stage import build_vision_stage, picture, plain_log_probs
+
+from etude.agents import AgentLoopManager
+from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.pictures import row_for_clients
+from etude.agents.gateway.wire import read_request
+from etude.chat import ChatTemplate, ToolParser
+from etude.errors import DataError
+from etude.inference import NativeEngine
+from etude.models import ImageReader
+from etude.tools.builtin.images import MAX_IMAGES, image_url
+from etude.trajectory import Provenance, StopReason
+
+MODEL, PROCESSOR = build_vision_stage("qwen3_vl")
+TOKENIZER = PROCESSOR.tokenizer
+CHAT = ChatTemplate(TOKENIZER, processor=PROCESSOR)
+READER = ImageReader(PROCESSOR)
+PARSER = ToolParser.get_tool_parser("hermes", TOKENIZER)
+NUMBER = PROCESSOR.image_token_id
+A, B, C = (picture(*size, seed=seed) for seed, size in enumerate([(16, 16), (24, 16), (16, 40)]))
+ROOM = {"prompt_length": 500, "response_length": 500}
+SIGHT = {"chat": CHAT, "images": READER, "parser": PARSER, **ROOM}
+
+
+def says(text):
+    return [*TOKENIZER.encode(text, add_special_tokens=False), CHAT.end_of_turn_id]
+
+
+def shown(*pictures, text="What is this?", role="user"):
+    parts = [{"type": "image_url", "image_url": {"url": image_url(each), "detail": "high"}} for each in pictures]
+    return {"role": role, "content": [*parts, {"type": "text", "text": text}]}
+
+
+def plain(*pictures, text="What is this?"):
+    return {"role": "user", "content": [*({"type": "image"} for _ in pictures), {"type": "text", "text": text}]}
+
+
+def digests(*pictures):
+    return [READER.read(each).digest for each in pictures]
+
+
+def tokens(*pictures):
+    return [READER.tokens(each.size) for each in pictures]
+
+
+class Recorder(ScriptedEngine):
+    """A scripted engine that remembers each request: prompt ids, and images by their digests."""
+
+    def __init__(self, *script):
+        super().__init__(lambda request_id, prompt, turn: script[turn])
+        self.asked = []
+
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+        self.asked.append((list(prompt_ids), [image.digest for image in images or ()]))
+        return await super().generate(request_id, prompt_ids, sampling_params, images=images)
+
+
+def test_a_conversation_that_grows_shows_every_image_once_and_in_order():
+    async def work(stage):
+        messages = [shown(A)]
+        messages += [answer((await stage.chat(messages)).choices[0]), shown(B, C, text="And these?")]
+        messages += [answer((await stage.chat(messages)).choices[0]), USER]
+        await stage.chat(messages)
+        return stage.session.trajectories()
+
+    engine = Recorder(says("a"), says("b"), says("c"))
+    [trajectory] = talk(work, engine=engine, **SIGHT)
+    prompt = CHAT.initial_ids([plain(A)], None, tokens(A))
+    second = CHAT.context_ids([plain(B, C, text="And these?")], after=says("a"), image_tokens=tokens(B, C))
+    third = CHAT.context_ids([USER], after=says("b"))
+    parts = [prompt, says("a"), [n for run, _ in second for n in run], says("b"), [n for run, _ in third for n in run]]
+    assert engine.asked == [
+        (prompt, digests(A)),
+        ([*chain(*parts[:3])], digests(A, B, C)),
+        ([*chain(*parts)], digests(A, B, C)),
+    ]
+    assert [*trajectory.prompt_ids, *trajectory.response_ids] == [*chain(*parts), *says("c")]
+    assert [image.digest for image in trajectory.images] == digests(A, B, C)
+    placeholders = [
+        segment.provenance for segment in trajectory.segments for number in segment.token_ids if number == NUMBER
+    ]
+    assert placeholders == [Provenance.USER] * sum(tokens(B, C))
+    assert [trajectory.messages[0], trajectory.messages[2]] == [plain(A), plain(B, C, text="And these?")]
+
+
+def test_another_image_in_the_history_begins_a_sequence_and_the_same_one_does_not():
+    async def work(stage):
+        first = answer((await stage.chat([shown(A)])).choices[0])
+        await stage.chat([shown(B), first, USER])
+        await stage.chat([shown(A), first, USER])
+        return stage.session.trajectories()
+
+    engine = Recorder(says("a"), says("b"), says("c"))
+    earlier, main = talk(work, engine=engine, **SIGHT)
+    assert [seen for _, seen in engine.asked] == [digests(A), digests(B), digests(A)]
+    assert [[image.digest for image in each.images] for each in (earlier, main)] == [digests(B), digests(A)]
+    assert engine.asked[2][0][: len(engine.asked[0][0])] == engine.asked[0][0]
+    assert (earlier.assistant_turns, main.assistant_turns) == (1, 2)
+
+
+def test_over_the_real_engine_a_forward_pass_gives_the_log_probs_of_every_sequence():
+    engine = NativeEngine(MODEL)
+
+    async def main():
+        made = session(engine, **SIGHT)
+
+        async def ask(*messages):
+            completion = await made.complete(read_request({"messages": list(messages), "n": 2, "max_tokens": 12}))
+            return completion.turns[0].message
+
+        first = await ask(shown(A))
+        second = await ask(shown(A), first, shown(B, text="And this?"))
+        await ask(shown(A), first, shown(B, text="And this?"), second, shown(C, A, text="<|image_pad|> or these?"))
+        await ask(shown(A), first, shown(C, text="Or this?"))
+        trajectories = made.trajectories()
+        client = made._client
+        client.check(*[trajectory.to_output() for trajectory in trajectories])
+        return trajectories
+
+    trajectories = asyncio.run(main())
+    assert len(trajectories) > 4
+    assert {len(trajectory.images) for trajectory in trajectories} == {1, 2, 4}
+    for trajectory in trajectories:
+        ids = [*trajectory.prompt_ids, *trajectory.response_ids]
+        assert ids.count(NUMBER) == sum(image.tokens for image in trajectory.images)
+        with torch.no_grad():
+            expected = plain_log_probs(MODEL, ids, trajectory.images)[len(trajectory.prompt_ids) - 1 :]
+        mask = torch.tensor(trajectory.response_mask).bool()
+        found = torch.tensor(trajectory.response_log_probs)
+        torch.testing.assert_close(found[mask], expected[mask], atol=5e-5, rtol=0)
+
+
+def vision_context():
+    return replace(context(**ROOM), tokenizer=TOKENIZER, chat=CHAT, parser=PARSER, images=READER)
+
+
+@pytest.mark.parametrize("form", ["picture", "bytes", "path", "address"])
+def test_an_agent_asks_with_the_messages_of_its_row(loop_of, form, tmp_path):
+    B.save(tmp_path / "b.png")
+    file = (tmp_path / "b.png").read_bytes()
+    address = f"data:image/png;base64,{base64.b64encode(file).decode()}"
+    given = {"picture": B, "bytes": {"bytes": file}, "path": str(tmp_path / "b.png"), "address": address}[form]
+    rows = []
+
+    async def run(client, row):
+        rows.append(row)
+        await client.chat.completions.create(model="any", messages=row["raw_prompt"])
+        return 1.0
+
+    engine = Recorder(says("a"))
+    row = {"raw_prompt": [plain(A, B)], "images": [A, given], "agent_name": loop_of(run), "uid": "u"}
+    [result] = asyncio.run(AgentLoopManager(vision_context(), engine).generate([row], SAMPLING))
+    assert engine.asked == [(CHAT.initial_ids([plain(A, B)], None, tokens(A, B)), digests(A, B))]
+    assert [image.digest for image in result.trajectory.images] == digests(A, B)
+    assert result.trajectory.messages[0] == plain(A, B)
+    assert "images" not in rows[0]
+
+
+def test_a_row_whose_images_do_not_fit_its_messages_is_told_so(tmp_path):
+    (tmp_path / "no.png").write_text("no")
+    with pytest.raises(DataError, match="row r: 1 images for the 2 that its messages show"):
+        asyncio.run(row_for_clients({"request_id": "r", "raw_prompt": [plain(A, B)], "images": [A]}))
+    with pytest.raises(DataError, match=r"row r: .*no\.png.*no image of a known format"):
+        asyncio.run(row_for_clients({"request_id": "r", "raw_prompt": [plain(A)], "images": [tmp_path / "no.png"]}))
+    row = {"request_id": "r", "raw_prompt": [USER], "images": []}
+    assert asyncio.run(row_for_clients(row)) == row
+
+
+def address_of(data):
+    return {"type": "image_url", "image_url": {"url": f"data:image/png;base64,{base64.b64encode(data).decode()}"}}
+
+
+def png(image):
+    stream = io.BytesIO()
+    image.save(stream, "PNG")
+    return stream.getvalue()
+
+
+def linked(url):
+    return {"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}
+
+
+@pytest.mark.parametrize(
+    ("messages", "words"),
+    [
+        ([linked("https://127.0.0.1:9/x.png")], "messages.0.content.0: an image is given as a 'data:image/' address"),
+        ([linked("/etc/passwd")], "nothing is fetched"),
+        ([linked("file:///etc/passwd")], "nothing is fetched"),
+        ([linked("data:text/plain;base64,aGk=")], "nothing is fetched"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": 5}]}], "nothing is fetched"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "nothing is fetched"),
+        ([linked("data:image/png;base64,!")], "messages.0: image data:image/png;base64,!: not valid base64"),
+        ([linked("data:image/png;base64,aGk=")], "no image of a known format"),
+        ([USER, {"role": "user", "content": [address_of(png(A)[:20])]}], "messages.1: image data:image/png"),
+        ([{"role": "user", "content": [address_of(png(A)[:-400])]}], "messages: image 0: "),
+        ([shown(A, role="system"), USER], "messages.0.content: only a user's message shows images"),
+        ([USER, shown(A, role="assistant"), USER], "messages.1.content: only a user's message shows images"),
+        ([shown(*[A] * (MAX_IMAGES + 1))], f"messages.0: at most {MAX_IMAGES} images in one message"),
+    ],
+)
+def test_what_is_no_image_is_refused_and_leaves_nothing_behind(messages, words):
+    async def work(stage):
+        with pytest.raises(openai.BadRequestError) as caught:
+            await stage.chat(messages)
+        assert stage.session._admitted == 0
+        await stage.chat([shown(A)])
+        return str(caught.value), stage.session.trajectories()
+
+    engine = Recorder(says("a"))
+    message, [trajectory] = talk(work, engine=engine, **SIGHT)
+    assert words in message
+    assert len(engine.asked) == 1
+    assert [image.digest for image in trajectory.images] == digests(A)
+
+
+def test_images_that_leave_no_room_are_refused_before_they_are_decoded(monkeypatch):
+    big = picture(64, 64)
+
+    def decoded(*_):
+        raise AssertionError("decoded")
+
+    async def main():
+        made = session(Recorder(), **(SIGHT | {"prompt_length": 40, "response_length": 20}))
+        monkeypatch.setattr(ImageReader, "read_file", decoded)
+        with pytest.raises(GatewayError, match="maximum context length is 60 tokens"):
+            await made.complete(read_request({"messages": [shown(big)]}))
+        return made.trajectories()
+
+    [trajectory] = asyncio.run(main())
+    assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+
+
+def test_a_limit_that_is_reached_while_images_are_looked_at_holds():
+    async def main():
+        made = session(Recorder(says("a"), says("b")), **SIGHT, multi_turn={"max_assistant_turns": 1})
+        requests = [made.complete(read_request({"messages": [shown(each)]})) for each in (A, B)]
+        answers = await asyncio.gather(*requests, return_exceptions=True)
+        return sorted(type(each).__name__ for each in answers)
+
+    assert asyncio.run(main()) == ["Completion", "GatewayError"]
