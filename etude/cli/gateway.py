@@ -36,6 +36,13 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 @click.option("--max-turns", default=1000, show_default=True, type=click.IntRange(1), help="Requests of one session.")
 @click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
 @click.option(
+    "--max-image-mb",
+    default=1024,
+    show_default=True,
+    type=click.IntRange(1),
+    help="Pixel values that one session keeps.",
+)
+@click.option(
     "--token", help=f"API key that requests must bear; better set {TOKEN_VARIABLE}, which other users cannot see."
 )
 @click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
@@ -51,6 +58,7 @@ def gateway(
     max_n: int,
     max_turns: int,
     max_request_mb: int,
+    max_image_mb: int,
     token: str | None,
     token_file: Path | None,
     grace: float,
@@ -81,6 +89,7 @@ def gateway(
         max_choices=max_n,
         max_turns=max_turns,
         max_request_mb=max_request_mb,
+        max_image_mb=max_image_mb,
         grace_seconds=grace,
     )
 

@@ -48,6 +48,7 @@ class ServingOptions:
     max_choices: int = 16
     max_turns: int = 1000
     max_request_mb: int = 32
+    max_image_mb: int = 1024
     grace_seconds: float = 10.0
 
 
@@ -96,6 +97,7 @@ class ServedPolicy:
             max_n=options.max_choices,
             max_turns=options.max_turns,
             request_seconds=context.options.trajectory_timeout,
+            max_image_mb=options.max_image_mb,
         )
         self._record = None if options.record is None else JsonLines(options.record)
         self._numbers = itertools.count()

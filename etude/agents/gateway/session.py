@@ -51,13 +51,15 @@ class SessionRules:
     `own_sampling`: whether a request's temperature, top_p and top_k count, and its seed alone decides what it draws; in
     training the first are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
     must differ whatever seed the agent sets. `max_n`: choices of a request. `max_turns`: requests of a session that are
-    answered or under way. `request_seconds`: that one may take; None where the trajectory has a time limit.
+    answered or under way. `request_seconds`: that one may take; None where the trajectory has a time limit. `max_image_mb`:
+    MiB of pixel values that the session's images may keep; None: as many as come.
     """
 
     own_sampling: bool = False
     max_n: int = 16
     max_turns: int = 1000
     request_seconds: float | None = None
+    max_image_mb: int | None = None
 
 
 @dataclass(frozen=True)
@@ -94,6 +96,7 @@ class GatewaySession:
         """What the last request that got no answer was told."""
         self._closed = False
         self._requests = self._answered = self._admitted = 0
+        self._pixels: dict[int, int] = {}  # bytes of each image that a turn keeps, by its digest
 
     @property
     def under_way(self) -> int:
@@ -147,6 +150,8 @@ class GatewaySession:
         started = time.perf_counter()
         try:
             images = tuple(await read_pictures(place.pictures, self._context))
+            pixels = self._pixels | {image.digest: image.pixel_values.nbytes for image in images}
+            self._check_pixels(pixels)
             outputs = await self._sample(place, images, params, request)
             reads = [await read_turn(self._context.parser, output, request) for output in outputs]
         finally:
@@ -156,6 +161,7 @@ class GatewaySession:
             raise self._over()
         seconds = (time.perf_counter() - started) / len(outputs)
         self._answered += 1
+        self._pixels |= pixels
         turns = [
             self._record(place, images, history, read, (number, -choice), _drawn(params), seconds)
             for choice, read in enumerate(reads)
@@ -233,6 +239,11 @@ class GatewaySession:
         length = sum(map(length_of, messages))
         if length > longest * CHARACTERS_PER_TOKEN:
             raise self._too_long(f"{length} characters", longest)
+
+    def _check_pixels(self, pixels: Mapping[int, int]) -> None:
+        most = self.rules.max_image_mb
+        if most is not None and sum(pixels.values()) > most << 20:
+            raise GatewayError(400, f"this session's {most} MB of images are used up", param="messages")
 
     def _too_long(self, length: str, longest: int) -> GatewayError:
         options = self._context.options

@@ -16,6 +16,7 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 from etude.agents import AgentLoopManager
 from etude.agents.gateway.errors import GatewayError
 from etude.agents.gateway.pictures import row_for_clients
+from etude.agents.gateway.session import SessionRules
 from etude.agents.gateway.wire import read_request
 from etude.chat import ChatTemplate, ToolParser
 from etude.errors import DataError
@@ -241,6 +242,23 @@ def test_images_that_leave_no_room_are_refused_before_they_are_decoded(monkeypat
 
     [trajectory] = asyncio.run(main())
     assert trajectory.stop_reason is StopReason.PROMPT_TOO_LONG
+
+
+def test_a_session_keeps_no_more_pixels_than_it_may():
+    ten = [picture(64, 64, seed=n) for n in range(10)]  # nearly a megabyte of pixel values
+
+    async def main():
+        engine, rules = Recorder(says("a"), says("b"), says("c")), SessionRules(max_image_mb=1)
+        made = session(engine, rules=rules, **(SIGHT | {"prompt_length": 4000}))
+        answers = []
+        for pictures in (ten, [*ten, ten[0]], [picture(64, 64, seed=10)], ten):
+            try:
+                answers.append(len((await made.complete(read_request({"messages": [shown(*pictures)]}))).turns))
+            except GatewayError as error:
+                answers.append(str(error))
+        return answers, len(engine.asked)
+
+    assert asyncio.run(main()) == ([1, 1, "this session's 1 MB of images are used up", 1], 3)
 
 
 def test_a_limit_that_is_reached_while_images_are_looked_at_holds():
