@@ -18,7 +18,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from etude.agents.gateway.clients import Clients
-from etude.agents.gateway.server import create_app
+from etude.agents.gateway.server import ServerOptions, create_app
 from etude.agents.gateway.session import GatewaySession
 from etude.agents.gateway.store import SessionStore
 from etude.bounded import settle, uninterrupted
@@ -27,6 +27,7 @@ from etude.sandbox.serving import listen
 
 _GRACE_SECONDS = 2
 _MOST_FILES = 1 << 16
+_MOST_REQUEST_MB = 512  # a history's images travel in every request; and the agents are the user's own
 
 
 class BackgroundServer(uvicorn.Server):
@@ -107,7 +108,7 @@ class LocalGateway:
         try:
             if self._server is None:
                 _allow_files()
-                app = create_app(self._store, tokenizer)
+                app = create_app(self._store, tokenizer, ServerOptions(max_request_mb=_MOST_REQUEST_MB))
                 self._server = BackgroundServer(app, listen("127.0.0.1", 0))
             server = self._server
             await server.ready()

@@ -170,6 +170,20 @@ def test_an_agent_asks_with_the_messages_of_its_row(loop_of, form, tmp_path):
     assert "images" not in rows[0]
 
 
+def test_the_images_of_a_long_history_may_be_large_files(loop_of):
+    file = png(A) + bytes(12 << 20)  # three of them, in base64, are 48 MB
+
+    async def run(client, row):
+        await client.chat.completions.create(
+            model="any", messages=[{"role": "user", "content": [address_of(file)] * 3}]
+        )
+
+    engine = Recorder(says("a"))
+    row = {"raw_prompt": [USER], "agent_name": loop_of(run), "uid": "u"}
+    asyncio.run(AgentLoopManager(vision_context(), engine).generate([row], SAMPLING))
+    assert [seen for _, seen in engine.asked] == [digests(A, A, A)]
+
+
 def test_a_row_whose_images_do_not_fit_its_messages_is_told_so(tmp_path):
     (tmp_path / "no.png").write_text("no")
     with pytest.raises(DataError, match="row r: 1 images for the 2 that its messages show"):
