@@ -1,8 +1,8 @@
 """How many threads a step of the native engine computes with.
 
 A decode step of a small model is some hundred operators of microseconds each, and threads that meet after every one of
-them cost more than they compute: with two threads a step of 0.1 GFLOP takes twice as long as with one, one of 1 GFLOP as
-long or somewhat longer, one of 4 GFLOP three quarters (`docs/engines.md` has the table). So small steps run on one thread.
+them cost more than they compute: with two threads a step of 0.1 GFLOP takes twice as long as with one, one of 2 GFLOP as
+long, one of 10 GFLOP three quarters of it (`docs/engines.md` has the table). So small steps run on one thread.
 The bound is a number, not a clock: where matrix products round differently by the number of threads, a run that is
 repeated still computes the same.
 """
