@@ -10,7 +10,7 @@ from agents_stage import CHAT, TOKENIZER, Recorder, says
 from gateway_stage import ECHO, USER, answer, native, served, session, talk, until
 from starlette.testclient import TestClient
 
-from etude.agents.gateway import SessionRules, SessionStore
+from etude.agents.gateway import SessionRules, SessionStore, serving
 from etude.agents.gateway.errors import GatewayError
 from etude.agents.gateway.server import create_app
 from etude.agents.gateway.serving import LocalGateway
@@ -151,7 +151,9 @@ def test_hints_and_settings_that_ask_for_nothing_are_accepted():
     assert talk(work, [says("5")]).choices[0].message.content == "5"
 
 
-def test_bodies_that_are_no_requests():
+def test_bodies_that_are_no_requests(monkeypatch):
+    monkeypatch.setattr(serving, "_MOST_REQUEST_MB", 1)
+
     async def work(stage):
         url, headers = f"{stage.url}/chat/completions", {"Authorization": f"Bearer {stage.key}"}
         found = []
@@ -171,7 +173,7 @@ def test_bodies_that_are_no_requests():
                 found.append((response.status, (await response.json())["error"]["type"]))
             async with session.get(f"{stage.root}/nowhere") as response:
                 found.append((response.status, (await response.json())["error"]["type"]))
-            async with session.post(url, data=b" " * (33 << 20)) as response:
+            async with session.post(url, data=b" " * (2 << 20)) as response:
                 found.append((response.status, (await response.json())["error"]["type"]))
         return found
 
