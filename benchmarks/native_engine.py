@@ -196,16 +196,16 @@ def step_threads() -> None:
 def _step_times(model: Any, rows: int, threads: int) -> dict[str, float]:
     """Seconds of the median decode step and of the prefill of `rows` trajectories with prompts of 32 tokens."""
     engine = NativeEngine(model, NativeEngineOptions(max_num_seqs=rows))
-    computed, times = engine._computed, []
+    compute, times = engine._compute, []
 
     def timed(plan: Any) -> Any:
         torch.set_num_threads(threads)
         start = time.perf_counter()
-        result = computed(plan)
+        result = compute(plan)
         times.append((plan.tokens, time.perf_counter() - start))
         return result
 
-    engine._computed = timed  # type: ignore[method-assign]
+    engine._compute = timed  # type: ignore[method-assign]
 
     async def main() -> None:
         names = [str(i) for i in range(rows)]

@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import copy
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
 
@@ -102,7 +102,6 @@ class NativeEngine:
         self._stepping: asyncio.Future[Any] | None = None
         self._computing: Future[Any] | None = None
         self._figures = EngineFigures()
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="etude-engine")
         self._scheduler = self._new_scheduler()
 
     def _longest(self) -> int:
@@ -310,7 +309,7 @@ class NativeEngine:
         # While the step runs a request may be dropped, and its row may even get another one.
         served = [(row, row.request) for row in scheduler.active]
         draws = [(row, row.request) for row, _ in plan.drawing]
-        self._computing = self._thread.submit(self._compute, plan)
+        self._computing = self._threads.submit(plan.tokens, self._compute, plan)
         self._stepping = asyncio.wrap_future(self._computing)
         try:
             tokens, log_probs = await self._stepping
@@ -377,11 +376,6 @@ class NativeEngine:
         figures.steps += 1
         figures.rows += len(plan.feeds)
         figures.prefilled_tokens += plan.prefill
-        with self._threads.sized(plan.tokens):
-            return self._computed(plan)
-
-    def _computed(self, plan: StepPlan) -> tuple[list[int], list[float]]:
-        figures = self._figures
         with figures.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         with figures.timed_forward(plan.prefill / layout.tokens):

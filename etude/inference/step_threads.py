@@ -3,38 +3,45 @@
 A decode step of a small model is some hundred operators of microseconds each, and threads that meet after every one of
 them cost more than they compute: with two threads a step of 0.1 GFLOP takes twice as long as with one, one of 2 GFLOP as
 long, one of 10 GFLOP three quarters of it (`docs/engines.md` has the table). So small steps run on one thread.
-The bound is a number, not a clock: where matrix products round differently by the number of threads, a run that is
-repeated still computes the same.
+
+Invariant: what a step computes with depends on its size alone. The bound is a number, not a clock: where matrix products
+round differently by the number of threads, a run that is repeated still computes the same. Two engine threads, of which one
+computes alone for good, leave what the process and its other threads compute with as it is.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import torch
+
+R = TypeVar("R")
 
 WORTH_THREADS = 2e9
 """Floating-point operations from which on a step is shared out among the threads of the process."""
 
 
 class StepThreads:
-    """The rule for one model."""
+    """Runs the steps of one model, which the caller hands over one after the other."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
-        parameters = sum(parameter.numel() for parameter in model.parameters())
-        self._token_flops = 2 * parameters if device.type == "cpu" else None
+        self._shared = self._alone = ThreadPoolExecutor(max_workers=1, thread_name_prefix="etude-engine")
+        self._token_flops = 2 * sum(parameter.numel() for parameter in model.parameters())
+        threads = torch.get_num_threads()
+        if device.type == "cpu" and threads > 1:
+            self._alone = ThreadPoolExecutor(max_workers=1, thread_name_prefix="etude-engine-small")
+            self._alone.submit(_compute_alone).result()
+            torch.set_num_threads(threads)  # `_compute_alone` has also set what threads yet unborn begin with
 
-    @contextmanager
-    def sized(self, tokens: int) -> Iterator[None]:
-        """Inside, this thread computes with as many threads as a step of `tokens` tokens is worth."""
-        all_threads = torch.get_num_threads()
-        if self._token_flops is None or all_threads == 1 or tokens * self._token_flops >= WORTH_THREADS:
-            yield
-            return
-        torch.set_num_threads(1)
-        try:
-            yield
-        finally:
-            torch.set_num_threads(all_threads)
+    def submit(self, tokens: int, step: Callable[..., R], *arguments: Any) -> Future[R]:
+        """Starts a step of `tokens` tokens."""
+        small = tokens * self._token_flops < WORTH_THREADS
+        return (self._alone if small else self._shared).submit(step, *arguments)
+
+
+def _compute_alone() -> None:
+    """Has this thread compute with itself alone for good."""
+    torch.set_num_threads(1)
+    torch.get_num_threads()  # a thread takes over the process's number when it first asks: it has asked now

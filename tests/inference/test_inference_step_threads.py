@@ -13,51 +13,54 @@ from etude.inference.native import NativeEngine
 from etude.inference.step_threads import WORTH_THREADS, StepThreads
 from etude.inference.types import SamplingParams
 
-pytestmark = pytest.mark.usefixtures("two_threads")
-
 
 @pytest.fixture
-def two_threads():
+def process_threads(request):
     before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
+    torch.set_num_threads(request.param)
+    yield request.param
     torch.set_num_threads(before)
 
 
-def test_small_steps_take_one_thread_and_large_ones_all() -> None:
+def of_a_new_thread():
+    with ThreadPoolExecutor(1) as pool:
+        return pool.submit(torch.get_num_threads).result()
+
+
+@pytest.mark.parametrize("process_threads", [2], indirect=True)
+def test_small_steps_take_one_thread_and_large_ones_all(process_threads) -> None:
     threads = StepThreads(nn.Linear(1000, 1000, bias=False), torch.device("cpu"))
     enough = int(WORTH_THREADS / 2e6)
-    with threads.sized(enough - 1):
-        assert torch.get_num_threads() == 1
-    assert torch.get_num_threads() == 2
-    with threads.sized(enough):
-        assert torch.get_num_threads() == 2
+    seen = []
 
+    def step(number):
+        seen.append(number)
+        return torch.get_num_threads(), of_a_new_thread()
 
-def test_a_failed_step_gives_the_threads_back() -> None:
-    threads = StepThreads(nn.Linear(2, 2), torch.device("cpu"))
-    with pytest.raises(ZeroDivisionError), threads.sized(1):
-        raise ZeroDivisionError
+    found = [threads.submit(tokens, step, tokens).result() for tokens in (1, enough, enough - 1, enough + 1)]
+    assert found == [(1, 2), (2, 2), (1, 2), (2, 2)]
+    assert seen == [1, enough, enough - 1, enough + 1]
     assert torch.get_num_threads() == 2
 
 
-def test_another_device_is_left_alone() -> None:
-    threads = StepThreads(nn.Linear(2, 2), torch.device("meta"))
-    with threads.sized(1):
-        assert torch.get_num_threads() == 2
+@pytest.mark.parametrize(
+    ("process_threads", "device"), [(1, "cpu"), (2, "meta")], indirect=["process_threads"], ids=["one", "elsewhere"]
+)
+def test_where_there_is_nothing_to_choose_steps_run_as_ever(process_threads, device) -> None:
+    threads = StepThreads(nn.Linear(1000, 1000), torch.device(device))
+    found = {threads.submit(tokens, torch.get_num_threads).result() for tokens in (1, 10**6)}
+    assert found == {process_threads}
 
 
-def test_an_engine_of_a_small_model_decodes_with_one_thread(model, monkeypatch) -> None:
+@pytest.mark.parametrize("process_threads", [2], indirect=True)
+def test_an_engine_of_a_small_model_decodes_with_one_thread(process_threads, model, monkeypatch) -> None:
     engine, seen = NativeEngine(model), []
-    computed = engine._computed
+    compute = engine._compute
 
     def watched(plan):
-        seen.append(torch.get_num_threads())
-        return computed(plan)
+        seen.append((torch.get_num_threads(), of_a_new_thread()))
+        return compute(plan)
 
-    monkeypatch.setattr(engine, "_computed", watched)
+    monkeypatch.setattr(engine, "_compute", watched)
     asyncio.run(engine.generate("one", [3, 4, 5], SamplingParams(max_tokens=3, temperature=0.0)))
-    assert seen
-    assert set(seen) == {1}
-    with ThreadPoolExecutor(1) as pool:  # a thread born afterwards finds what the process was given
-        assert pool.submit(torch.get_num_threads).result() == 2
+    assert set(seen) == {(1, 2)}
