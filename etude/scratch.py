@@ -1,7 +1,8 @@
 """Folders for what a process keeps on disk or in memory while it lives.
 
 Invariant: a folder is locked by the process that made it for as long as that process lives, so that whoever makes the next
-one of its kind can tell, and removes those that a killed process has left.
+one of its kind on the same host can tell, and removes those that a killed process has left. Those of other hosts are left
+alone: on a shared file system locks may hold for one host only.
 """
 
 from __future__ import annotations
@@ -10,11 +11,13 @@ import contextlib
 import fcntl
 import os
 import shutil
+import socket
 import tempfile
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
+_MOST_NAME = 1024
 _STALE_SECONDS = 3600.0  # of a folder without a lock: whoever was making or removing it was killed
 
 
@@ -34,13 +37,14 @@ class Scratch:
             OSError: nothing can be written there.
         """
         where = Path(base or tempfile.gettempdir())
-        _sweep(where, prefix)
+        sweep(where, prefix)
         folder = Path(tempfile.mkdtemp(prefix=prefix, dir=where))
         lock = os.open(folder / "new", os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)
         with contextlib.suppress(
             OSError
         ):  # a file system without locks: others cannot take it for an abandoned one either
             fcntl.flock(lock, fcntl.LOCK_EX)
+        os.write(lock, _host())
         (folder / "new").rename(folder / "lock")  # locked before anybody can find it
         return cls(folder, lock)
 
@@ -50,7 +54,8 @@ class Scratch:
         os.close(self.lock)
 
 
-def _sweep(base: Path, prefix: str) -> None:
+def sweep(base: Path, prefix: str) -> None:
+    """Removes the folders with this prefix in `base` whose process, on this host, has ended."""
     for left in base.glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             try:
@@ -60,7 +65,12 @@ def _sweep(base: Path, prefix: str) -> None:
                     shutil.rmtree(left, ignore_errors=True)
                 continue
             try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                shutil.rmtree(left, ignore_errors=True)
+                if os.read(lock, _MOST_NAME) == _host():
+                    fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    shutil.rmtree(left, ignore_errors=True)
             finally:
                 os.close(lock)
+
+
+def _host() -> bytes:
+    return socket.gethostname().encode()[:_MOST_NAME]

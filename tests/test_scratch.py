@@ -4,7 +4,7 @@ import os
 import subprocess
 import sys
 
-from etude.scratch import Scratch
+from etude.scratch import Scratch, sweep
 
 
 def names(folder):
@@ -29,6 +29,18 @@ def test_the_folders_of_a_killed_process_are_removed_by_the_next(tmp_path):
     mine.remove()
     new.remove()
     assert names(tmp_path) == {"kind-other", "another-old"}
+
+
+def test_the_folders_of_other_hosts_stay(tmp_path, monkeypatch):
+    theirs = Scratch.make("kind-", tmp_path)
+    os.close(theirs.lock)  # as if its process had been killed
+    monkeypatch.setattr("socket.gethostname", lambda: "another")
+    mine = Scratch.make("kind-", tmp_path)
+    assert names(tmp_path) == {theirs.folder.name, mine.folder.name}
+    monkeypatch.undo()
+    sweep(tmp_path, "kind-")
+    assert names(tmp_path) == {mine.folder.name}
+    mine.remove()
 
 
 def test_without_a_place_it_stands_among_the_temporary_files(tmp_path, monkeypatch):

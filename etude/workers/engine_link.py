@@ -35,12 +35,13 @@ from etude.models import save_pretrained
 from etude.models.loading import DTYPES
 from etude.models.vision import Vision
 from etude.protocol import DataProto
-from etude.scratch import Scratch
+from etude.scratch import Scratch, sweep
 from etude.training import PolicyEngine
 from etude.workers.options import RoleOptions
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
 _MEMORY_FOLDER = Path("/dev/shm")
+_PREFIX = "etude-weights-"
 _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
@@ -202,11 +203,12 @@ class EngineLink:
         if self._folder is None:
             parent = self._rollout.weight_sync_dir
             if parent is None:
+                sweep(_MEMORY_FOLDER, _PREFIX)  # before its room is measured
                 size = sum(parameter.nbytes for parameter in model.parameters())
                 parent = _memory_folder(int(_ROOM * size))
             else:
                 Path(parent).mkdir(parents=True, exist_ok=True)
-            self._folder = Scratch.make("etude-weights-", parent)
+            self._folder = Scratch.make(_PREFIX, parent)
             weakref.finalize(self, self._folder.remove)
         return self._folder.folder
 

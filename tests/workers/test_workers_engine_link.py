@@ -2,6 +2,8 @@
 
 import copy
 import gc
+import os
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,8 @@ from workers_stage import learnable, policy, prompts, roles
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
+from etude.scratch import Scratch
+from etude.workers import engine_link
 from etude.workers.engine_link import WeightSyncError, _memory_folder, build_engine
 
 
@@ -160,6 +164,17 @@ def test_weights_go_where_the_configuration_says(model_path, server, tmp_path):
     group.generate_sequences(prompts())
     assert worker._link._folder.folder.parent == tmp_path / "shared" / "weights"
     assert _memory_folder(1 << 60) is None
+
+
+def test_what_a_killed_trainer_left_in_memory_makes_room_for_the_next(model_path, server, tmp_path, monkeypatch):
+    left = Scratch.make("etude-weights-", tmp_path)
+    os.close(left.lock)  # as if its process had been killed
+    monkeypatch.setattr(engine_link, "_MEMORY_FOLDER", tmp_path)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: SimpleNamespace(free=0 if left.folder.exists() else 1 << 40))
+    group, worker = served(model_path, server[0])
+    group.generate_sequences(prompts())
+    assert worker._link._folder.folder.parent == tmp_path
+    assert not left.folder.exists()
 
 
 def test_a_dead_server_at_the_first_sync_is_one_line(model_path):
