@@ -68,7 +68,10 @@ def _content(content: object, where: str) -> tuple[str | list[Message], list[str
             pictures.append(_address(given.get("image_url"), f"{where}.{place}"))
             parts.append({"type": "image"})
         elif given.get("type") == "text" and isinstance(text, str):
-            parts.append({"type": "text", "text": text})
+            if parts and parts[-1]["type"] == "text":
+                parts[-1]["text"] += text
+            elif text:
+                parts.append({"type": "text", "text": text})
         else:
             reason = f"{where}.{place}: only parts of type 'text' and 'image_url' are read"
             raise GatewayError(400, reason, param=where)
@@ -137,22 +140,20 @@ def _written(calls: Sequence[Message]) -> list[str]:
 
 
 class History:
-    """The keys of a request's messages, which show `pictures` (see the module's invariant); `ground` is what else the prompt
-    depends on."""
+    """The keys of a request's messages, which show images of these digests (see the module's invariant); `ground` is what
+    else the prompt depends on."""
 
-    def __init__(self, messages: Sequence[Message], pictures: Sequence[Sequence[str]], ground: str) -> None:
+    def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
         self.keys: list[bytes] = []
-        for message, shown, place in zip(messages, pictures, answered(messages)):
+        for message, shown, place in zip(messages, images, answered(messages)):
             self.keys.append(self.after(message, place, shown))
             self.key = self.keys[-1]
 
-    def after(self, message: Message, place: int | None = None, pictures: Sequence[str] = ()) -> bytes:
-        """The key of this history followed by `message`, which answers the call at `place`, if any, and shows `pictures`."""
-        digest = hashlib.blake2b(self.key + json.dumps(_said(message, place)).encode(), digest_size=16)
-        for address in pictures:
-            digest.update(hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest())
-        return digest.digest()
+    def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
+        """The key of this history followed by `message`, which answers the call at `place`, if any, and shows `images`."""
+        said = json.dumps(_said(message, place)).encode()
+        return hashlib.blake2b(b"".join([self.key, said, *images]), digest_size=16).digest()
 
 
 def _said(message: Message, place: int | None) -> list[Any]:

@@ -6,7 +6,11 @@ How many tokens it has is read from its header; it is decoded, within limits and
 
 from __future__ import annotations
 
+import hashlib
+from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.base import AgentContext
@@ -24,32 +28,49 @@ if TYPE_CHECKING:
 _threads = BlockingCalls("etude-gateway-pictures", limit=4)
 
 
-async def image_tokens(pictures: Sequence[Sequence[str]], context: AgentContext) -> list[list[int]]:
-    """For each message how many tokens each of its images has; `pictures` are their addresses.
+@dataclass(frozen=True)
+class Pictures:
+    """The images of each message of a request: their addresses, digests of these, and how many tokens each has."""
+
+    addresses: Sequence[Sequence[str]]
+    digests: Sequence[Sequence[bytes]]
+    tokens: Sequence[Sequence[int]]
+
+    def since(self, start: int) -> tuple[list[str], list[int]]:
+        """Addresses and tokens in the messages from number `start` on."""
+        return [*chain.from_iterable(self.addresses[start:])], [*chain.from_iterable(self.tokens[start:])]
+
+
+async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> Pictures:
+    """What the headers of each message's images say.
 
     Raises:
-        GatewayError: the policy is shown no images, there are too many, or one is no image; names the message.
+        GatewayError: the policy is shown no images, there are too many in a message, or one is no image; names the message.
         InfrastructureError: the system cannot read one now.
     """
-    if not any(pictures):
-        return [[] for _ in pictures]
+    if not any(addresses):
+        return Pictures(addresses, [[] for _ in addresses], [[] for _ in addresses])
     reader = context.images if "user" in context.chat.image_roles else None
     if reader is None:
-        first = next(number for number, shown in enumerate(pictures) if shown)
+        first = next(number for number, shown in enumerate(addresses) if shown)
         raise GatewayError(400, f"messages.{first}: this policy is shown no images", param="messages")
-    return await _threads.run(_tokens, pictures, reader)
+    return await _threads.run(_look, addresses, reader)
 
 
-def _tokens(pictures: Sequence[Sequence[str]], reader: ImageReader) -> list[list[int]]:
-    found = []
-    for number, shown in enumerate(pictures):
+def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> Pictures:
+    tokens = []
+    for number, shown in enumerate(addresses):
         if len(shown) > MAX_IMAGES:
             raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
-            found.append([reader.tokens(image_size(address, MAX_PIXELS)) for address in shown])
+            tokens.append([reader.tokens(image_size(address, MAX_PIXELS)) for address in shown])
         except DataError as error:
             raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
-    return found
+    digests = [
+        [hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest() for address in shown]
+        for shown in addresses
+    ]
+    return Pictures(addresses, digests, tokens)
 
 
 async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list[ImageInput]:
@@ -66,6 +87,39 @@ async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list
         return await read_row(context.images, addresses, "messages")
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
+
+
+class KeptImages:
+    """The images that a session's turns and requests keep, each once, however often it is read anew.
+
+    `most_mb`: MiB of pixel values; None: as many as come.
+    """
+
+    def __init__(self, most_mb: int | None) -> None:
+        self._most = most_mb
+        self._images: dict[int, ImageInput] = {}
+        self._uses: Counter[int] = Counter()
+
+    def take(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+        """These images, as they are kept from now on.
+
+        Raises:
+            GatewayError: they would be too much; then nothing is taken.
+        """
+        kept = tuple([self._images.setdefault(image.digest, image) for image in images])
+        self._uses.update([image.digest for image in kept])
+        size = sum(image.pixel_values.nbytes for image in self._images.values())
+        if self._most is not None and size > self._most << 20:
+            self.give_back(kept)
+            raise GatewayError(400, f"this session's {self._most} MB of images are used up", param="messages")
+        return kept
+
+    def give_back(self, images: Sequence[ImageInput]) -> None:
+        """What was taken is not wanted after all."""
+        for image in images:
+            self._uses[image.digest] -= 1
+            if not self._uses[image.digest]:
+                del self._uses[image.digest], self._images[image.digest]
 
 
 async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:

@@ -10,14 +10,13 @@ messages say. What a tool's message spells out never becomes a control token, in
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 
 from etude.agents.answers import naming
 from etude.agents.base import AgentContext
 from etude.agents.gateway.errors import GatewayError
 from etude.agents.gateway.messages import History, Message, answered
+from etude.agents.gateway.pictures import Pictures
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
 from etude.agents.options import RolloutOptions
@@ -52,22 +51,10 @@ class Place:
     room: int
 
 
-@dataclass(frozen=True)
-class Shown:
-    """For each message of a request the addresses of its images, and how many tokens each has."""
-
-    pictures: Sequence[Sequence[str]]
-    tokens: Sequence[Sequence[int]]
-
-    def since(self, start: int) -> tuple[list[str], list[int]]:
-        """Those of the messages from number `start` on."""
-        return [*chain.from_iterable(self.pictures[start:])], [*chain.from_iterable(self.tokens[start:])]
-
-
 def placed(
     recording: Recording,
     messages: list[Message],
-    shown: Shown,
+    pictures: Pictures,
     history: History,
     request: ChatRequest,
     shared: AgentContext,
@@ -82,17 +69,17 @@ def placed(
     new, answering = messages[start:], places[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
     if parent is not None:
-        pictures, tokens = shown.since(start)
+        addresses, tokens = pictures.since(start)
         context = _context_after(parent, new, answering, tokens, shared)
         if context is not None:
-            return _measured(parent, context, _with_ids_of(parent, new, answering), pictures, shared)
+            return _measured(parent, context, _with_ids_of(parent, new, answering), addresses, shared)
     chat = shared.chat
-    pictures, tokens = shown.since(0)
+    addresses, tokens = pictures.since(0)
     try:
         prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, pictures, shared)
+    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, addresses, shared)
 
 
 def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
@@ -122,7 +109,11 @@ def _context_after(
     parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
     """The ids of new messages behind a turn, whose calls they answer at the positions `answering`; None where the template
-    cannot show them there."""
+    cannot show them there.
+
+    Raises:
+        GatewayError: the template does not write each of their images once.
+    """
     chat, parsed = shared.chat, parent.read.parsed
     if parsed.result_tag is None and not chat.answers_tools:
         parsed = replace(parsed, result_tag=shared.parser.result_tag or "tool_response")
@@ -138,6 +129,8 @@ def _context_after(
         return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
     except ConfigError:
         return None
+    except DataError as error:
+        raise GatewayError(400, one_line(error), param="messages") from error
 
 
 def longest_sequence(options: RolloutOptions) -> int:

@@ -98,8 +98,11 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
     @app.post("/v1/chat/completions")
     async def complete_alone(request: Request) -> Response:
         """One turn of a session of its own."""
+        name = f"single-{uuid4().hex}"
+        if not store.makes(name):
+            store.get(name, "")  # which says that there is none, before the body is read
         chat = read_request(await _json(request))
-        session = store.get_or_make(f"single-{uuid4().hex}", "")
+        session = store.get_or_make(name, "")
         try:
             return await answered(session, chat, request)
         finally:

@@ -27,7 +27,7 @@ from etude.sandbox.serving import listen
 
 _GRACE_SECONDS = 2
 _MOST_FILES = 1 << 16
-_MOST_REQUEST_MB = 512  # a history's images travel in every request; and the agents are the user's own
+_MOST_REQUEST_MB = 128  # a history's images travel in every request; and the agents are the user's own
 
 
 class BackgroundServer(uvicorn.Server):

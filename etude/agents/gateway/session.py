@@ -13,17 +13,17 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Coroutine, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
 from etude.agents.gateway.messages import History, Message, length_of, plain_messages
-from etude.agents.gateway.pictures import image_tokens, read_pictures
-from etude.agents.gateway.placing import Place, Shown, longest_sequence, placed
+from etude.agents.gateway.pictures import KeptImages, looked_at, read_pictures
+from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
@@ -35,6 +35,8 @@ from etude.trajectory import StopReason, Trajectory
 
 if TYPE_CHECKING:
     from etude.images import ImageInput
+
+T = TypeVar("T")
 
 CHARACTERS_PER_TOKEN = 32
 """Prompts of more than that, for each token of the context, are refused unread: real text has three or four."""
@@ -91,17 +93,17 @@ class GatewaySession:
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
         """What kept a request from being answered that was no fault of its own."""
         self.started = self.last_used = time.monotonic()
-        self._sampling_now: set[asyncio.Task[TokenOutput]] = set()
+        self._at_work: set[asyncio.Task[Any]] = set()
         self.declined: GatewayError | None = None
         """What the last request that got no answer was told."""
         self._closed = False
         self._requests = self._answered = self._admitted = 0
-        self._pixels: dict[int, int] = {}  # bytes of each image that a turn keeps, by its digest
+        self._images = KeptImages(self.rules.max_image_mb)
 
     @property
     def under_way(self) -> int:
-        """Choices that are being sampled."""
-        return len(self._sampling_now)
+        """Choices that are being sampled, and images that are read for one."""
+        return len(self._at_work)
 
     @property
     def request_id(self) -> str:
@@ -109,15 +111,15 @@ class GatewaySession:
         return self._client.request_id
 
     def end(self) -> None:
-        """Gives up what is being sampled; nothing more is."""
+        """Gives up what is under way; nothing more is sampled."""
         self._closed = True
-        for task in self._sampling_now:
+        for task in self._at_work:
             task.cancel()
 
     async def close(self) -> None:
         """As `end`, and waits until it is so."""
         self.end()
-        await settle(set(self._sampling_now))
+        await settle(set(self._at_work))
 
     async def complete(self, request: ChatRequest) -> Completion:
         """Answers a request.
@@ -133,39 +135,44 @@ class GatewaySession:
             raise self._failed(error) from error
 
     async def _complete(self, request: ChatRequest) -> Completion:
+        arrived = self.last_used = time.monotonic()
         self._check_limits(request)
-        messages, pictures = plain_messages(request.messages)
-        self._check_characters(messages)
-        tokens = await image_tokens(pictures, self._context)
-        if any(pictures):
-            self._check_limits(request)  # others may have come while these were looked at
+        messages, addresses = plain_messages(request.messages)
+        self._check_size(messages, sum(map(len, addresses)))
+        if any(addresses):
+            pictures = await self._done(looked_at(addresses, self._context), arrived)
+            self._check_limits(request)  # others may have come meanwhile
+        else:
+            pictures = await looked_at(addresses, self._context)
         params = self._params(request)
-        history = History(messages, pictures, json.dumps([request.tools, _drawn(params)]))
-        place = placed(self.recording, messages, Shown(pictures, tokens), history, request, self._context)
+        history = History(messages, pictures.digests, json.dumps([request.tools, _drawn(params)]))
+        place = placed(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
-        number = self._requests
-        self._requests += 1
+        images: tuple[ImageInput, ...] = ()
+        turns: list[Turn] = []
         self._admitted += 1
-        self.refused = None
-        started = time.perf_counter()
         try:
-            images = tuple(await read_pictures(place.pictures, self._context))
-            pixels = self._pixels | {image.digest: image.pixel_values.nbytes for image in images}
-            self._check_pixels(pixels)
-            outputs = await self._sample(place, images, params, request)
+            if place.pictures:
+                images = self._images.take(await self._done(read_pictures(place.pictures, self._context), arrived))
+            number = self._requests
+            self._requests += 1
+            self.refused = None
+            started = time.perf_counter()
+            outputs = await self._sample(place, images, params, request, arrived)
             reads = [await read_turn(self._context.parser, output, request) for output in outputs]
+            if self._closed:
+                raise self._over()
+            seconds = (time.perf_counter() - started) / len(outputs)
+            self._answered += 1
+            turns = [
+                self._record(place, images, history, read, (number, -choice), _drawn(params), seconds)
+                for choice, read in enumerate(reads)
+            ]
         finally:
             self._admitted -= 1
             self.last_used = time.monotonic()
-        if self._closed:
-            raise self._over()
-        seconds = (time.perf_counter() - started) / len(outputs)
-        self._answered += 1
-        self._pixels |= pixels
-        turns = [
-            self._record(place, images, history, read, (number, -choice), _drawn(params), seconds)
-            for choice, read in enumerate(reads)
-        ]
+            if not turns:
+                self._images.give_back(images)
         return Completion(request, turns, place.ids, f"{self.name}-{number}")
 
     def reward(self, body: object) -> None:
@@ -233,17 +240,14 @@ class GatewaySession:
         if place.room < least or (first and len(place.ids) > options.prompt_length):
             raise self._too_long(f"{len(place.ids)}", place.longest)
 
-    def _check_characters(self, messages: list[Message]) -> None:
-        """Refuses what no tokenizer makes short enough, before one is kept busy with it."""
+    def _check_size(self, messages: list[Message], images: int) -> None:
+        """Refuses what no tokenizer makes short enough, before one is kept busy with it; an image has a token at least."""
         longest = longest_sequence(self._context.options)
         length = sum(map(length_of, messages))
         if length > longest * CHARACTERS_PER_TOKEN:
             raise self._too_long(f"{length} characters", longest)
-
-    def _check_pixels(self, pixels: Mapping[int, int]) -> None:
-        most = self.rules.max_image_mb
-        if most is not None and sum(pixels.values()) > most << 20:
-            raise GatewayError(400, f"this session's {most} MB of images are used up", param="messages")
+        if images > longest:
+            raise self._too_long(f"{images} images", longest)
 
     def _too_long(self, length: str, longest: int) -> GatewayError:
         options = self._context.options
@@ -257,8 +261,35 @@ class GatewaySession:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
+    async def _done(self, work: Coroutine[Any, Any, T], arrived: float) -> T:
+        """What `work` gives, as part of a request; a session that ends gives it up."""
+        task = asyncio.ensure_future(work)
+        self._at_work.add(task)
+        try:
+            await asyncio.wait({task}, timeout=self._left(arrived))
+            if not task.done():
+                raise self._late()
+        finally:
+            await settle({task})
+            self._at_work.discard(task)
+        if task.cancelled() or self._closed:
+            raise self._over()
+        return task.result()
+
+    def _left(self, arrived: float) -> float | None:
+        limit = self.rules.request_seconds
+        return None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
+
+    def _late(self) -> GatewayError:
+        return GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
+
     async def _sample(
-        self, place: Place, images: tuple[ImageInput, ...], params: SamplingParams, request: ChatRequest
+        self,
+        place: Place,
+        images: tuple[ImageInput, ...],
+        params: SamplingParams,
+        request: ChatRequest,
+        arrived: float,
     ) -> list[TokenOutput]:
         most = min(request.most_tokens or place.room, place.room)
         shown = (*(() if place.parent is None else place.parent.shown()), *images)
@@ -269,16 +300,16 @@ class GatewaySession:
             images=shown or None,
         )
         tasks = [asyncio.ensure_future(ask(draw=_draw(request, choice))) for choice in range(request.n or 1)]
-        self._sampling_now.update(tasks)
+        self._at_work.update(tasks)
         try:
-            limit = self.rules.request_seconds
-            _, waiting = await asyncio.wait(tasks, timeout=limit, return_when=asyncio.FIRST_EXCEPTION)
+            left = self._left(arrived)
+            _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
             outputs = [self._sampled(task) for task in tasks if task.done()]
             if waiting:
-                raise GatewayError(504, f"the engine did not answer within {limit:g} s", code="timeout")
+                raise self._late()
         finally:
             await settle(tasks)
-            self._sampling_now.difference_update(tasks)
+            self._at_work.difference_update(tasks)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs

@@ -14,7 +14,9 @@ from gateway_stage import USER, answer, session, talk
 from vision_stage import build_vision_stage, picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
+from etude.agents.gateway import session as gateway_session
 from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.messages import History, plain_messages
 from etude.agents.gateway.pictures import row_for_clients
 from etude.agents.gateway.session import SessionRules
 from etude.agents.gateway.wire import read_request
@@ -273,6 +275,100 @@ def test_a_session_keeps_no_more_pixels_than_it_may():
         return answers, len(engine.asked)
 
     assert asyncio.run(main()) == ([1, 1, "this session's 1 MB of images are used up", 1], 3)
+
+
+def test_requests_at_once_keep_no_more_pixels_than_they_may_together():
+    async def main():
+        rules = SessionRules(max_image_mb=1)
+        made = session(Recorder(*[says("a")] * 9), rules=rules, **(SIGHT | {"prompt_length": 4000}))
+
+        async def ask(seed):
+            pictures = [picture(64, 64, seed=10 * seed + n) for n in range(10)]
+            return await made.complete(read_request({"messages": [shown(*pictures)]}))
+
+        answers = await asyncio.gather(*map(ask, range(5)), return_exceptions=True)
+        return made, sum(isinstance(each, GatewayError) for each in answers)
+
+    made, refused = asyncio.run(main())
+    assert refused == 4
+    assert sum(image.pixel_values.nbytes for turn in made.recording.turns for image in turn.images) <= 1 << 20
+
+
+def test_turns_share_the_pixels_of_an_image_that_was_read_twice():
+    async def main():
+        made = session(Recorder(*[says("a")] * 3), **(SIGHT | {"images": ImageReader(PROCESSOR, remembered_bytes=1)}))
+        for text in "abc":
+            await made.complete(read_request({"messages": [shown(A, B, text=text)]}))
+        return made.trajectories()
+
+    first, *others = asyncio.run(main())
+    assert all(each.images[n] is first.images[n] for each in others for n in (0, 1))
+
+
+@pytest.mark.parametrize("stage", ["looked_at", "read_pictures"])
+def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypatch, stage):
+    reading = asyncio.Event()
+    work = getattr(gateway_session, stage)
+
+    async def slow(addresses, shared):
+        if any(addresses):
+            reading.set()
+            await asyncio.sleep(30)
+        return await work(addresses, shared)
+
+    async def main():
+        engine = Recorder(says("a"))
+        made = session(engine, **SIGHT)
+        monkeypatch.setattr(gateway_session, stage, slow)
+        asked = asyncio.ensure_future(made.complete(read_request({"messages": [shown(A)]})))
+        await reading.wait()
+        assert made.under_way == 1
+        await made.close()
+        with pytest.raises(GatewayError, match="is over") as caught:
+            await asked
+        return caught.value.status, engine.asked, made.broken.done(), made._admitted
+
+    assert asyncio.run(main()) == (404, [], False, 0)
+
+
+def test_reading_images_counts_towards_a_requests_time(monkeypatch):
+    async def slow(*_):
+        await asyncio.sleep(30)
+
+    async def main():
+        made = session(Recorder(says("a")), rules=SessionRules(request_seconds=0.05), **SIGHT)
+        monkeypatch.setattr(gateway_session, "read_pictures", slow)
+        with pytest.raises(GatewayError, match=r"no answer within 0\.05 s") as caught:
+            await made.complete(read_request({"messages": [shown(A)]}))
+        return caught.value.status
+
+    assert asyncio.run(main()) == 504
+
+
+def test_texts_beside_an_image_are_one_however_they_are_cut():
+    image = shown(A)["content"][0]
+
+    def key(*parts):
+        given = [part if isinstance(part, dict) else {"type": "text", "text": part} for part in parts]
+        messages, addresses = plain_messages([{"role": "user", "content": given}])
+        return History(messages, [[each.encode() for each in shown_now] for shown_now in addresses], "").key
+
+    assert key("ab", image, "c") == key("", "a", "b", image, "", "c") != key("c", image, "ab")
+
+
+def test_a_template_that_loses_an_image_is_a_refusal_and_no_failure(monkeypatch):
+    def loses(*_, **__):
+        raise DataError("1 placeholder for 2 images")
+
+    async def main():
+        made = session(Recorder(says("a"), says("b")), **SIGHT)
+        first = (await made.complete(read_request({"messages": [shown(A)]}))).turns[0].message
+        monkeypatch.setattr(ChatTemplate, "context_ids", loses)
+        with pytest.raises(GatewayError, match="1 placeholder for 2 images") as caught:
+            await made.complete(read_request({"messages": [shown(A), first, shown(A, B)]}))
+        return caught.value.status, made.broken.done()
+
+    assert asyncio.run(main()) == (400, False)
 
 
 def test_a_limit_that_is_reached_while_images_are_looked_at_holds():

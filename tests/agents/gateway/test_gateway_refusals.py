@@ -411,7 +411,7 @@ def test_what_was_sampled_when_the_session_ended_is_not_recorded():
     async def work(stage):
         asking = asyncio.ensure_future(refused(stage.chat([USER])))
         await until(lambda: stage.session.under_way)
-        [sampling] = stage.session._sampling_now
+        [sampling] = stage.session._at_work
         sampling.add_done_callback(lambda _: stage.session.end())
         return (await asking).code, stage.session.recording.turns
 
