@@ -27,8 +27,9 @@ def answering(raw, path="/x", *, timeout=2.0, call="get", hold=False):
                 return
             writer.write(raw)
             await writer.drain()
-            if not hold:
-                writer.close()
+            if hold:
+                await reader.read()  # until the caller hangs up; from Python 3.12 on a server waits for its connections
+            writer.close()
 
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with listener:
