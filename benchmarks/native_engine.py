@@ -79,23 +79,35 @@ def cost(model: Any, counts: list[int], width: int, dtype: str | None) -> None:
 def errors(folder: str) -> None:
     reference = load_causal_lm(folder, attn_implementation="eager")
     rounded = load_causal_lm(folder, attn_implementation="eager", dtype="bfloat16").float()
+    exact = copy.deepcopy(reference).double()
     for dtype, against, name in (
+        ("float32", exact, "a float64 forward of them"),
         ("float32", reference, "float32 weights"),
         ("bfloat16", rounded, "the same rounded weights"),
         ("bfloat16", reference, "float32 weights"),
         ("float16", reference, "float32 weights"),
     ):
         engine = NativeEngine(copy.deepcopy(reference), NativeEngineOptions(dtype=dtype))
-        found = []
-        for turns in rollout(engine, 32, 1):
-            for context, out in turns:
-                ids = torch.tensor([context + out.token_ids])
-                with torch.no_grad():
-                    table = against(input_ids=ids).logits[0, len(context) - 1 : -1].log_softmax(-1)
-                expected = table.gather(1, torch.tensor(out.token_ids)[:, None])[:, 0]
-                found.append((expected - torch.tensor(out.log_probs)).abs())
-        every = torch.cat(found)
-        print(f"{dtype} against {name}: largest {every.max():.3g}, mean {every.mean():.3g}, {len(every)} tokens")
+        turns = [turn for made in rollout(engine, 32, 1) for turn in made]
+        sampled = torch.tensor([log_prob for _, out in turns for log_prob in out.log_probs])
+        expected = _log_probs(against, turns)
+        _print_error(f"{dtype} against {name}", sampled - expected)
+        if against is exact:
+            _print_error("Transformers' own float32 against that", _log_probs(reference, turns) - expected)
+
+
+def _log_probs(model: Any, turns: list[Turn]) -> torch.Tensor:
+    """Of all sampled tokens, by a forward of each whole context."""
+    found = []
+    for context, out in turns:
+        with torch.no_grad():
+            logits = model(input_ids=torch.tensor([context + out.token_ids])).logits[0, len(context) - 1 : -1]
+        found.append(logits.log_softmax(-1).gather(1, torch.tensor(out.token_ids)[:, None])[:, 0])
+    return torch.cat(found)
+
+
+def _print_error(name: str, error: torch.Tensor) -> None:
+    print(f"{name}: largest {error.abs().max():.3g}, mean {error.abs().mean():.3g}, {len(error)} tokens")
 
 
 class NoAttention:
