@@ -36,20 +36,24 @@ class Pictures:
     digests: Sequence[Sequence[bytes]]
     tokens: Sequence[Sequence[int]]
 
+    @classmethod
+    def none(cls, messages: int) -> Pictures:
+        """Those of so many messages without any."""
+        nothing: list[list[Any]] = [[]] * messages
+        return cls(nothing, nothing, nothing)
+
     def since(self, start: int) -> tuple[list[str], list[int]]:
         """Addresses and tokens in the messages from number `start` on."""
         return [*chain.from_iterable(self.addresses[start:])], [*chain.from_iterable(self.tokens[start:])]
 
 
 async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> Pictures:
-    """What the headers of each message's images say.
+    """What the headers of each message's images say; there is one at least.
 
     Raises:
         GatewayError: the policy is shown no images, there are too many in a message, or one is no image; names the message.
         InfrastructureError: the system cannot read one now.
     """
-    if not any(addresses):
-        return Pictures(addresses, [[] for _ in addresses], [[] for _ in addresses])
     reader = context.images if "user" in context.chat.image_roles else None
     if reader is None:
         first = next(number for number, shown in enumerate(addresses) if shown)
@@ -80,8 +84,6 @@ async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list
         GatewayError: one is broken behind its header.
         InfrastructureError: the system cannot read one now.
     """
-    if not addresses:
-        return []
     assert context.images is not None
     try:
         return await read_row(context.images, addresses, "messages")

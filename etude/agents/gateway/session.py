@@ -13,7 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -22,7 +22,7 @@ from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
 from etude.agents.gateway.messages import History, Message, length_of, plain_messages
-from etude.agents.gateway.pictures import KeptImages, looked_at, read_pictures
+from etude.agents.gateway.pictures import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
@@ -139,11 +139,10 @@ class GatewaySession:
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
         self._check_size(messages, sum(map(len, addresses)))
+        pictures = Pictures.none(len(messages))
         if any(addresses):
-            pictures = await self._done(looked_at(addresses, self._context), arrived)
+            [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
             self._check_limits(request)  # others may have come meanwhile
-        else:
-            pictures = await looked_at(addresses, self._context)
         params = self._params(request)
         history = History(messages, pictures.digests, json.dumps([request.tools, _drawn(params)]))
         place = placed(self.recording, messages, pictures, history, request, self._context)
@@ -153,7 +152,8 @@ class GatewaySession:
         self._admitted += 1
         try:
             if place.pictures:
-                images = self._images.take(await self._done(read_pictures(place.pictures, self._context), arrived))
+                [given] = await self._all([read_pictures(place.pictures, self._context)], arrived)
+                images = self._images.take(given)
             number = self._requests
             self._requests += 1
             self.refused = None
@@ -261,27 +261,30 @@ class GatewaySession:
 
     # -- sampling ------------------------------------------------------------------------------------------------
 
-    async def _done(self, work: Coroutine[Any, Any, T], arrived: float) -> T:
-        """What `work` gives, as part of a request; a session that ends gives it up."""
-        task = asyncio.ensure_future(work)
-        self._at_work.add(task)
+    async def _all(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
+        """What `works` give, done at the same time as part of a request; a session that ends gives them up."""
+        tasks = [asyncio.ensure_future(work) for work in works]
+        self._at_work.update(tasks)
         try:
-            await asyncio.wait({task}, timeout=self._left(arrived))
-            if not task.done():
-                raise self._late()
+            _, waiting = await asyncio.wait(tasks, timeout=self._left(arrived), return_when=asyncio.FIRST_EXCEPTION)
+            results = [self._result(task) for task in tasks if task.done()]
+            if waiting:
+                raise GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
         finally:
-            await settle({task})
-            self._at_work.discard(task)
-        if task.cancelled() or self._closed:
+            await settle(tasks)
+            self._at_work.difference_update(tasks)
+        if self._closed:
+            raise self._over()
+        return results
+
+    def _result(self, task: asyncio.Task[T]) -> T:
+        if task.cancelled():
             raise self._over()
         return task.result()
 
     def _left(self, arrived: float) -> float | None:
         limit = self.rules.request_seconds
         return None if limit is None else max(arrived + limit - time.monotonic(), 0.0)
-
-    def _late(self) -> GatewayError:
-        return GatewayError(504, f"no answer within {self.rules.request_seconds:g} s", code="timeout")
 
     async def _sample(
         self,
@@ -299,28 +302,10 @@ class GatewaySession:
             sampling_params=replace(params, max_tokens=most),
             images=shown or None,
         )
-        tasks = [asyncio.ensure_future(ask(draw=_draw(request, choice))) for choice in range(request.n or 1)]
-        self._at_work.update(tasks)
-        try:
-            left = self._left(arrived)
-            _, waiting = await asyncio.wait(tasks, timeout=left, return_when=asyncio.FIRST_EXCEPTION)
-            outputs = [self._sampled(task) for task in tasks if task.done()]
-            if waiting:
-                raise self._late()
-        finally:
-            await settle(tasks)
-            self._at_work.difference_update(tasks)
+        outputs = await self._all([ask(draw=_draw(request, choice)) for choice in range(request.n or 1)], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
-
-    def _sampled(self, task: asyncio.Task[TokenOutput]) -> TokenOutput:
-        if task.cancelled():
-            raise self._over()
-        if (error := task.exception()) is not None:
-            assert isinstance(error, Exception)
-            raise self._failed(error) from error
-        return task.result()
 
     def _over(self) -> GatewayError:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
