@@ -95,7 +95,8 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
     """What `within` gives, of a task that runs already and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
         await asyncio.sleep(0)  # what waits for nothing has ended then, and needs no timer
-        await ended(task, seconds)
+        if not task.done():
+            await ended(task, seconds)
     except BaseException:
         await settle({task}, grace)
         raise

@@ -12,8 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
-from itertools import chain, groupby
-from typing import TYPE_CHECKING, Any
+from itertools import groupby
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
     from etude.images import ImageInput
@@ -44,8 +44,7 @@ class StopReason(str, Enum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True)
-class Segment:
+class Segment(NamedTuple):
     """A run of tokens of one provenance.
 
     `log_probs` has one entry a token for sampled segments (natural log, of the distribution sampled from) and is None
@@ -57,10 +56,6 @@ class Segment:
     turn: int
     log_probs: tuple[float, ...] | None = None
     weight_versions: tuple[int, ...] | None = None
-
-    def __post_init__(self) -> None:
-        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
-            raise ValueError(f"{len(self.log_probs)} log-probs for {len(self.token_ids)} tokens")
 
 
 @dataclass(frozen=True)
@@ -105,6 +100,33 @@ class Rewards:
         return tool_weight * tools + score_weight * (self.score or 0.0)
 
 
+class _Columns:
+    """Ids, mask and log-probs of segments, joined: every turn asks for them, and the end of a trajectory several times."""
+
+    __slots__ = ("count", "ids", "last", "log_probs", "mask")
+
+    def __init__(self) -> None:
+        self.ids: list[int] = []
+        self.mask: list[int] = []
+        self.log_probs: list[float] = []
+        self.count = 0  # of the segments that are joined
+        self.last: Segment | None = None
+
+    def begin(self, segments: Sequence[Segment]) -> bool:
+        """Whether what is joined are the first of `segments`."""
+        return not self.count or (len(segments) >= self.count and segments[self.count - 1] is self.last)
+
+    def follow(self, segments: Sequence[Segment]) -> None:
+        """Joins those of `segments` that are new."""
+        for segment in segments[self.count :]:
+            size = len(segment.token_ids)
+            self.ids += segment.token_ids
+            self.mask += (1 if segment.provenance is Provenance.SAMPLED else 0,) * size
+            self.log_probs += segment.log_probs or (0.0,) * size
+            self.last = segment
+        self.count = len(segments)
+
+
 @dataclass
 class Trajectory:
     """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
@@ -128,6 +150,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
+    _columns: _Columns = field(default_factory=_Columns, init=False, repr=False, compare=False)
 
     def append(
         self,
@@ -137,35 +160,53 @@ class Trajectory:
         log_probs: Sequence[float] | None = None,
         weight_versions: Sequence[int] | None = None,
     ) -> None:
-        """Adds tokens at the end of the context; an empty run adds nothing."""
+        """Adds tokens at the end of the context; an empty run adds nothing.
+
+        Raises:
+            ValueError: there are not as many log-probs as tokens.
+        """
+        if log_probs is not None and len(log_probs) != len(token_ids):
+            raise ValueError(f"{len(log_probs)} log-probs for {len(token_ids)} tokens")
         if token_ids:
-            turn = self.assistant_turns
             versions = None if weight_versions is None else tuple(weight_versions)
             probs = None if log_probs is None else tuple(log_probs)
-            self.segments.append(Segment(tuple(token_ids), provenance, turn, probs, versions))
+            self.segments.append(Segment(tuple(token_ids), provenance, self.assistant_turns, probs, versions))
 
     @property
     def response_ids(self) -> list[int]:
         """All ids after the prompt."""
-        return list(chain.from_iterable(segment.token_ids for segment in self.segments))
+        return self._joined().ids.copy()
 
     @property
     def response_mask(self) -> list[int]:
         """1 where the policy sampled the token, 0 elsewhere."""
-        mask: list[int] = []
-        for segment in self.segments:
-            mask += [int(segment.provenance is Provenance.SAMPLED)] * len(segment.token_ids)
-        return mask
+        return self._joined().mask.copy()
 
     @property
     def response_log_probs(self) -> list[float]:
         """Log-probs of the sampled tokens, 0.0 elsewhere."""
-        return list(chain.from_iterable(s.log_probs or (0.0,) * len(s.token_ids) for s in self.segments))
+        return self._joined().log_probs.copy()
 
     @property
     def response_length(self) -> int:
         """Number of ids after the prompt."""
-        return sum([len(segment.token_ids) for segment in self.segments])
+        return len(self._joined().ids)
+
+    def context_ids(self) -> list[int]:
+        """The whole context: the prompt's ids and all that followed."""
+        return self.prompt_ids + self._joined().ids
+
+    def _joined(self) -> _Columns:
+        """The segments' columns: what came since they were last asked for is added."""
+        columns, segments = self._columns, self.segments
+        if columns.count != len(segments) or (segments and segments[-1] is not columns.last):
+            if not columns.begin(segments):
+                columns = self._columns = _Columns()
+            columns.follow(segments)
+        return columns
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_columns": _Columns()}  # what is joined would travel twice
 
     @property
     def num_turns(self) -> int:
@@ -213,7 +254,7 @@ class Trajectory:
             "request_id": self.request_id,
             "prompt_ids": list(self.prompt_ids),
             "segments": [
-                {k: v for k, v in asdict(s).items() if v is not None} | {"provenance": s.provenance.value}
+                {k: v for k, v in s._asdict().items() if v is not None} | {"provenance": s.provenance.value}
                 for s in self.segments
             ],
             "messages": self.messages,

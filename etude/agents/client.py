@@ -60,8 +60,11 @@ class TrajectoryClient:
         self._asked += 1  # before the wait: requests under way at once must not draw alike
         asked, media = list(prompt_ids), _images(media)
         with span("generation", "generate") as recorded:
-            with self._ids.one() as name:
+            name = self._ids.enter()
+            try:
                 output = await self._engine.generate(name, asked, params.seeded(seed), **media)
+            finally:
+                self._ids.leave(name)
             if recorded is not None:
                 self._describe(recorded, asked, output)
         if output.stop_reason == "aborted":

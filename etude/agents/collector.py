@@ -14,7 +14,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-_THRESHOLDS = (100_000, 20, 20)  # Python's own are 700, 10, 10: passes over young, middle-aged and all objects
+_THRESHOLDS = (300_000, 20, 20)  # Python's own are 700, 10, 10: passes over young, middle-aged and all objects
 _lock = threading.Lock()
 _blocks = 0
 _found: tuple[int, int, int] | None = None

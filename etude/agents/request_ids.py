@@ -10,9 +10,6 @@ moment are under way the trajectory's own is closed, and it is open again when n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-
 from etude.inference import Engine
 
 
@@ -26,20 +23,12 @@ class RequestIds:
         self._own_is_open = True
         self._ended = False
 
-    @contextmanager
-    def one(self) -> Iterator[str]:
-        """A name for one request."""
-        name = self._enter()
-        try:
-            yield name
-        finally:
-            self._leave(name)
-
     def end(self) -> None:
         """The own id is not opened again."""
         self._ended = True
 
-    def _enter(self) -> str:
+    def enter(self) -> str:
+        """A name for one request, which ends with `leave`."""
         if not self._under_way:
             name = self.own
         else:
@@ -49,7 +38,8 @@ class RequestIds:
         self._under_way.add(name)
         return name
 
-    def _leave(self, name: str) -> None:
+    def leave(self, name: str) -> None:
+        """The request of that name has ended, well or not."""
         self._under_way.discard(name)
         if name != self.own:
             self._engine.close(name)

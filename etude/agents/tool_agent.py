@@ -195,7 +195,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         started = time.perf_counter()
         output = await self.server_manager.generate(
-            prompt_ids=trajectory.prompt_ids + trajectory.response_ids,
+            prompt_ids=trajectory.context_ids(),
             sampling_params=data.sampling.within(self.room(trajectory)),
             images=tuple(trajectory.images) or None,
         )

@@ -17,7 +17,6 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
 from typing import Any, NamedTuple
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
@@ -166,10 +165,10 @@ class ToolCalls:
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
-            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
+            return self._told(InjectedError("injected by config.faults"))._replace(source=Source.FAULT)
         answer = question.recorded or await self._recorded(question, execute)
         if faults is not None and fault is Fault.GARBAGE:
-            return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
+            return answer._replace(response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
     async def _recorded(self, question: Question, execute: Callable[[], Awaitable[object]]) -> Answer:

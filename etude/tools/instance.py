@@ -41,7 +41,7 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_asked", "_given_id", "_kwargs", "_limits", "_noted", "_opening", "_replayed", "_trajectory", "_watch",
+        "_asked", "_given_id", "_greeting", "_kwargs", "_limits", "_opening", "_replayed", "_trajectory", "_watch",
         "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
@@ -61,7 +61,7 @@ class ToolInstance:
         self._kwargs, self._limits, self._trajectory, self._watch = kwargs, limits, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
         self._asked = 0
-        self._noted = False
+        self._greeting: ToolResponse | None = None
         self._replayed: ReplayedInstance | None = None
         self._opening = self._open()
 
@@ -93,6 +93,8 @@ class ToolInstance:
         Raises:
             InfrastructureError: it failed, or takes too long.
         """
+        if self._greeting is not None:
+            return self._greeting
         limit = self.calls.policy.timeout
         try:
             if not await ended(self._opening, limit):
@@ -102,10 +104,11 @@ class ToolInstance:
             response = read_creation(self._opening.result(), self._given_id)[1]
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
-        if self.calls.recorder is not None and not self._noted:
-            self._noted = True
-            self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
-        return self._limits.bounded(response)
+        if self._greeting is None:  # others may have waited as well
+            if self.calls.recorder is not None:
+                self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
+            self._greeting = self._limits.bounded(response)
+        return self._greeting
 
     def ask(self, arguments: dict[str, Any], turn: int) -> Question:
         """The next call, as the model wrote them.
@@ -132,7 +135,7 @@ class ToolInstance:
         if self.closing:  # the call was still waiting for its turn
             raise asyncio.CancelledError
         work = called(self.tool.execute, self._id, question.arguments, **question.kwargs)
-        task = asyncio.ensure_future(work)
+        task = asyncio.get_running_loop().create_task(work)
         self.executing.add(task)
         try:
             return await result_of(task, self.calls.policy.timeout)

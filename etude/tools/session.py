@@ -220,7 +220,7 @@ class ToolSession:
                 question.place.turn,
                 instance.shown(whole),
                 answer.reward,
-                dict(answer.metrics),
+                answer.metrics,
                 time.perf_counter() - started,
                 answer.error,
                 answer.source,

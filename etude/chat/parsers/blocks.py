@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import ClassVar
+from dataclasses import dataclass
+from typing import ClassVar, NamedTuple
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
 from etude.chat.parsers.json_call import Unreadable, call_of, decode, json_end
@@ -51,12 +51,11 @@ def any_of(*tags: str) -> re.Pattern[str]:
     return re.compile("|".join(re.escape(tag) for tag in sorted(set(tags), key=len, reverse=True)))
 
 
-@dataclass(frozen=True)
-class Block:
+class Block(NamedTuple):
     """What one opening tag led to: calls and malformed ones in order, and where reading goes on."""
 
     end: int
-    found: Found = field(default_factory=list)
+    found: Found
 
 
 class BlockParser(ToolParser):
