@@ -35,7 +35,8 @@ class Encoder:
         """The ids of `text`."""
         backend = self._ready()
         if backend is not None:
-            return list(backend.encode(text, add_special_tokens=False).ids)
+            ids: list[int] = backend.encode(text, add_special_tokens=False).ids
+            return ids
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
@@ -43,7 +44,7 @@ class Encoder:
         backend = self._ready()
         if backend is not None:
             encoded = backend.encode(text, add_special_tokens=False)
-            return list(encoded.ids), list(encoded.offsets)
+            return encoded.ids, encoded.offsets
         found = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
         return list(found["input_ids"]), list(found["offset_mapping"])
 

@@ -1,9 +1,11 @@
 """The collector is calmer inside, and as it was found after the last block."""
 
 import gc
+import weakref
 
 import pytest
 
+from etude.agents import collector
 from etude.agents.collector import calm_collector
 
 
@@ -36,12 +38,51 @@ def test_an_exception_restores_too():
     assert gc.get_threshold() == found
 
 
+class Ring:
+    """An object that only the collector can free."""
+
+    def __init__(self) -> None:
+        self.own = self
+
+
 def test_garbage_in_cycles_is_still_collected_inside():
     with calm_collector():
-        for _ in range(30_000):
-            cycle: list[object] = []
-            cycle.append(cycle)
-        assert gc.get_count()[0] < 30_000
+        first = weakref.ref(Ring())
+        assert first() is not None
+        rings = gc.get_threshold()[0] + 10
+        for _ in range(rings):
+            Ring()
+        assert first() is None
+    assert gc.get_count()[0] < rings
+
+
+def test_what_a_rollout_made_is_not_looked_at_when_it_ends():
+    passes = []
+
+    def note(phase, info):
+        passes.append(info["generation"])
+
+    try:
+        with calm_collector():
+            kept = [[n] for n in range(5_000)]
+            gc.callbacks.append(note)
+        young = gc.get_count()[0]
+    finally:
+        gc.callbacks.remove(note)
+    assert passes == []
+    assert young < len(kept)
+
+
+def test_garbage_that_rollouts_left_is_collected_before_a_later_one(monkeypatch):
+    monkeypatch.setattr(collector, "_UNSEEN", 1_000)
+    monkeypatch.setattr(collector, "_unseen", 0)
+    with calm_collector():
+        left = weakref.ref(Ring())
+        kept = [[n] for n in range(2_000)]
+    assert left() is not None
+    with calm_collector():
+        assert left() is None
+        assert len(kept) == 2_000
 
 
 def test_a_program_that_arranged_its_collector_is_left_alone():

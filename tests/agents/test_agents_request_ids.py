@@ -40,27 +40,24 @@ def test_names_are_never_shared_and_none_waits_beside_one_under_way(moves):
     under_way = []
     for begins, which in moves:
         if begins or not under_way:
-            entered = ids.one()
-            under_way.append((entered.__enter__(), entered))
+            under_way.append(ids.enter())
         else:
-            under_way.pop(which % len(under_way))[1].__exit__(None, None, None)
-        names = [name for name, _ in under_way]
-        assert len(set(names)) == len(names)
-        assert book.rows == (set(names) or {"t"}) or (book.rows == {*names} and "t" in names)
-    for _, entered in under_way:
-        entered.__exit__(None, None, None)
+            ids.leave(under_way.pop(which % len(under_way)))
+        assert len(set(under_way)) == len(under_way)
+        assert book.rows == (set(under_way) or {"t"})
+    for name in under_way:
+        ids.leave(name)
     assert book.rows == {"t"}
 
 
 def test_after_the_end_nothing_is_opened_again():
     book = Book()
     ids = RequestIds(book, "t")
-    with ids.one():
-        other = ids.one()
-        other.__enter__()
+    first, other = ids.enter(), ids.enter()
+    ids.leave(first)
     assert book.rows == {"t#1"}
     ids.end()
-    other.__exit__(None, None, None)
+    ids.leave(other)
     assert book.rows == set()
 
 

@@ -1,0 +1,89 @@
+"""`Trajectory`: its columns are those of its segments, whatever was asked before, and whoever changed the segments."""
+
+import pickle
+from dataclasses import replace
+from itertools import chain
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.trajectory import Provenance, Segment, Trajectory
+
+IDS = st.lists(st.integers(0, 99), max_size=4)
+READS = ("response_ids", "response_mask", "response_log_probs", "response_length")
+MOVES = st.one_of(
+    st.tuples(st.just("sampled"), IDS),
+    st.tuples(st.sampled_from([p.value for p in Provenance if p is not Provenance.SAMPLED]), IDS),
+    st.tuples(st.just("read"), st.sampled_from(READS)),
+    st.tuples(st.just("drop"), st.integers(0, 3)),
+    st.tuples(st.just("change"), IDS),
+)
+
+
+def added(trajectory, who, ids):
+    sampled = who == "sampled"
+    trajectory.append(ids, Provenance(who), log_probs=[-0.5 * n for n in ids] if sampled else None)
+
+
+def columns(segments):
+    """The same by the definitions."""
+    return {
+        "response_ids": list(chain.from_iterable(s.token_ids for s in segments)),
+        "response_mask": [int(s.provenance is Provenance.SAMPLED) for s in segments for _ in s.token_ids],
+        "response_log_probs": [p for s in segments for p in s.log_probs or [0.0] * len(s.token_ids)],
+        "response_length": sum(len(s.token_ids) for s in segments),
+    }
+
+
+def read(trajectory):
+    return {name: getattr(trajectory, name) for name in READS}
+
+
+@given(st.lists(MOVES, max_size=12))
+def test_columns_are_those_of_the_segments(moves):
+    trajectory = Trajectory("t", [7, 8])
+    for what, value in moves:
+        if what == "read":
+            assert getattr(trajectory, value) == columns(trajectory.segments)[value]
+        elif what == "drop":
+            del trajectory.segments[-value or len(trajectory.segments) :]
+        elif what == "change" and trajectory.segments:
+            trajectory.segments[-1] = Segment(tuple(value), Provenance.TOOL, 0)
+        elif what != "change":
+            added(trajectory, what, value)
+    assert read(trajectory) == columns(trajectory.segments)
+    assert trajectory.context_ids() == [7, 8, *trajectory.response_ids]
+
+
+@pytest.mark.parametrize("name", READS[:3])
+def test_what_is_handed_out_is_the_callers(name):
+    trajectory = Trajectory("t", [])
+    added(trajectory, "sampled", [1, 2])
+    getattr(trajectory, name).append(9)
+    trajectory.context_ids().append(9)
+    assert read(trajectory) == columns(trajectory.segments)
+
+
+def test_copies_are_independent_and_do_not_carry_the_columns():
+    trajectory = Trajectory("t", [])
+    added(trajectory, "sampled", list(range(500)))
+    bare = len(pickle.dumps(trajectory))
+    assert trajectory.response_length == 500
+    assert len(pickle.dumps(trajectory)) == bare
+    for copy in (pickle.loads(pickle.dumps(trajectory)), replace(trajectory, segments=list(trajectory.segments))):
+        assert copy == trajectory
+        assert read(copy) == read(trajectory)
+        added(copy, "tool", [3])
+        assert copy.response_length == 501
+        assert trajectory.response_length == 500
+
+
+def test_each_token_has_a_log_prob():
+    trajectory = Trajectory("t", [])
+    with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
+        trajectory.append([1, 2], Provenance.SAMPLED, log_probs=[-1.0])
+    with pytest.raises(ValueError, match="1 log-probs for 0 tokens"):
+        trajectory.append([], Provenance.SAMPLED, log_probs=[-1.0])
+    trajectory.append([], Provenance.TOOL)
+    assert trajectory.segments == []
