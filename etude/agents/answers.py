@@ -53,7 +53,9 @@ class TurnAnswers:
         made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
         if self.names_calls:
             made[: len(calls)] = [naming(message, call.name) for message, call in zip(made, calls)]
-        return [self.pictured[n].message(each) if n in self.pictured else each for n, each in enumerate(made)]
+        for n, answer in self.pictured.items():
+            made[n] = answer.message(made[n])
+        return made
 
     def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
         """The messages in `excess` tokens fewer; None where there is not enough to cut."""
@@ -66,13 +68,15 @@ class TurnAnswers:
     def records(self, turn: int) -> list[ToolCallRecord]:
         """What is kept of each call: its answer as the model saw it."""
         ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
+        if len(ran) == len(self.texts):
+            return ran
         beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
         refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
         return [*ran, *refused, *(malformed_record(turn, text) for text in self.texts[len(ran) + len(refused) :])]
 
     @property
     def _calls(self) -> list[FunctionCall]:
-        return [*(outcome.call for outcome in self.outcomes), *self.parsed.calls[len(self.outcomes) :]]
+        return [*[outcome.call for outcome in self.outcomes], *self.parsed.calls[len(self.outcomes) :]]
 
 
 def malformed_record(turn: int, error: str) -> ToolCallRecord:

@@ -44,7 +44,7 @@ class Contexts:
         roles = [str(message.get("role")) for message in messages]
         if not roles or "assistant" in roles:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
-        stub = self.stub_for(messages)
+        stub = self._stub(roles)
         end = self._turns.end(stub, roles[0])
         key = rendering_key(messages)
         if key is not None and sum(map(len, key)) > _LONGEST_KEPT:
@@ -80,7 +80,10 @@ class Contexts:
         Raises:
             ConfigError: there is none that tools may answer.
         """
-        if all(message.get("role") != "tool" for message in messages):
+        return self._stub([str(message.get("role")) for message in messages])
+
+    def _stub(self, roles: Sequence[str]) -> Stub:
+        if "tool" not in roles:
             return Stub.ANSWER
         if self._abilities.tool_stub is None:
             raise ConfigError(f"the chat template does not support the tool role: {self._abilities.tool_problem}")

@@ -45,6 +45,8 @@ class Stub(Enum):
     CALL = "one call"
     CALLS = "a call for each tool message"
 
+    __hash__ = object.__hash__  # that of an `Enum` is written in Python, and every turn looks one up
+
     def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
         """The stub conversation that `answers`, as `answers_to` gives them, follow."""
         if self is Stub.ANSWER:

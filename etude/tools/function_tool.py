@@ -50,6 +50,7 @@ class FunctionTool(BaseTool):
         """
         _check_kind(function)
         self._function = function
+        self._is_async = inspect.iscoroutinefunction(function)
         self._signature = FunctionSignature(function, inferred=schema is None)
         made = self._infer(name or function.__name__) if schema is None else read_schema(schema, function.__qualname__)
         if name is not None and made.function.name != name:
@@ -81,10 +82,11 @@ class FunctionTool(BaseTool):
             ToolError: an argument is missing, unknown or of the wrong type, or the function raised it.
         """
         arguments = self._signature.bind({**parameters, **execute_kwargs})
-        if inspect.iscoroutinefunction(self._function):
-            result = await self._function(**arguments)
+        function: Callable[..., Any] = self._function
+        if self._is_async:
+            result = await function(**arguments)
         else:
-            result = await self._threads.run(self._function, **arguments)
+            result = await self._threads.run(function, **arguments)
             result = await result if inspect.isawaitable(result) else result
         return normalize_result(result)
 

@@ -74,6 +74,11 @@ class FunctionSignature:
         Raises:
             ToolError: one is missing, unknown or of the wrong type; the text tells the model which.
         """
+        if arguments.keys() != self._parameters.keys():
+            self._check_names(arguments)
+        return {name: self._converted(name, value) for name, value in arguments.items()}
+
+    def _check_names(self, arguments: Mapping[str, Any]) -> None:
         unknown = [name for name in arguments if name not in self._parameters and not self._takes_any]
         if unknown:
             raise ToolError(f"unexpected argument '{unknown[0]}' (expected: {', '.join(self._parameters) or 'none'})")
@@ -81,7 +86,6 @@ class FunctionSignature:
             optional = parameter.default is not parameter.empty or parameter.kind in (2, 4)
             if name not in arguments and not optional:
                 raise ToolError(f"missing argument '{name}'")
-        return {name: self._converted(name, value) for name, value in arguments.items()}
 
     def _converted(self, name: str, value: Any) -> Any:
         if name not in self._adapters:

@@ -89,7 +89,7 @@ class BlockParser(ToolParser):
 
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
         """The pieces of a turn in the order written."""
-        closing_of, closings = dict(self.thoughts), {closing for _, closing in self.thoughts}
+        closing_of = dict(self.thoughts)
         pieces: Pieces = []
         lost: Pieces = []
         position = 0
@@ -102,7 +102,7 @@ class BlockParser(ToolParser):
                 end = len(text) if close < 0 else close + len(closing_of[name])
                 pieces += [text[position:start], Thought.of(text[start:end], name, closing_of[name])]
                 may_close = False
-            elif name in closings and may_close:
+            elif may_close and name in closing_of.values():
                 lost = [] if text[end:].strip() else _calls_in_a_thought(pieces, name)
                 pieces, may_close = [Thought.of(text[:end], closing=name)], False
             elif block is not None:
@@ -146,9 +146,9 @@ class JsonBlockParser(BlockParser):
         end = json_end(text, begin)
         if end is not None:
             after = skip_space(text, end)
-            closing = next((each for each in self.closing if text.startswith(each, after)), None)
-            if closing is not None:
-                return Block(after + len(closing), self.read_calls(text[begin:end]))
+            for closing in self.closing:
+                if text.startswith(closing, after):
+                    return Block(after + len(closing), self.read_calls(text[begin:end]))
             if self.may_stay_open:
                 return Block(end, self.read_calls(text[begin:end]))
         body, end = until(text, start, self._ends, self.closing)

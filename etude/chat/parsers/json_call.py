@@ -72,13 +72,21 @@ def call_of(value: Any, names: Sequence[str] = ("name",), arguments: Sequence[st
         raise Unreadable(
             f"it must hold one JSON object {EXAMPLE.replace('name', names[0]).replace('arguments', arguments[0])}"
         )
-    name = next((value[key] for key in names if key in value), None)
+    name = value.get(_first(names, value))
     if not isinstance(name, str) or not name.strip():
         raise Unreadable(f'"{names[0]}" is missing or is not a string')
-    key = next((key for key in arguments if key in value), None)
+    key = _first(arguments, value)
     if key is None:
         raise Unreadable(f'"{arguments[0]}" is missing; write "{arguments[0]}": {{}} for none')
     return function_call(name.strip(), value[key])
+
+
+def _first(keys: Sequence[str], value: dict[str, Any]) -> str | None:
+    """The first of `keys` that `value` has."""
+    for key in keys:
+        if key in value:
+            return key
+    return None
 
 
 def function_call(name: str, arguments: Any) -> FunctionCall:
