@@ -22,6 +22,8 @@ class AgentState(Enum):
     INTERACTING = "interacting"
     TERMINATED = "terminated"
 
+    __hash__ = object.__hash__  # that of an `Enum` is written in Python, and every state looks its successor up
+
 
 @dataclass
 class AgentData:

@@ -42,6 +42,7 @@ class TrajectoryClient:
         prompt_ids: Sequence[int],
         sampling_params: SamplingParams | Mapping[str, Any],
         draw: int | None = None,
+        images: Sequence[ImageInput] | None = None,
         **media: Any,
     ) -> TokenOutput:
         """Samples one turn. Whatever `request_id` a loop made up, the engine knows the trajectory by its own.
@@ -58,11 +59,12 @@ class TrajectoryClient:
         params = SamplingParams.of(sampling_params)
         seed = (params.seed * 1_000_003 + 97 * (self._asked if draw is None else draw)) & 0x7FFFFFFFFFFFFFFF
         self._asked += 1  # before the wait: requests under way at once must not draw alike
-        asked, media = list(prompt_ids), _images(media)
+        asked, shown = list(prompt_ids), _images(images, media) if images or media else ()
+        given: dict[str, Any] = {"images": shown} if shown else {}  # an engine for text need not know the word
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:
-                output = await self._engine.generate(name, asked, params.seeded(seed), **media)
+                output = await self._engine.generate(name, asked, params.seeded(seed), **given)
             finally:
                 self._ids.leave(name)
             if recorded is not None:
@@ -71,7 +73,7 @@ class TrajectoryClient:
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
         if not self._histories or not self._histories[-1].grows_to(asked):
             self._histories.append(_History(asked))
-        self._histories[-1].add(asked, output, digests(media.get("images") or ()))
+        self._histories[-1].add(asked, output, digests(shown))
         self._answered += 1
         return output
 
@@ -102,7 +104,7 @@ class TrajectoryClient:
             self._check_claimed_once(outputs)
 
     def _check_drawn(self, output: AgentLoopOutput) -> None:
-        mask = bytes(map(bool, output.response_mask))
+        mask = _flags(output.response_mask)
         drawn = bytearray(len(mask))
         for place, log_probs, _, _ in self._drawn(output):
             drawn[place : place + len(log_probs)] = bytes([1]) * len(log_probs)
@@ -173,6 +175,19 @@ class _History:
         self.context += output.token_ids
 
 
+def _flags(mask: Sequence[int]) -> bytes:
+    """A mask as zeros and ones, whatever stands for them."""
+    if type(mask) is list:  # an array would give its memory
+        try:
+            return bytes(mask).translate(_ONES)
+        except (TypeError, ValueError):
+            pass
+    return bytes(map(bool, mask))
+
+
+_ONES = bytes([0]) + bytes([1]) * 255
+
+
 def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
     """Length of the longest common beginning of two lists."""
     shortest = min(len(a), len(b))
@@ -181,16 +196,16 @@ def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
     return next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
 
 
-def _images(media: Mapping[str, Any]) -> dict[str, Any]:
-    """Media as engines take them; loops written for verl say `image_data`, and hand on None for what there is not."""
-    given = {name: value for name, value in media.items() if value is not None}
-    images = given.pop("image_data", given.pop("images", None))
-    if given:
-        raise ConfigError(f"generate() takes no '{next(iter(given))}'")
-    for image in images or ():
+def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:
+    """Images as engines take them; loops written for verl say `image_data`, and hand on None for what there is not."""
+    others = {name: value for name, value in media.items() if value is not None}
+    shown: Sequence[ImageInput] = others.pop("image_data", images) or ()
+    if others:
+        raise ConfigError(f"generate() takes no '{next(iter(others))}'")
+    for image in shown:
         if not isinstance(image, ImageInput):
             raise ConfigError(f"generate() takes images as `read_images` gives them, not {type(image).__name__}")
-    return {"images": images} if images else {}
+    return shown
 
 
 def digests(images: Sequence[ImageInput]) -> tuple[int, ...]:

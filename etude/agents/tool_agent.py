@@ -197,7 +197,7 @@ class ToolAgentLoop(AgentLoopBase):
         output = await self.server_manager.generate(
             prompt_ids=trajectory.context_ids(),
             sampling_params=data.sampling.within(self.room(trajectory)),
-            images=tuple(trajectory.images) or None,
+            images=tuple(trajectory.images),
         )
         add_time(trajectory, "generate_sequences", started)
         trajectory.append(
@@ -323,6 +323,8 @@ class ToolAgentLoop(AgentLoopBase):
         parser = self.context.parser
         ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
         texts = sampling.stop if sampling.stop or self.context.options.stop is not None else tuple(parser.stop_texts)
+        if (ids, texts) == (sampling.stop_token_ids, sampling.stop):
+            return sampling
         return replace(sampling, stop_token_ids=ids, stop=texts)
 
     def _tool_tokens(self, text: str) -> int:

@@ -41,7 +41,7 @@ class SamplingParams:
                 f"sampling needs temperature >= 0, 0 < top_p <= 1, top_k != 0 and max_tokens >= 1, got "
                 f"{self.temperature}, {self.top_p}, {self.top_k}, {self.max_tokens}"
             )
-        if not all(isinstance(text, str) and text for text in self.stop):
+        if self.stop and not all(isinstance(text, str) and text for text in self.stop):
             raise ConfigError(f"sampling: stop must be texts that are not empty, not {self.stop!r:.80}")
 
     def seeded(self, seed: int) -> SamplingParams:
@@ -67,13 +67,15 @@ class SamplingParams:
         """
         if isinstance(params, SamplingParams):
             return params
-        known = {f.name for f in fields(cls)}
-        for name in params:
-            if name not in known:
-                raise ConfigError(f"unknown sampling parameter '{name}'{did_you_mean(name, known)}")
+        if not params.keys() <= _SAMPLING:
+            name = next(name for name in params if name not in _SAMPLING)
+            raise ConfigError(f"unknown sampling parameter '{name}'{did_you_mean(name, _SAMPLING)}")
         stop = params.get("stop") or ()
         texts = (stop,) if isinstance(stop, str) else tuple(stop)
         return cls(**{**params, "stop_token_ids": tuple(params.get("stop_token_ids", ())), "stop": texts})
+
+
+_SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 
 
 @dataclass(frozen=True)

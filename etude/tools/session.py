@@ -137,8 +137,11 @@ class ToolSession:
         """
         self._check_open()
         asked = [self._ask(call, turn) for call in calls]
-        outcomes = iter(await self._all([self._call(each) for each in asked if isinstance(each, _Asked)]))
-        return [next(outcomes) if isinstance(each, _Asked) else each for each in asked]
+        outcomes = await self._all([self._call(each) for each in asked if isinstance(each, _Asked)])
+        if len(outcomes) == len(asked):
+            return outcomes
+        answered = iter(outcomes)
+        return [next(answered) if isinstance(each, _Asked) else each for each in asked]
 
     async def calc_rewards(self) -> dict[str, float]:
         """The final reward of every created tool, by name; to be asked for once, when the trajectory has ended.
