@@ -9,7 +9,7 @@ and no id is ever encoded again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
@@ -100,31 +100,39 @@ class Rewards:
         return tool_weight * tools + score_weight * (self.score or 0.0)
 
 
-class _Columns:
-    """Ids, mask and log-probs of segments, joined: every turn asks for them, and the end of a trajectory several times."""
+class _Column:
+    """What segments say of their tokens, joined: every turn asks for the ids, and a trajectory's end several times for all."""
 
-    __slots__ = ("count", "ids", "last", "log_probs", "mask")
+    __slots__ = ("_count", "_last", "_of", "_values")
 
-    def __init__(self) -> None:
-        self.ids: list[int] = []
-        self.mask: list[int] = []
-        self.log_probs: list[float] = []
-        self.count = 0  # of the segments that are joined
-        self.last: Segment | None = None
+    def __init__(self, of: Callable[[Segment], Sequence[Any]]) -> None:
+        self._of, self._values = of, list[Any]()
+        self._count = 0  # of the segments that are joined
+        self._last: Segment | None = None
 
-    def begin(self, segments: Sequence[Segment]) -> bool:
-        """Whether what is joined are the first of `segments`."""
-        return not self.count or (len(segments) >= self.count and segments[self.count - 1] is self.last)
+    def of(self, segments: Sequence[Segment]) -> list[Any]:
+        """The column of `segments`, to be read only: those that came since it was last asked for are added."""
+        count = len(segments)
+        if count == self._count and (not count or segments[-1] is self._last):
+            return self._values
+        if self._count and (count < self._count or segments[self._count - 1] is not self._last):
+            self._values, self._count = [], 0  # somebody changed them
+        for segment in segments[self._count :]:
+            self._values += self._of(segment)
+        self._count, self._last = count, segments[-1] if count else None
+        return self._values
 
-    def follow(self, segments: Sequence[Segment]) -> None:
-        """Joins those of `segments` that are new."""
-        for segment in segments[self.count :]:
-            size = len(segment.token_ids)
-            self.ids += segment.token_ids
-            self.mask += (1 if segment.provenance is Provenance.SAMPLED else 0,) * size
-            self.log_probs += segment.log_probs or (0.0,) * size
-            self.last = segment
-        self.count = len(segments)
+
+def _ids(segment: Segment) -> Sequence[int]:
+    return segment.token_ids
+
+
+def _mask(segment: Segment) -> Sequence[int]:
+    return (1 if segment.provenance is Provenance.SAMPLED else 0,) * len(segment.token_ids)
+
+
+def _log_probs(segment: Segment) -> Sequence[float]:
+    return segment.log_probs or (0.0,) * len(segment.token_ids)
 
 
 @dataclass
@@ -150,7 +158,12 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
-    _columns: _Columns = field(default_factory=_Columns, init=False, repr=False, compare=False)
+    _columns: tuple[_Column, _Column, _Column] = field(
+        default_factory=lambda: (_Column(_ids), _Column(_mask), _Column(_log_probs)),
+        init=False,
+        repr=False,
+        compare=False,
+    )
 
     def append(
         self,
@@ -175,38 +188,29 @@ class Trajectory:
     @property
     def response_ids(self) -> list[int]:
         """All ids after the prompt."""
-        return self._joined().ids.copy()
+        return self._columns[0].of(self.segments).copy()
 
     @property
     def response_mask(self) -> list[int]:
         """1 where the policy sampled the token, 0 elsewhere."""
-        return self._joined().mask.copy()
+        return self._columns[1].of(self.segments).copy()
 
     @property
     def response_log_probs(self) -> list[float]:
         """Log-probs of the sampled tokens, 0.0 elsewhere."""
-        return self._joined().log_probs.copy()
+        return self._columns[2].of(self.segments).copy()
 
     @property
     def response_length(self) -> int:
         """Number of ids after the prompt."""
-        return len(self._joined().ids)
+        return len(self._columns[0].of(self.segments))
 
     def context_ids(self) -> list[int]:
         """The whole context: the prompt's ids and all that followed."""
-        return self.prompt_ids + self._joined().ids
-
-    def _joined(self) -> _Columns:
-        """The segments' columns: what came since they were last asked for is added."""
-        columns, segments = self._columns, self.segments
-        if columns.count != len(segments) or (segments and segments[-1] is not columns.last):
-            if not columns.begin(segments):
-                columns = self._columns = _Columns()
-            columns.follow(segments)
-        return columns
+        return self.prompt_ids + self._columns[0].of(self.segments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_columns": _Columns()}  # what is joined would travel twice
+        return {**self.__dict__, "_columns": tuple(_Column(of) for of in (_ids, _mask, _log_probs))}  # not twice
 
     @property
     def num_turns(self) -> int:

@@ -97,7 +97,7 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
 
 def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
     """What a model that is shown no images reads of `response`, whose text the session has cut to `limit`."""
-    return noted(response.text, [_MEDIA] if response.image or response.video else [], limit)
+    return noted(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
 
 
 def noted(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:

@@ -224,7 +224,8 @@ class ToolAgentLoop(AgentLoopBase):
         ]
         texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
         answers = TurnAnswers(data.parsed, outcomes, pictured, [*texts, *data.parsed.errors], self.chat.names_calls)
-        data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
+        if data.user is not None:
+            data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
@@ -233,9 +234,10 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.images += await read_all(self.context.images, answer.pictures)
         trajectory.tool_calls += answers.records(turn)
         trajectory.rewards.steps += [(turn, each.call.name, each.reward) for each in outcomes if each.error is None]
-        unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
-        if unreadable and limits.malformed_calls == "penalise":
-            trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
+        if limits.malformed_calls == "penalise":
+            unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
+            if unreadable:
+                trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
         return state
 
     async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:

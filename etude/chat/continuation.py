@@ -1,8 +1,8 @@
 """`Continuation`: the ids of new messages from a `Form`, of which only what stands around the contents is encoded.
 
-Glue before the last special token in front of the first content, and behind the first one after the last content, has
-the same ids whatever the contents are: a tokenizer takes special tokens out of a text first, and encodes what lies between
-two of them by itself.
+Glue before the last added token in front of the first content, and behind the first one after the last content, has
+the same ids whatever the contents are: a tokenizer takes added tokens out of a text first, before it normalizes anything,
+and encodes what lies between two of them by itself.
 
 Invariant: the ids and labels are those that `LabelledEncoder.runs` gives for the whole text. `Continuation.of` compares
 the two for every probe; where contents would write a control token, or take part in one, the whole text is encoded.
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Continuation:
-    """`parts` is the whole text; `middle` the part of it that is encoded, behind the special token `behind` and up to
+    """`parts` is the whole text; `middle` the part of it that is encoded, behind the added token `behind` and up to
     the token `closing` (None: to the end), whose neighbours are `head` and `tail`. `owners` is by content, None for texts
     that are the template's."""
 
@@ -48,7 +48,7 @@ class Continuation:
         boundaries: Mapping[str, int],
     ) -> Continuation | None:
         """The continuation that a form of a whole conversation holds: what follows the first `after[1]` that comes after
-        `after[0]`. `boundaries` are special tokens, text to id, at which a text may be cut.
+        `after[0]`. `boundaries` are added tokens, text to id, at which a text may be cut.
 
         None where that does not stand before all contents, or a content that somebody owns is not written exactly once
         (an empty one may be left out).
@@ -137,13 +137,12 @@ def _place(found: tuple[str, int]) -> int:
 
 
 def boundary_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, int]:
-    """Special tokens that take nothing of the text around them, and that no other added token holds: text to id."""
+    """Added tokens that take nothing of the text around them, and that no other one holds: text to id."""
     added = tokenizer.added_tokens_decoder
     texts = [token.content for token in added.values()]
     return {
         token.content: number
         for number, token in added.items()
-        if token.special
-        and not (token.normalized or token.lstrip or token.rstrip or token.single_word)
+        if not (token.normalized or token.lstrip or token.rstrip or token.single_word)
         and sum(token.content in text for text in texts) == 1
     }
