@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 _THRESHOLDS = (300_000, 20, 20)  # Python's own are 700, 10, 10: passes over young, middle-aged and all objects
+_FROZEN_BY_PYTHON = 1_000  # at most: 3.12 starts with some 400 objects frozen; a program that freezes has 100,000
 _UNSEEN = 500_000  # objects that may stay unseen: those of several rollouts of a thousand trajectories
 _lock = threading.Lock()
 _blocks = 0
@@ -38,7 +39,7 @@ def _enter() -> None:
     global _blocks, _found, _unseen
     with _lock:
         _blocks += 1
-        if _blocks > 1 or not gc.isenabled() or gc.get_freeze_count():
+        if _blocks > 1 or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
             return
         if _unseen > _UNSEEN:
             _unseen = 0

@@ -1,6 +1,8 @@
 """The collector is calmer inside, and as it was found after the last block."""
 
 import gc
+import subprocess
+import sys
 import weakref
 
 import pytest
@@ -29,6 +31,18 @@ def test_blocks_may_overlap_and_the_last_one_restores():
     second.__exit__(None, None, None)
     assert gc.get_threshold() == found
     assert gc.get_freeze_count() == 0
+
+
+def test_a_fresh_interpreter_is_calmed():
+    """Also one that freezes objects of its own when it starts, as Python 3.12 does."""
+    program = (
+        "import gc\n"
+        "from etude.agents.collector import calm_collector\n"
+        "found = gc.get_threshold()\n"
+        "with calm_collector():\n"
+        "    print(gc.get_threshold() > found)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
 
 
 def test_an_exception_restores_too():
