@@ -101,7 +101,7 @@ class Rewards:
 
 
 class _Column:
-    """What segments say of their tokens, joined: every turn asks for the ids, and a trajectory's end several times for all."""
+    """What segments say of their tokens, joined: every turn asks for it, and the end of a trajectory several times."""
 
     __slots__ = ("_count", "_last", "_of", "_values")
 
@@ -135,6 +135,10 @@ def _log_probs(segment: Segment) -> Sequence[float]:
     return segment.log_probs or (0.0,) * len(segment.token_ids)
 
 
+def _fresh_columns() -> tuple[_Column, _Column, _Column]:
+    return _Column(_ids), _Column(_mask), _Column(_log_probs)
+
+
 @dataclass
 class Trajectory:
     """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
@@ -159,10 +163,7 @@ class Trajectory:
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
     _columns: tuple[_Column, _Column, _Column] = field(
-        default_factory=lambda: (_Column(_ids), _Column(_mask), _Column(_log_probs)),
-        init=False,
-        repr=False,
-        compare=False,
+        default_factory=_fresh_columns, init=False, repr=False, compare=False
     )
 
     def append(
@@ -210,7 +211,7 @@ class Trajectory:
         return self.prompt_ids + self._columns[0].of(self.segments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_columns": tuple(_Column(of) for of in (_ids, _mask, _log_probs))}  # not twice
+        return {**self.__dict__, "_columns": _fresh_columns()}  # what is joined would travel twice
 
     @property
     def num_turns(self) -> int:
@@ -240,7 +241,8 @@ class Trajectory:
         return scores
 
     def to_output(self) -> AgentLoopOutput:
-        """The flat view."""
+        """The flat view, of the segments as they are now."""
+        self._columns = _fresh_columns()  # a loop may have put another segment in an earlier one's place
         return AgentLoopOutput(
             prompt_ids=list(self.prompt_ids),
             response_ids=self.response_ids,

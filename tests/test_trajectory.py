@@ -79,6 +79,17 @@ def test_copies_are_independent_and_do_not_carry_the_columns():
         assert trajectory.response_length == 500
 
 
+def test_the_flat_view_is_of_the_segments_as_they_are():
+    trajectory = Trajectory("t", [])
+    added(trajectory, "sampled", [1, 2])
+    added(trajectory, "tool", [3])
+    assert trajectory.response_ids == [1, 2, 3]
+    trajectory.segments[0] = Segment((4,), Provenance.USER, 0)
+    output = trajectory.to_output()
+    assert (output.response_ids, output.response_mask, output.response_logprobs) == ([4, 3], [0, 0], [0.0, 0.0])
+    assert read(trajectory) == columns(trajectory.segments)
+
+
 def test_each_token_has_a_log_prob():
     trajectory = Trajectory("t", [])
     with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
