@@ -122,6 +122,40 @@ def test_reasoning_that_the_prompt_opened():
     assert [name for name, _ in read(f"</think>{call('a')}</think>{call('b')}")[0]] == ["a", "b"]
 
 
+LOST = "it stands in a thought; end the thought with </think> and write the call after it"
+
+
+@pytest.mark.parametrize(
+    ("text", "errors"),
+    [
+        (f"<think>a {call('no')}</think>", 1),
+        (f"<think>a {call('no')}", 1),
+        (f"a {call('no')}{call('no')}</think>\n", 2),
+        (f"<think>a {call('no')}</think> <think>so</think>", 1),
+        (f"<think>a <think> {call('no')}", 1),
+        ("<think>a <tool_call>{</think>", 1),
+        (f"<think>a {call('no')}</think> The answer is 7.", 0),
+        (f"a {call('no')}</think> The answer is 7.", 0),
+        ("<think>a</think>", 0),
+        (f"{call('no')}\nNote the </think> tag.", 1),
+        (f"{call('no')}{call('no')}</think> The answer is 7.", 2),
+        (f"<think>{call('no')}</think> The answer is 7.", 0),
+        (block("{bad") + "</think> The answer is 7.", 0),
+    ],
+)
+def test_a_call_in_a_thought_is_told_where_the_model_waits_in_vain(text, errors):
+    calls, told, content = read(text)
+    assert (calls, [error.partition("read: ")[2] for error in told]) == ([], [LOST] * errors)
+    assert content == text.strip()
+    if "</think>" in text:
+        assert read(text + call("yes"))[:2] == ([("yes", {})], [])
+
+
+def test_a_call_in_a_last_thought_is_told_beside_one_that_was_read():
+    calls, errors, _ = read(f"{call('yes')}<think>maybe {call('no')}</think>")
+    assert ([name for name, _ in calls], len(errors)) == (["yes"], 1)
+
+
 def test_tags_of_thoughts_inside_arguments_are_text():
     assert read(call("f", a="</think>") + call("g", a="<think>"))[0] == [
         ("f", {"a": "</think>"}),
@@ -164,7 +198,8 @@ def test_never_raises_and_bounds_its_errors(pieces):
 def test_every_opening_tag_outside_reasoning_is_a_call_or_an_error(pieces, reasoning):
     text = "".join(pieces)
     calls, errors, _ = read(reasoning + text)
-    lost = reasoning.startswith("<tool_call>") and not text.strip()  # the turn ends with a thought that calls
+    lost = "<tool_call>" in reasoning and not text.strip()  # the turn ends with a thought that calls
+    lost |= reasoning.startswith("<tool_call>") and "<tool_call>" not in text  # or begins with a call, and has no other
     assert len(calls) + len(errors) == text.count("<tool_call>") + lost
     assert len(calls) == text.count(call("f", a=1))
 
@@ -175,6 +210,9 @@ def test_every_opening_tag_outside_reasoning_is_a_call_or_an_error(pieces, reaso
         "<tool_call>",
         "</think>",
         "<think>",
+        "<think></think>",
+        "<think></think>\n \n",
+        "<think><tool_call></think> ",
         "<tool_call>[[[",
         '<tool_call>{"a":"\\"',
         '<tool_call>{\\"',

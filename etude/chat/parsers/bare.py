@@ -1,6 +1,7 @@
 """`BareParser`: formats whose calls need no tag where they begin the turn.
 
-Invariant: what follows the reasoning is a call only if it begins as one (`bare`); then it is one or an error, never text.
+Invariant: what the turn begins with, or what follows a thought, is a call only if it begins as one (`bare`); then it is one
+or an error, never text.
 """
 
 from __future__ import annotations
@@ -9,29 +10,23 @@ import re
 from typing import ClassVar
 
 from etude.chat.parsers.base import Tools
-from etude.chat.parsers.blocks import BlockParser, Pieces, Thought
+from etude.chat.parsers.blocks import Block, BlockParser, Piece
+from etude.chat.parsers.json_call import SCALARS
 
-LIST_OF_CALLS = re.compile(r'\s*\[\s*\{\s*"(?:name|arguments)"\s*:')  # JSON; what may follow is the parser's to judge
+KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
+LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # JSON; what may follow is the parser's to judge
 
 
 class BareParser(BlockParser):
-    """Reads blocks after a tag as `BlockParser`, and, where there is none, a turn that matches `bare` as one block."""
+    """Reads blocks after a tag as `BlockParser`, and what matches `bare` at the beginning of a turn as one block."""
 
     bare: ClassVar[re.Pattern[str]]
 
-    def read(self, text: str, tools: Tools | None = None) -> Pieces:
-        """See `BlockParser.read`."""
-        for start in self._beginnings(text):
-            block = self.read_block(text, "", start, tools) if self.bare.match(text, start) else None
-            if block is not None:
-                return [self._thought(text[:start]), *block.found, text[block.end :]]
-        return super().read(text, tools)
-
-    def _thought(self, text: str) -> Thought:
-        tags = next((pair for pair in self.thoughts if text.rstrip().endswith(pair[1])), ("", ""))
-        return Thought.of(text.strip(), *tags)
-
-    def _beginnings(self, text: str) -> list[int]:
-        """Where a turn's words may begin: at once, or after its first thought."""
-        ends = [text.find(closing) + len(closing) for _, closing in self.thoughts if closing in text]
-        return [0, *([min(ends)] if ends else [])]
+    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_bare`; several that follow each other are one."""
+        found: list[Piece] = []
+        end = start
+        while self.bare.match(text, end) and (block := self.read_block(text, "", end, tools)) is not None:
+            found += block.found
+            end = block.end
+        return Block(end, found) if found else None

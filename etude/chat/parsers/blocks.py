@@ -1,16 +1,19 @@
 """`BlockParser`: the one reader of turns in which calls stand in blocks that a tag opens.
 
 Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written, and so is a tag
-that announces calls where none follows, and a call in a thought that the turn ends with. Reasoning is what stands
-between the tags of a thought, what follows an opening one that is never closed, and, where the text has none before it,
-what precedes the first closing one (the prompt opened that thought). Reading takes linear time, as long as `read_block`
-takes time in proportion to what it consumes or to the way to the next tag.
+that announces calls where none follows. Reasoning is what stands between the tags of a thought, what follows an opening
+one that is never closed, and, where the text has none before it, what precedes the first closing one (the prompt opened
+that thought). A call in reasoning is none, and an error where the model waits for an answer that does not come: in a
+thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call behind it.
+
+Reading takes linear time, as long as `read_block` takes time in proportion to what it consumes or to the way to the next
+tag.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
@@ -30,19 +33,24 @@ Found = list[FunctionCall | Malformed]
 
 
 class Thought(str):
-    """A piece of a turn that is reasoning, with its tags; `inner` is it without them."""
+    """A piece of a turn that is reasoning, with its tags; `inner` is it without them, `closing` the tag that ends it."""
 
     inner: str
+    closing: str
+    opened: bool
+    """Whether its opening tag is there."""
 
     @classmethod
     def of(cls, text: str, opening: str = "", closing: str = "") -> Thought:
         """A thought in which either tag may be missing."""
         made = cls(text)
         made.inner = text.removeprefix(opening).removesuffix(closing).strip()
+        made.closing, made.opened = closing, bool(opening)
         return made
 
 
-Pieces = list[str | FunctionCall | Malformed]
+Piece = str | FunctionCall | Malformed
+Pieces = list[Piece]
 """A turn in the order written: words, thoughts, calls and malformed calls."""
 
 
@@ -52,10 +60,10 @@ def any_of(*tags: str) -> re.Pattern[str]:
 
 
 class Block(NamedTuple):
-    """What one opening tag led to: calls and malformed ones in order, and where reading goes on."""
+    """What one opening tag led to: calls, malformed ones and words among them, in order, and where reading goes on."""
 
     end: int
-    found: Found
+    found: Sequence[Piece]
 
 
 class BlockParser(ToolParser):
@@ -87,24 +95,33 @@ class BlockParser(ToolParser):
         """Content (everything outside the blocks, reasoning included, stripped), calls and errors of a turn."""
         return as_response(self.read(text, tools))
 
+    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
+        """The block without a tag that words begin with, those of a turn or after a thought; None where they do not."""
+        return None
+
     def read(self, text: str, tools: Tools | None = None) -> Pieces:
         """The pieces of a turn in the order written."""
-        closing_of = dict(self.thoughts)
-        pieces: Pieces = []
-        lost: Pieces = []
-        position = 0
+        pieces = self.read_pieces(text, tools, dict(self.thoughts))
+        return [*pieces, *self._lost(pieces, tools)]
+
+    def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
+        """The pieces of a text in which `closing_of`, by opening tag, are the tags around thoughts."""
+        begun = self.read_bare(text, 0, tools)
+        pieces: Pieces = [*begun.found] if begun else []
+        position = begun.end if begun else 0
         may_close = True
         while tag := self._tags.search(text, position):
             name, start, end = tag.group(), tag.start(), tag.end()
             block = self.read_block(text, name, end, tools) if name in self.opening else None
+            thought: Thought | None = None
             if name in closing_of:
                 close = text.find(closing_of[name], end)
                 end = len(text) if close < 0 else close + len(closing_of[name])
-                pieces += [text[position:start], Thought.of(text[start:end], name, closing_of[name])]
-                may_close = False
+                thought = Thought.of(text[start:end], name, closing_of[name])
+                pieces += [text[position:start], thought]
             elif may_close and name in closing_of.values():
-                lost = [] if text[end:].strip() else _calls_in_a_thought(pieces, name)
-                pieces, may_close = [Thought.of(text[:end], closing=name)], False
+                thought = Thought.of(text[:end], closing=name)
+                pieces = [thought]
             elif block is not None:
                 pieces += [text[position:start], *block.found]
                 end = block.end
@@ -115,25 +132,52 @@ class BlockParser(ToolParser):
                 ]
             else:
                 pieces.append(text[position : start if name in self.glue else end])
+            if thought is not None:
+                may_close = False
+                begun = self.read_bare(text, end, tools)
+                pieces += begun.found if begun else []
+                end = begun.end if begun else end
             position = end
-        return [*pieces, *lost, text[position:]]
+        return [*pieces, text[position:]]
+
+    def _lost(self, pieces: Pieces, tools: Tools | None) -> Pieces:
+        """An error for each call in reasoning that the model waits for in vain; see the invariant."""
+        lost: Pieces = []
+        for piece in reversed(pieces):
+            if isinstance(piece, Thought):
+                lost += self._calls_in(piece, tools)
+            elif not isinstance(piece, str) or piece.strip():
+                break
+        first = pieces[0]
+        if (
+            not lost
+            and isinstance(first, Thought)
+            and not first.opened
+            and all(isinstance(each, str) for each in pieces)
+        ):
+            return self._calls_in(first, tools, must_begin=True)
+        return lost
+
+    def _calls_in(self, thought: Thought, tools: Tools | None, must_begin: bool = False) -> Pieces:
+        """An error for each call in `thought`; none if it `must_begin` with one and does not."""
+        pieces = [
+            each for each in self.read_pieces(thought.inner, tools, {}) if not isinstance(each, str) or each.strip()
+        ]
+        if must_begin and not (pieces and isinstance(pieces[0], FunctionCall)):
+            return []
+        reason = f"it stands in a thought; end the thought with {thought.closing} and write the call after it"
+        return [Malformed(reason) for each in pieces if not isinstance(each, str)]
 
     def _holds_a_block(self, text: str, start: int) -> bool:
         tag = self._tags.search(text, start)
         return tag is not None and tag.group() in self.opening
 
 
-def _calls_in_a_thought(pieces: Pieces, closing: str) -> Pieces:
-    """An error for each call of a thought behind which the turn ends: the model waits for answers that do not come."""
-    calls = sum(not isinstance(piece, str) for piece in pieces)
-    return [Malformed(f"it stands in a thought, which {closing} ends; write it after the thought")] * calls
-
-
 class JsonBlockParser(BlockParser):
     """Blocks of JSON: `opening`, an object or a list of objects, and one of `closing`.
 
     A JSON text that ends decides where its block ends, so that tags inside its strings are text. A block without its
-    closing tag is unreadable, unless it `may_stay_open`: then it ends with its JSON.
+    closing tag is unreadable, unless it `may_stay_open`: then it ends with its JSON, if no other object follows a comma.
     """
 
     may_stay_open: ClassVar[bool] = False
@@ -149,7 +193,7 @@ class JsonBlockParser(BlockParser):
             for closing in self.closing:
                 if text.startswith(closing, after):
                     return Block(after + len(closing), self.read_calls(text[begin:end]))
-            if self.may_stay_open:
+            if self.may_stay_open and _ANOTHER.match(text, end) is None:
                 return Block(end, self.read_calls(text[begin:end]))
         body, end = until(text, start, self._ends, self.closing)
         if body is None and not self.may_stay_open:
@@ -219,3 +263,4 @@ def as_response(pieces: Pieces) -> ParsedResponse:
 
 
 _SPACE = re.compile(r"\s*")
+_ANOTHER = re.compile(r"\s*,\s*\{")

@@ -1,67 +1,163 @@
 """Calls written as elements: an opening tag with the function's name, one element for each argument, a closing tag.
 
-Invariant: an argument's text is what stands between its tags, without the one line break that the format puts on either
-side, read as the tool's schema says. These formats have no escapes: a text that holds a closing tag cannot be written
-in them, and ends its argument early. Every search is for the next of all tags that matter, so reading is linear.
+Invariant: an argument's text is what stands between its tags, read as the tool's schema says. These formats have no escapes:
+an argument ends at its first closing tag, and whatever else stands before that tag is text, be it tags of calls or blocks.
+Only where another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at
+the next tag; if that one opens a call or a block, nobody can tell what is text and what is not: the call is an error, and
+nothing behind it is read, so that no call is made of a text.
+
+An argument is sought to the next tag that closes one or opens one, and reading goes on at that tag or before it, so that
+reading is linear.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable, Mapping
+from typing import Any, ClassVar
 
 from etude.chat.parsers.base import Tools
-from etude.chat.parsers.blocks import Found, Malformed
+from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, attempt, skip_space
 from etude.chat.parsers.json_call import Unreadable, function_call
 from etude.chat.parsers.typed import properties_of, typed_value
 from etude.schemas import FunctionCall
 
 
+def typed_lines(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    """The value of an argument, without the one line break that a format puts on either side of it."""
+    text = text[1:] if text.startswith("\n") else text
+    text = text[:-1] if text.endswith("\n") else text
+    return typed_value(text, schemas.get(key))
+
+
 class ElementFormat:
-    """The tags; `call` and `argument` are patterns of opening tags with the name as their only group.
+    """The tags of a format, and how one call is read.
+
+    `call` and `argument` are opening tags, each as two patterns: how it begins, which alone makes a call or an argument that
+    cannot be read, and how it goes on, with the name as its only group. `block` are the tags around calls, `form` is an
+    argument as it should be written, and `value` makes a value of a key, a text and the tool's schemas.
 
     `lenient`: an argument may lack its closing tag where the next one begins or the call ends, and a call its own.
+    `stray`: what may not stand between the arguments.
     """
 
-    def __init__(self, *, call: str, call_end: str, argument: str, argument_end: str, lenient: bool = False) -> None:
-        self.call, self.call_end, self.argument_end, self.lenient = re.compile(call), call_end, argument_end, lenient
-        self.part = re.compile(f"{argument}|{re.escape(call_end)}")
-        ends = [re.escape(argument_end), *([argument, re.escape(call_end)] if lenient else [])]
-        self.value_end = re.compile("|".join(ends))
+    def __init__(
+        self,
+        *,
+        call: tuple[str, str],
+        call_end: str,
+        argument: tuple[str, str],
+        argument_end: str,
+        block: tuple[str, str],
+        form: str,
+        lenient: bool = False,
+        stray: str | None = None,
+        value: Callable[[str, str, Mapping[str, Any]], Any] = typed_lines,
+    ) -> None:
+        self.call_end, self.argument_end, self.form = call_end, argument_end, form
+        self.lenient, self.value = lenient, value
+        begin, closing = re.escape(block[0]), "|".join(map(re.escape, dict.fromkeys((call_end, block[1]))))
+        argument_tag, closed = "".join(argument), re.escape(argument_end)
+        self.part = re.compile(rf"({argument[0]})(?:{argument[1]})?|({call[0]})(?:{call[1]})?|{begin}|{closing}")
+        self._closed = re.compile(f"{closed}|{argument_tag}")
+        self._cut = re.compile(f"({''.join(call)}|{begin})|{closed}|{closing}|{argument_tag}")
+        self._stray = None if stray is None else re.compile(stray)
 
-    def read(self, body: str, tools: Tools | None) -> Found:
-        """Every call in one block, in order; one malformed one where there is none."""
-        openings = list(self.call.finditer(body))
-        limits = [*(opening.start() for opening in openings[1:]), len(body)]
-        found: Found = []
-        for opening, limit in zip(openings, limits):
-            try:
-                found.append(self._call(body, opening, limit, tools))
-            except Unreadable as reason:
-                found.append(Malformed(str(reason)))
-        return found or [Malformed(f"it holds no function that ends with {self.call_end}")]
+    def read_call(
+        self, text: str, name: str | None, start: int, tools: Tools | None
+    ) -> tuple[FunctionCall | Malformed, int]:
+        """(the call of `name` whose arguments begin at `start`, where reading goes on); a broken tag has no name."""
+        texts: dict[str, str] = {}
+        reasons = [] if name is not None else [f"its opening tag is not whole; write its arguments as {self.form}"]
+        position = start
+        while True:
+            part = self.part.search(text, position)
+            limit = len(text) if part is None else part.start()
+            if self._stray is not None and self._stray.search(text, position, limit):
+                reasons.append(f"write each argument as {self.form}")
+            if part is None or part[1] is None:
+                break
+            begin, key = part.end(), None if part[2] is None else part[2].strip()
+            end, position, reason = self._end_of_value(text, begin, key)
+            reasons += [reason] if reason else []
+            texts[key or ""] = text[begin:end]
+        if part is not None and part.group() == self.call_end:
+            position = part.end()
+        else:
+            position = limit
+            if not self.lenient:
+                reasons.append(f"the function '{_short(name)}' is not closed; end it with {self.call_end}")
+        return Malformed(reasons[0]) if reasons else attempt(self._call, name, texts, tools), position
 
-    def _call(self, body: str, opening: re.Match[str], limit: int, tools: Tools | None) -> FunctionCall:
-        name = opening[1].strip()
-        if not name:
+    def _end_of_value(self, text: str, start: int, key: str | None) -> tuple[int, int, str | None]:
+        """(where the argument's text ends, where reading goes on, why the call cannot be read)."""
+        end = None if key is None else self._closed.search(text, start)
+        if end is not None and end.group() == self.argument_end:
+            return end.start(), end.end(), None
+        end = self._cut.search(text, start)
+        stop = len(text) if end is None else end.start()
+        unclosed = "an argument is not closed" if key is None else f"the argument '{_short(key)}' is not closed"
+        if end is not None and end[1] is not None:
+            unread = "before another call begins, and nothing behind it was read"
+            return stop, len(text), f"{unclosed} {unread}; end it with {self.argument_end}"
+        if key is None:
+            position = stop if end is None or end.group() != self.argument_end else end.end()
+            return stop, position, f"the tag of an argument is not whole; write each argument as {self.form}"
+        return stop, stop, None if self.lenient else f"{unclosed}; end it with {self.argument_end}"
+
+    def _call(self, name: str, texts: Mapping[str, str], tools: Tools | None) -> FunctionCall:
+        if not name.strip():
             raise Unreadable("the function has no name")
-        schemas = properties_of(tools, name)
-        arguments: dict[str, object] = {}
-        position = opening.end()
-        while part := self.part.search(body, position, limit):
-            if part.group() == self.call_end:
-                return function_call(name, arguments)
-            key = part[1].strip()
-            end = self.value_end.search(body, part.end(), limit)
-            if end is None and not self.lenient:
-                raise Unreadable(f"the argument '{key[:100]}' is not closed; end it with {self.argument_end}")
-            stop = limit if end is None else end.start()
-            position = end.end() if end is not None and end.group() == self.argument_end else stop
-            arguments[key] = typed_value(_without_breaks(body[part.end() : stop]), schemas.get(key))
-        if not self.lenient:
-            raise Unreadable(f"the function '{name[:100]}' is not closed; end it with {self.call_end}")
-        return function_call(name, arguments)
+        schemas = properties_of(tools, name.strip())
+        return function_call(name.strip(), {key: self.value(key, text, schemas) for key, text in texts.items()})
 
 
-def _without_breaks(text: str) -> str:
-    text = text[1:] if text.startswith("\n") else text
-    return text[:-1] if text.endswith("\n") else text
+def _short(name: str | None) -> str:
+    return " ".join((name or "").split())[:100]
+
+
+class ElementBlockParser(BlockParser):
+    """Parser of calls in blocks, several in one; `opening` are the tags that open a block and a call.
+
+    `alone` is how a call begins that stands without a block: its opening tag with the name as the first group and what ends
+    the tag as the second, which is missing where the turn ends before.
+    """
+
+    elements: ClassVar[ElementFormat]
+    alone: ClassVar[re.Pattern[str]]
+
+    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_block`."""
+        if tag == self.opening[0]:
+            return self._read_calls(text, start, tools)
+        head = self.alone.match(text, start - len(tag))
+        if head is None:
+            return None
+        if head[2] is None:
+            return Block(len(text), [Malformed(f"its tag {tag} is not closed; end it with >")])
+        call, end = self.elements.read_call(text, head[1], head.end(), tools)
+        after = skip_space(text, end)  # a block may end that was not begun
+        return Block(after + len(self.closing[0]) if text.startswith(self.closing[0], after) else end, [call])
+
+    def _read_calls(self, text: str, start: int, tools: Tools | None) -> Block:
+        """The block that begins at `start`."""
+        elements = self.elements
+        found: Found = []
+        position = start
+        while (part := elements.part.search(text, position)) is not None:
+            if part[1] is not None or part[3] is not None:  # an argument outside calls is one of a call without a tag
+                begin = part.start() if part[3] is None else part.end()
+                call, position = elements.read_call(text, part[4], begin, tools)
+                found.append(call)
+            elif part.group() == elements.call_end:
+                position = part.end()
+            else:
+                break
+        none = Malformed(f"it holds no function that ends with {elements.call_end}")
+        if part is not None and part.group() == self.closing[0]:
+            return Block(part.end(), found or [none])
+        end = len(text) if part is None else part.start()
+        if elements.lenient:
+            return Block(end, found or [none])
+        unread = next((each for each in found if isinstance(each, Malformed)), None)
+        return Block(end, [unread or Malformed(f"it is not closed; end it with {self.closing[0]}")])

@@ -8,6 +8,8 @@ Gemma 3 writes Python in a fenced block, a call a line, perhaps inside `print`:
     ```tool_code
     get_weather(city="Beijing")
     ```
+
+A bare `None`, as some templates write null, is null where the tool's schema takes null or no text.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from etude.chat.parsers.blocks import Block, BlockParser, Found, Malformed, any_
 from etude.chat.parsers.json_call import Unreadable, function_call
 from etude.chat.parsers.literal import MAX_CHARS
 from etude.chat.parsers.pythonic import read_python_call
+from etude.chat.parsers.typed import inner_schema, properties_of, takes_null
 from etude.schemas import FunctionCall
 
 _CODE = "```tool_code"
@@ -51,7 +54,7 @@ class GemmaToolParser(BlockParser):
         closing = _CLOSING[tag]
         if tag != _CODE:
             try:
-                call, end = _read_call(text, start)
+                call, end = _read_call(text, start, tools)
                 if text.startswith(closing, end):
                     return Block(end + len(closing), [call])
             except Unreadable:
@@ -59,37 +62,37 @@ class GemmaToolParser(BlockParser):
         body, end = until(text, start, _ENDS[tag], (closing,))
         if body is None:
             return Block(end, [Malformed(f"it is not closed; end it with {closing}")])
-        return Block(end, _read_code(body) if tag == _CODE else [attempt(_read_whole, body)])
+        return Block(end, _read_code(body) if tag == _CODE else [attempt(_read_whole, body, tools)])
 
 
-def _read_whole(body: str) -> FunctionCall:
-    call, end = _read_call(body, 0)
+def _read_whole(body: str, tools: Tools | None) -> FunctionCall:
+    call, end = _read_call(body, 0, tools)
     if end < len(body):
         raise Unreadable("nothing may follow the arguments' closing brace")
     return call
 
 
-def _read_call(text: str, start: int) -> tuple[FunctionCall, int]:
+def _read_call(text: str, start: int, tools: Tools | None) -> tuple[FunctionCall, int]:
     """The call that begins at `start`, and where the next word after it begins."""
     head = _HEAD.match(text, start)
     if head is None:
         raise Unreadable("it must be call:name{key:value}")
-    arguments, end = _read_object(text, head.end(), 1)
+    arguments, end = _read_object(text, head.end(), 1, {"properties": properties_of(tools, head[1])})
     return function_call(head[1], arguments), skip_space(text, end)
 
 
-def _read_object(text: str, position: int, depth: int) -> tuple[dict[str, Any], int]:
+def _read_object(text: str, position: int, depth: int, schema: object) -> tuple[dict[str, Any], int]:
     held: dict[str, Any] = {}
     while not text.startswith("}", position := _BETWEEN.match(text, position).end()):  # type: ignore[union-attr]
         key, position = _read_key(text, position)
-        held[key], position = _read_value(text, position, depth)
+        held[key], position = _read_value(text, position, depth, inner_schema(schema, key))
     return held, position + 1
 
 
-def _read_list(text: str, position: int, depth: int) -> tuple[list[Any], int]:
+def _read_list(text: str, position: int, depth: int, schema: object) -> tuple[list[Any], int]:
     held: list[Any] = []
     while not text.startswith("]", position := _BETWEEN.match(text, position).end()):  # type: ignore[union-attr]
-        value, position = _read_value(text, position, depth)
+        value, position = _read_value(text, position, depth, inner_schema(schema))
         held.append(value)
     return held, position + 1
 
@@ -105,7 +108,7 @@ def _read_key(text: str, position: int) -> tuple[str, int]:
     raise Unreadable("write the arguments as {key:value,key:value} and close every brace")
 
 
-def _read_value(text: str, position: int, depth: int) -> tuple[Any, int]:
+def _read_value(text: str, position: int, depth: int, schema: object) -> tuple[Any, int]:
     """The value at `position`; it must be followed by a comma, a closing brace or a closing bracket."""
     if depth > _MAX_DEPTH:
         raise Unreadable("it is nested too deeply")
@@ -115,11 +118,11 @@ def _read_value(text: str, position: int, depth: int) -> tuple[Any, int]:
     if mark is not None:
         value, position = _read_marked(text, position, mark)
     elif text.startswith("{", position):
-        value, position = _read_object(text, position + 1, depth + 1)
+        value, position = _read_object(text, position + 1, depth + 1, schema)
     elif text.startswith("[", position):
-        value, position = _read_list(text, position + 1, depth + 1)
+        value, position = _read_list(text, position + 1, depth + 1, schema)
     elif (bare := _BARE.match(text, position)) is not None:
-        value, position = _bare(bare.group().strip()), bare.end()
+        value, position = _bare(bare.group().strip(), schema), bare.end()
     else:
         raise Unreadable(f"a value is missing or not marked; write texts as {_MARKS[0]}text{_MARKS[0]}")
     position = skip_space(text, position)
@@ -136,9 +139,11 @@ def _read_marked(text: str, position: int, mark: str) -> tuple[str, int]:
     return text[start:end], end + len(mark)
 
 
-def _bare(word: str) -> Any:
+def _bare(word: str, schema: object) -> Any:
     if word in _WORDS:
         return _WORDS[word]
+    if word == "None" and takes_null(schema):
+        return None
     number = _NUMBER.fullmatch(word)
     if number is None:
         return word

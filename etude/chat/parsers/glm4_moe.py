@@ -13,15 +13,30 @@ nothing a value that is JSON is that JSON, as upstream. The template closes no t
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
+from typing import Any
 
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, BlockParser, Malformed, attempt, until
-from etude.chat.parsers.json_call import Unreadable, function_call
-from etude.chat.parsers.typed import json_or_text, properties_of, typed_value
-from etude.schemas import FunctionCall
+from etude.chat.parsers.blocks import Block, BlockParser, Malformed
+from etude.chat.parsers.element_call import ElementFormat
+from etude.chat.parsers.typed import json_or_text, typed_value
 
-_TAG = re.compile(r"<arg_key>|</arg_key>\s*<arg_value>|</arg_value>")
-_KEY, _VALUE_END = "<arg_key>", "</arg_value>"
+
+def _value(key: str, text: str, schemas: Mapping[str, Any]) -> Any:
+    return typed_value(text, schemas[key]) if key in schemas else json_or_text(text)
+
+
+_NAME = re.compile(r"\s*([^\s<]+)\s*(?=<|\Z)")
+_ELEMENTS = ElementFormat(
+    call=("<tool_call>", "([^<]*)"),
+    call_end="</tool_call>",
+    argument=("<arg_key>", r"([^<]*)</arg_key>\s*<arg_value>"),
+    argument_end="</arg_value>",
+    block=("<tool_call>", "</tool_call>"),
+    form="<arg_key>key</arg_key><arg_value>value</arg_value>",
+    stray=r"\S",
+    value=_value,
+)
 
 
 @ToolParser.register("glm4_moe", "glm45", "glm47", "glm")
@@ -36,24 +51,6 @@ class Glm4MoeToolParser(BlockParser):
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`."""
-        body, end = until(text, start, self._ends, self.closing)
-        if body is None:
-            return Block(end, [Malformed("it is not closed; end it with </tool_call>")])
-        return Block(end, [attempt(_read_call, body, tools)])
-
-
-def _read_call(body: str, tools: Tools | None) -> FunctionCall:
-    pieces = _TAG.split(body)
-    tags = _TAG.findall(body)
-    name = pieces[0].strip()
-    if not name or any(character.isspace() for character in name):
-        raise Unreadable("the function's name must come first, alone in its line")
-    schemas = properties_of(tools, name)
-    arguments: dict[str, object] = {}
-    for number in range(0, len(tags), 3):
-        kinds = [tag if tag in (_KEY, _VALUE_END) else "" for tag in tags[number : number + 3]]
-        if kinds != [_KEY, "", _VALUE_END] or pieces[number + 3].strip():
-            raise Unreadable("write each argument as <arg_key>key</arg_key><arg_value>value</arg_value>")
-        key, value = pieces[number + 1].strip(), pieces[number + 2]
-        arguments[key] = typed_value(value, schemas[key]) if key in schemas else json_or_text(value)
-    return function_call(name, arguments)
+        name = _NAME.match(text, start)
+        call, end = _ELEMENTS.read_call(text, name and name[1], start if name is None else name.end(), tools)
+        return Block(end, [call if name else Malformed("the function's name must come first, alone in its line")])

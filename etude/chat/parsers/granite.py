@@ -1,7 +1,7 @@
 """The formats of IBM's Granite 3: `<|tool_call|>[{"name": …, "arguments": {…}}, …]`.
 
 Granite 3.1 writes `<tool_call>`, Granite 4 closes the block with `</tool_call>`, and the 20B function-calling model writes
-`<function_call> {…}`, one object for each tag; all are read. As in vLLM, a turn may begin with the list, without a tag.
+`<function_call> {…}`, one object for each tag; all are read. A turn may begin with the list, without a tag.
 """
 
 from __future__ import annotations

@@ -17,6 +17,8 @@ from typing import Any, NoReturn
 from etude.schemas import FunctionCall
 
 EXAMPLE = '{"name": "...", "arguments": {...}}'
+SCALARS = r'(?:"[^"\\]{1,40}"\s*:\s*(?:"[^"\\]{0,200}"|[-+.\w]{1,40})\s*,\s*){0,4}'
+"""Pattern of the first members of an object, as far as they are texts, numbers or words, few and short."""
 _TO_BRACKET = re.compile(
     r'(?:[\s,:0-9.eE+-]|"[^"\\]*(?:\\.[^"\\]*)*"|true|false|null|NaN|Infinity)*([{}\[\]])', re.DOTALL
 )
@@ -29,21 +31,38 @@ class Unreadable(Exception):
 
 def json_end(text: str, start: int) -> int | None:
     """Where the object or array that begins at `text[start]` ends; None if it is none, or does not end."""
-    whole, end = json_reach(text, start)
-    return end if whole else None
-
-
-def json_reach(text: str, start: int) -> tuple[bool, int]:
-    """Whether an object or array that begins at `text[start]` ends, and where; else how far it goes on as JSON."""
     if text[start : start + 1] not in ("{", "["):
-        return False, start
+        return None
     depth, position = 0, start
     while bracket := _TO_BRACKET.match(text, position):
         position = bracket.end()
         depth += _STEP[bracket[1]]
         if depth == 0:
-            return True, position
-    return False, position
+            return position
+    return None
+
+
+def json_objects(text: str, start: int) -> tuple[list[tuple[int, int]], list[int], int]:
+    """What stands in the JSON that begins with an object at `text[start]`, and ends with it or where it is none any more.
+
+    That is (the outermost objects that end, where those begin that do not, where reading stopped).
+    """
+    whole: list[tuple[int, int]] = []
+    opened: list[int] = []
+    position = start
+    while bracket := _TO_BRACKET.match(text, position):
+        position = bracket.end()
+        if _STEP[bracket[1]] > 0:
+            opened.append(position - 1)
+            continue
+        begin = opened.pop()
+        if text[begin] == "{":
+            while whole and whole[-1][0] > begin:
+                whole.pop()
+            whole.append((begin, position))
+        if not opened:
+            break
+    return whole, [begin for begin in opened if text[begin] == "{"], position
 
 
 def decode(text: str) -> Any:

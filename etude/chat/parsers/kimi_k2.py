@@ -3,7 +3,7 @@
 <|tool_calls_section_begin|><|tool_call_begin|>functions.get_weather:0<|tool_call_argument_begin|>{"city": "Beijing"}
 <|tool_call_end|><|tool_calls_section_end|>
 
-Of `functions.a.b:0` SGLang takes the name `a.b` and vLLM `b`; here it is the one on offer, and `a.b` where neither is.
+Of `functions.a.b:0` the name is `a.b`; as in older versions of vLLM it is `b` where only that is a tool on offer.
 """
 
 from __future__ import annotations

@@ -1,43 +1,57 @@
 """The format of Llama 3: `{"name": …, "parameters": {…}}`, alone or after `<|python_tag|>`.
 
 Several calls stand one after the other, apart by `;`. A turn that begins with such an object is one call or an error. As in
-vLLM, objects with a name and parameters among words are calls, too; the words stay content. Any other object is an answer
-that happens to be JSON. `arguments` is read for `parameters`.
+vLLM, objects with a name and parameters among words are calls, too, their keys in any order; the words stay content. Any
+other object is an answer that happens to be JSON, with all that is in it. `arguments` is read for `parameters`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from etude.chat.parsers.bare import BareParser
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, Found, Malformed, Pieces, Thought, attempt, skip_space, until
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, json_end, json_reach
+from etude.chat.parsers.blocks import Block, Found, Pieces, Thought, any_of, attempt, skip_space, until
+from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, json_objects
 from etude.schemas import FunctionCall
 
+_TAG, _BRACE = "<|python_tag|>", "{"
+_TAGGED = any_of(_TAG)
+_NEXT = any_of(_TAG, *(tag for pair in BareParser.thoughts for tag in pair))
 _SEPARATOR = re.compile(r"[\s;,]*")
-_KEY = r'\{\s*"(?:name|type|function|parameters|arguments)"\s*:'
-_LIKE_A_CALL, _AMONG_WORDS = re.compile(r"\s*" + _KEY), re.compile(_KEY)
-_HEAD = re.compile(
-    r'\{\s*(?:"type"\s*:\s*"function"\s*,\s*)?"name"\s*:\s*"[^"]{1,200}"\s*,\s*"(?:parameters|arguments)"\s*:'
-)
+_LIKE_A_CALL = re.compile(r'\s*\{\s*"(?:name|type|function|parameters|arguments)"\s*:')
+_HEAD = re.compile(rf'\{{\s*{SCALARS}"name"\s*:\s*"[^"\\]{{1,200}}"\s*,\s*{SCALARS}"(?:parameters|arguments)"\s*:')
 
 
 @ToolParser.register("llama3_json", "llama3")
 class Llama3JsonToolParser(BareParser):
     """Parser of JSON calls that nothing closes."""
 
-    opening = ("<|python_tag|>",)
-    special_tokens = opening
+    opening = (_TAG, _BRACE)
+    special_tokens = (_TAG,)
     stop_tokens = ("<|eom_id|>",)
     bare = _LIKE_A_CALL
 
-    def read(self, text: str, tools: Tools | None = None) -> Pieces:
-        """See `BlockParser.read`."""
-        return [part for piece in super().read(text, tools) for part in _parts(piece)]
+    def read_pieces(self, text: str, tools: Tools | None, closing_of: Mapping[str, str]) -> Pieces:
+        """See `BlockParser.read_pieces`; what only separates calls is nothing."""
+        pieces: Pieces = []
+        waiting: Pieces = []
+        for piece in super().read_pieces(text, tools, closing_of):
+            if not isinstance(piece, str):
+                pieces.append(piece)
+                waiting = []
+            elif pieces and not isinstance(pieces[-1], str) and _separates(piece):
+                waiting.append(piece)
+            else:
+                pieces += [*waiting, piece]
+                waiting = []
+        return [*pieces, *waiting]
 
     def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
         """See `BlockParser.read_block`."""
+        if tag == _BRACE:
+            return self._read_among_words(text, start - len(tag))
         found: Found = []
         position = start
         while (end := json_end(text, begin := _after(_SEPARATOR, text, position))) is not None:
@@ -45,30 +59,27 @@ class Llama3JsonToolParser(BareParser):
             position = end
         if found and not _LIKE_A_CALL.match(text, begin):
             return Block(position, found)
-        _, end = until(text, position, self._ends, ())
+        _, end = until(text, position, _TAGGED, ())
         return Block(end, [*found, attempt(_read_call, text[skip_space(text, begin) : end])])
 
+    def _read_among_words(self, text: str, start: int) -> Block:
+        """The calls in the JSON that begins with an object at `start`, and its words."""
+        whole, unfinished, end = json_objects(text, start)
+        cut = next((begin for begin in unfinished if _HEAD.match(text, begin)), None)
+        pieces: Pieces = []
+        position = start
+        for begin, close in whole:
+            if (cut is None or begin < cut) and _is_call(text[begin:close]):
+                pieces += [text[position:begin], attempt(_read_call, text[begin:close])]
+                position = close
+        if cut is None:
+            return Block(end, [*pieces, text[position:end]])
+        _, end = until(text, end, _NEXT, ())
+        return Block(end, [*pieces, text[position:cut], attempt(_read_call, text[cut:end])])
 
-def _parts(piece: str | FunctionCall | Malformed) -> Pieces:
-    """A piece of a turn; words are taken apart at the calls among them."""
-    if not isinstance(piece, str) or isinstance(piece, Thought):
-        return [piece]
-    parts: Pieces = []
-    kept = position = 0
-    while opening := _AMONG_WORDS.search(piece, position):
-        start = opening.start()
-        whole, position = json_reach(piece, start)
-        if whole and _is_call(piece[start:position]):
-            end = position
-        elif not whole and _HEAD.match(piece, start):
-            end = len(piece)
-        else:
-            continue
-        if not parts or not _SEPARATOR.fullmatch(piece, kept, start):
-            parts.append(piece[kept:start])
-        parts.append(attempt(_read_call, piece[start:end]))
-        kept = position = end
-    return [*parts, piece[kept:]]
+
+def _separates(piece: str) -> bool:
+    return not isinstance(piece, Thought) and _SEPARATOR.fullmatch(piece) is not None
 
 
 def _is_call(body: str) -> bool:

@@ -6,34 +6,33 @@
     </invoke>
     </minimax:tool_call>
 
-Texts are not quoted; the tool's schema tells their types. All closing tags must be there, as upstream wants them.
+Texts are not quoted; the tool's schema tells their types. All closing tags must be there. As in vLLM, a call may stand
+without a block; an opening tag among words that no argument and no closing tag follow is text.
 """
 
 from __future__ import annotations
 
-from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, BlockParser, Malformed, until
-from etude.chat.parsers.element_call import ElementFormat
+import re
 
-_ELEMENTS = ElementFormat(
-    call=r"<invoke name=[\"']?([^\"'<>\n]*)[\"']?>",
-    call_end="</invoke>",
-    argument=r"<parameter name=[\"']?([^\"'<>\n]*)[\"']?>",
-    argument_end="</parameter>",
-)
+from etude.chat.parsers.base import ToolParser
+from etude.chat.parsers.element_call import ElementBlockParser, ElementFormat
+
+_NAMED = r" name=[\"']?([^\"'<>\n]*)[\"']?"
 
 
 @ToolParser.register("minimax_m2", "minimax")
-class MinimaxM2ToolParser(BlockParser):
-    """Parser of `<invoke>` elements in `<minimax:tool_call>` tags."""
+class MinimaxM2ToolParser(ElementBlockParser):
+    """Parser of `<invoke>` elements, in `<minimax:tool_call>` tags or alone."""
 
-    opening = ("<minimax:tool_call>",)
+    opening = ("<minimax:tool_call>", "<invoke name=")
     closing = ("</minimax:tool_call>",)
-    special_tokens = (*opening, *closing)
-
-    def read_block(self, text: str, tag: str, start: int, tools: Tools | None) -> Block | None:
-        """See `BlockParser.read_block`."""
-        body, end = until(text, start, self._ends, self.closing)
-        if body is None:
-            return Block(end, [Malformed("it is not closed; end it with </minimax:tool_call>")])
-        return Block(end, _ELEMENTS.read(body, tools))
+    special_tokens = ("<minimax:tool_call>", "</minimax:tool_call>")
+    elements = ElementFormat(
+        call=(r"<invoke\b", f"{_NAMED}>"),
+        call_end="</invoke>",
+        argument=(r"<parameter\b", f"{_NAMED}>"),
+        argument_end="</parameter>",
+        block=special_tokens,
+        form='<parameter name="key">value</parameter> in <invoke name="name">',
+    )
+    alone = re.compile(rf"<invoke{_NAMED}(?:(>)(?=\s*(?:<parameter\b|</invoke>|(?:<[/\w]*)?\Z))|\Z)")

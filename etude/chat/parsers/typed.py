@@ -54,13 +54,29 @@ def typed_value(text: str, schema: object) -> Any:
     if not kinds or kinds == {"string"}:
         return text
     word = text.strip().lower()
-    if word in _NULLS and ("null" in kinds or "string" not in kinds):
+    if word in _NULLS and takes_null(schema):
         return None
     try:
         value = _value(word if word in _BOOLEANS else text, kinds)
     except (Unreadable, RecursionError):
         return text
     return value if any(_is(value, kind) for kind in kinds) else text
+
+
+def takes_null(schema: object) -> bool:
+    """Whether a bare `null` is null under `schema`: it allows null, or no texts."""
+    kinds = _types(schema)
+    return "null" in kinds or "string" not in kinds
+
+
+def inner_schema(schema: object, key: str | None = None) -> object:
+    """The schema of an object's member `key`, or of a list's members; None where `schema` has none."""
+    if not isinstance(schema, Mapping):
+        return None
+    if key is None:
+        return schema.get("items")
+    properties = schema.get("properties")
+    return properties.get(key) if isinstance(properties, Mapping) else None
 
 
 def _value(text: str, kinds: set[str]) -> Any:
@@ -82,7 +98,7 @@ def json_or_text(text: str) -> Any:
 
 
 def _types(schema: object) -> set[str]:
-    """The JSON types that a schema names, in `type`, `enum`, `const`, `anyOf` or `oneOf`."""
+    """The JSON types that a schema names, in `type`, `enum`, `const`, `anyOf`, `oneOf` or `allOf`."""
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
@@ -90,6 +106,9 @@ def _types(schema: object) -> set[str]:
     for key in ("anyOf", "oneOf"):
         for branch in schema.get(key) or ():
             found |= _types(branch)
+    for branch in schema.get("allOf") or ():
+        kinds = _types(branch)
+        found = found & kinds or kinds or found
     if not found:
         values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
         found = {kind for value in values for kind in ("string", *_KINDS) if _is(value, kind)}

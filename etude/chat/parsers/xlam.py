@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import re
 
-from etude.chat.parsers.bare import LIST_OF_CALLS, BareParser
+from etude.chat.parsers.bare import KEYS_OF_A_CALL, LIST_OF_CALLS, BareParser
 from etude.chat.parsers.base import ToolParser, Tools
 from etude.chat.parsers.blocks import Block, JsonBlockParser
 
-_LIKE_A_CALL = re.compile(r'\s*(?:json\s)?\s*(?:\[\s*)?\{\s*"(?:name|arguments)"\s*:')
+_LIKE_A_CALL = re.compile(rf"\s*(?:json\s+)?(?:\[\s*)?{KEYS_OF_A_CALL}")
 
 
 @ToolParser.register("xlam")

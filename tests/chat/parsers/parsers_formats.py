@@ -18,7 +18,8 @@ def as_text(value):
 
 @dataclass(frozen=True)
 class Format:
-    """`name` of the parser; `opening`: what shows that a call was begun; `unsayable`: what its texts cannot hold."""
+    """`name` of the parser; `opening`: what shows that a call was begun; `unsayable`: what its texts cannot hold;
+    `uncuttable`: what a text that is cut short cannot hold, since an argument that is not closed ends there."""
 
     name: str
     render: Callable[[Calls], str]
@@ -26,6 +27,7 @@ class Format:
     unsayable: tuple[str, ...] = ()
     around: bool = True  # whether words may stand before the calls
     lenient: bool = False  # whether a call that is cut short may be read
+    uncuttable: tuple[str, ...] = ()
     trims: bool = False  # whether a line break at the edge of a text is lost
 
 
@@ -93,13 +95,6 @@ def harmony_head(calls):
     )
 
 
-def minimax(calls):
-    render = element(
-        lambda n: f'<invoke name="{n}">\n', lambda k, v: f'<parameter name="{k}">{v}</parameter>\n', "</invoke>\n"
-    )
-    return f"<minimax:tool_call>\n{''.join(render(*call) for call in calls)}</minimax:tool_call>"
-
-
 HERMES = each(lambda name, given: f"<tool_call>\n{to_json({'name': name, 'arguments': given})}\n</tool_call>")
 CODER = element(
     lambda n: f"<tool_call>\n<function={n}>\n", lambda k, v: f"<parameter={k}>\n{v}\n</parameter>\n", "</function>\n"
@@ -113,8 +108,21 @@ GLM = element(
 GLM47 = element(
     lambda n: f"<tool_call>{n}", lambda k, v: f"<arg_key>{k}</arg_key><arg_value>{v}</arg_value>", "</tool_call>"
 )
-CODER_TAGS = ("<parameter=", "</parameter>", "<function=", "</function>", "tool_call>")
-GLM_TAGS = ("arg_key>", "arg_value>", "tool_call>")
+INVOKE = element(
+    lambda n: f'<invoke name="{n}">\n', lambda k, v: f'<parameter name="{k}">{v}</parameter>\n', "</invoke>\n"
+)
+CODER_TAGS = ("<parameter=", "</parameter>")
+CODER_ENDS = ("</function>", "</tool_call>", "</seed:tool_call>")
+MINIMAX_TAGS = ("<parameter name=", "</parameter>")
+MINIMAX_ENDS = ("</invoke>", "</minimax:tool_call>")
+GLM_TAGS = ("</arg_key>", "</arg_value>")
+GLM_ENDS = ("</tool_call>",)
+
+
+def minimax(calls):
+    return f"<minimax:tool_call>\n{''.join(INVOKE(*call) for call in calls)}</minimax:tool_call>"
+
+
 NEW_MARKS = gemma('<|"|>')
 V3 = deepseek("｜", lambda name, bar: f"function<{bar}tool▁sep{bar}>{name}\n```json\n", "\n```")
 V31 = deepseek("｜", lambda name, bar: f"{name}<{bar}tool▁sep{bar}>", "")
@@ -125,7 +133,12 @@ FORMATS = {
     "hermes": Format("hermes", HERMES, "<tool_call>"),
     "rl_factory": Format("rl_factory", HERMES, "<tool_call>", ("<answer>",)),
     "qwen3_coder": Format(
-        "qwen3_coder", each(lambda n, g: CODER(n, g) + "</tool_call>"), "<tool_call>", CODER_TAGS, lenient=True
+        "qwen3_coder",
+        each(lambda n, g: CODER(n, g) + "</tool_call>"),
+        "<tool_call>",
+        CODER_TAGS,
+        lenient=True,
+        uncuttable=CODER_ENDS,
     ),
     "seed_oss": Format(
         "seed_oss",
@@ -133,6 +146,7 @@ FORMATS = {
         "<seed:tool_call>",
         CODER_TAGS,
         lenient=True,
+        uncuttable=CODER_ENDS,
         trims=True,
     ),
     "qwen3_coder alone": Format(
@@ -141,12 +155,16 @@ FORMATS = {
         "<function=",
         CODER_TAGS,
         lenient=True,
+        uncuttable=CODER_ENDS,
     ),
     "minimax_m2": Format(
-        "minimax_m2", minimax, "<minimax:tool_call>", ("parameter>", "<parameter", "invoke", "tool_call>"), trims=True
+        "minimax_m2", minimax, "<minimax:tool_call>", MINIMAX_TAGS, uncuttable=MINIMAX_ENDS, trims=True
     ),
-    "glm4_moe": Format("glm4_moe", each(GLM), "<tool_call>", GLM_TAGS),
-    "glm47": Format("glm47", each(GLM47), "<tool_call>", GLM_TAGS),
+    "minimax_m2 alone": Format(
+        "minimax_m2", each(INVOKE), "<invoke name=", MINIMAX_TAGS, uncuttable=MINIMAX_ENDS, trims=True
+    ),
+    "glm4_moe": Format("glm4_moe", each(GLM), "<tool_call>", GLM_TAGS, uncuttable=GLM_ENDS),
+    "glm47": Format("glm47", each(GLM47), "<tool_call>", GLM_TAGS, uncuttable=GLM_ENDS),
     "llama3_json": Format("llama3_json", LLAMA, "{", around=False),
     "llama3_json tag": Format("llama3_json", lambda calls: f"<|python_tag|>{LLAMA(calls)}", "<|python_tag|>"),
     "pythonic": Format("pythonic", python, "[", around=False),

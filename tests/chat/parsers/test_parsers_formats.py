@@ -1,8 +1,11 @@
 """What each format tells of calls that it cannot read, what it takes for text, and time that grows with the text alone."""
 
 import json
+import re
 
 import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
 from parsers_formats import FORMATS
 
 from etude.chat import TOOL_PARSERS, ToolParser
@@ -16,16 +19,83 @@ def calls_of(parsed):
     return [(call.name, json.loads(call.arguments)) for call in parsed.calls]
 
 
+BROKEN = "the tag of an argument is not whole; write each argument as"
 MALFORMED = [
     ("hermes", "<tool_call>{'name': 'f', 'arguments': {}}</tool_call>", "invalid JSON"),
     ("qwen3_coder", "<tool_call>\n{}\n</tool_call>", "it holds no function"),
     ("qwen3_coder", "<tool_call><function=></function></tool_call>", "the function has no name"),
     ("qwen3_coder", "I look. <function=get_wea", "its tag <function= is not closed"),
     ("seed_oss", "<function=></function>", "the function has no name"),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a>1<function=g>",
+        "the argument 'a' is not closed before another call begins",
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>see <tool_call><function=g><parameter=b>1</parameter></function></tool_call>",
+        "nothing behind it was read; end it with </parameter>",
+    ),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a\n1\n</parameter><parameter=b>2</parameter></function></tool_call>",
+        BROKEN,
+    ),
+    ("qwen3_coder", "<tool_call><function=f><parameter=b>2</parameter><parameter=a", BROKEN),
+    (
+        "qwen3_coder",
+        "<function=f><parameter=a see <function=g></parameter><parameter=b>2</parameter></function>",
+        "an argument is not closed",
+    ),
+    ("qwen3_coder", '<function=f><parameter name="a">1</parameter></function>', BROKEN),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f\n<parameter=a>see <function=g></parameter></function></tool_call>",
+        "its opening tag is not whole",
+    ),
+    ("qwen3_coder", "<tool_call><parameter=a>see <function=g></parameter></tool_call>", "its opening tag is not whole"),
+    ("seed_oss", "<seed:tool_call><function=f><parameter=a</parameter></function></seed:tool_call>", BROKEN),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a"1</parameter><parameter name="b">2</parameter></invoke>'
+        "</minimax:tool_call>",
+        BROKEN,
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">1<parameter name="b">2</parameter></invoke>'
+        "</minimax:tool_call>",
+        "the argument 'a' is not closed; end it with </parameter>",
+    ),
+    (
+        "minimax_m2",
+        '<minimax:tool_call><invoke name="f"><parameter name="a">see <invoke name="g"></invoke>',
+        "the argument 'a' is not closed",
+    ),
+    ("minimax_m2", 'Now <invoke name="f"><parameter name="a">1', "the argument 'a' is not closed"),
+    ("minimax_m2", 'Now <invoke name="f">', "the function 'f' is not closed; end it with </invoke>"),
+    ("minimax_m2", 'Now <invoke name="f"> </inv', "the function 'f' is not closed; end it with </invoke>"),
+    ("minimax_m2", 'Now <invoke name="f', "its tag <invoke name= is not closed"),
+    (
+        "glm4_moe",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>see <tool_call>g</tool_call>",
+        "the argument 'a' is not closed",
+    ),
+    (
+        "glm4_moe",
+        "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call>",
+        "the argument 'a' is not closed; end it with </arg_value>",
+    ),
+    ("glm4_moe", "<tool_call>f<arg_key>a</arg_key>1</arg_value></tool_call>", BROKEN),
+    ("llama3_json", 'Sure! {"id": 1, "name": "f", "id": 2, "parameters": {"a"', "invalid JSON"),
+    ("llama3_json", 'Sure! {"calls": {"name": "f", "parameters": {"a"', "invalid JSON"),
+    ("xlam", '[{"id": 1, "name": "f", "arguments": {', "invalid JSON"),
     ("llama3_json", 'Sure! {"name": "f", "parameters": {"a": }}', "invalid JSON"),
     ("llama3_json", 'Sure! {"type": "function", "name": "f", "parameters": {"a"', "invalid JSON"),
     ("llama3_json", 'Sure! {"name": "f", "parameters": 3}', "must be a JSON object"),
     ("granite", '[{"name": "f", "arguments": {}', "invalid JSON"),
+    ("granite", '<|tool_call|>[{"name": "f", "arguments": {}}', "invalid JSON"),
+    ("granite", '<|tool_call|>{"name": "f", "arguments": {}}, {"name": "g", "arguments": {}}]', "invalid JSON"),
     ("hermes", '<tool_call>{"name": "f", "arguments": {}}', "it is not closed; end it with </tool_call>"),
     ("seed_oss", "<seed:tool_call>get_weather</seed:tool_call>", "it holds no function"),
     ("minimax_m2", "<minimax:tool_call></minimax:tool_call>", "it holds no function"),
@@ -139,6 +209,18 @@ def test_a_call_that_cannot_be_read_is_told_in_one_line(name, text, reason):
 
 PLAIN = [
     ("llama3_json", '{"answer": 42}'),
+    (
+        "llama3_json",
+        '{"tools": [{"name": "f", "description": "d", "parameters": {"type": "object", "properties": {}}}]}',
+    ),
+    ("llama3_json", '{"answer": {"name": "f", "parameters": {"q": "x"}}}'),
+    (
+        "llama3_json",
+        'So {"tool_calls": [{"name": "f", "parameters": {}}]} it is, {"a": {"b": [{"name": "f", "arguments": {}}]}}.',
+    ),
+    ("minimax_m2", 'Begin with <invoke name="f"> and end it, or <invoke name=\nso.'),
+    ("xlam", '[{"id": 1, "name": "Bob"}]'),
+    ("xlam", '```json\n[{"id": 1, "city": "Rome"}]\n```'),
     ("llama3_json", 'The record {"name": "f", "age": 3} and {"type": "object", "parameters": 2} are no calls.'),
     ("llama3_json", 'It is {"name": {"name": "f", "parameters": {}}} inside.'),
     ("llama3_json", 'Begin with {"name": and end with }.'),
@@ -173,7 +255,26 @@ SPELLINGS = [
     ("qwen3_coder", "<tool_call><function=f><parameter=a>1<parameter=b>2</function>", [("f", {"a": "1", "b": "2"})]),
     ("qwen3_coder", "<tool_call><function=f></function><function=g></function></tool_call>", [("f", {}), ("g", {})]),
     ("qwen3_coder", "<function=f><parameter=a>1</parameter></function>\n</tool_call>", [("f", {"a": "1"})]),
-    ("qwen3_coder", "<function=f><parameter=a>1<function=g>", [("f", {"a": "1"}), ("g", {})]),
+    ("qwen3_coder", "<function=f><parameter=a>1</parameter><function=g>", [("f", {"a": "1"}), ("g", {})]),
+    ("qwen3_coder", "<function=f><parameter=a>1</function><function=g></function>", [("f", {"a": "1"}), ("g", {})]),
+    (
+        "qwen3_coder",
+        "<tool_call><function=f><parameter=a>1</tool_call><tool_call><function=g><parameter=b>2</parameter></function>",
+        [("f", {"a": "1"}), ("g", {"b": "2"})],
+    ),
+    ("minimax_m2", '<invoke name="f"><parameter name="a">1</parameter></invoke>', [("f", {"a": "1"})]),
+    ("minimax_m2", "<invoke name=f></invoke>\n</minimax:tool_call>", [("f", {})]),
+    ("minimax_m2", '<invoke name="f"></invoke><invoke name="g"></invoke>', [("f", {}), ("g", {})]),
+    ("llama3_json", '{"id": "c1", "name": "f", "parameters": {"a": 1}}', [("f", {"a": 1})]),
+    (
+        "llama3_json",
+        '{"parameters": {}, "id": 1, "name": "f"}; {"id": 2, "name": "g", "arguments": {}}',
+        [("f", {}), ("g", {})],
+    ),
+    ("xlam", '[{"id": 1, "name": "f", "arguments": {}}]', [("f", {})]),
+    ("xlam", '[{"id": "x", "type": "function", "arguments": {}, "name": "f"}]', [("f", {})]),
+    ("xlam", '```json\n[{"id": 1, "name": "f", "arguments": {}}]\n```', [("f", {})]),
+    ("granite", '[{"id": 1, "name": "f", "arguments": {}}]', [("f", {})]),
     ("qwen3_coder", "<function=f></function><tool_call><function=g></function></tool_call>", [("f", {}), ("g", {})]),
     ("seed_oss", "<function=f></function></seed:tool_call>", [("f", {})]),
     (
@@ -202,6 +303,8 @@ SPELLINGS = [
     ("gemma", "<|tool_call>call:f{a:word,b:10:30,}<tool_call|>", [("f", {"a": "word", "b": "10:30"})]),
     ("gemma", "```tool_code\nprint(f(a=1))\ng(b='x')\n```", [("f", {"a": 1}), ("g", {"b": "x"})]),
     ("xlam", '<think>x</think>[{"name": "f", "arguments": {}}]', [("f", {})]),
+    ("xlam", '[{"name": "f", "arguments": {}}]\n[{"name": "g", "arguments": {}}]', [("f", {}), ("g", {})]),
+    ("pythonic", "[f(a=1)]\n[g()]", [("f", {"a": 1}), ("g", {})]),
     ("xlam", '<tool_call>[{"name": "f", "arguments": {}}]</tool_call>', [("f", {})]),
     ("xlam", '[TOOL_CALLS][{"name": "f", "arguments": {}}]', [("f", {})]),
 ]
@@ -211,6 +314,63 @@ SPELLINGS = [
 def test_spellings_that_upstreams_accept(name, text, calls):
     parsed = parse(name, text)
     assert (calls_of(parsed), parsed.errors, parsed.content.replace("<think>x</think>", "")) == (calls, [], "")
+
+
+@pytest.mark.parametrize("text", ["what is </think>?", "what is <think>?", "the <|python_tag|>", "{", '{"name": "g'])
+@pytest.mark.parametrize("beside", ["", 'and {"name": "g", "parameters": {}}'])
+def test_tags_in_the_strings_of_a_call_among_words_are_text(text, beside):
+    call = json.dumps({"name": "f", "parameters": {"query": text}})
+    parsed = parse("llama3_json", f"Let me look. {call} {beside}")
+    assert calls_of(parsed) == [("f", {"query": text}), *([("g", {})] if beside else [])]
+    assert (parsed.errors, parsed.content) == ([], f"Let me look. {' and' if beside else ''}".strip())
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "errors"),
+    [
+        ("llama3_json", 'maybe {"name": "f", "parameters": {"a": </think>{"name": "g", "parameters": {}}', 0),
+        ("llama3_json", '{"answer": [{"name": "g", "parameters": {}}, oops', 0),
+        ("minimax_m2", '<invoke name="f"><parameter name="a">1</invoke><invoke name="g"></invoke>', 1),
+        ("glm4_moe", "<tool_call>f<arg_key>a</arg_key><arg_value>1</tool_call><tool_call>g</tool_call>", 1),
+        ("pythonic", "[f()]</think>[g()]", 0),
+        ("pythonic", "<think>a</think><think>b</think>[g()]", 0),
+        ("granite", '[{"name": "f", "arguments": {}}] or not</think>[{"name": "g", "arguments": {}}]', 0),
+    ],
+)
+def test_one_call_beside_what_is_none(name, text, errors):
+    parsed = parse(name, text)
+    assert (calls_of(parsed), len(parsed.errors)) == ([("g", {})], errors)
+
+
+ELEMENTS = {
+    "qwen3_coder": ("<tool_call>", "<function=none>", "</function>", "</tool_call>", "<parameter=query"),
+    "seed_oss": ("<seed:tool_call>", "<function=none>", "</function>", "</seed:tool_call>", "<parameter=query"),
+    "minimax_m2": (
+        "<minimax:tool_call>",
+        '<invoke name="none">',
+        "</invoke>",
+        "</minimax:tool_call>",
+        '<parameter name="q',
+    ),
+    "glm4_moe": ("<tool_call>", "<tool_call>none", "</tool_call>", "<arg_key>k</arg_key>", "<arg_value>"),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+@settings(max_examples=60)
+@given(data=st.data())
+def test_whatever_a_closed_argument_holds_is_its_text(name, data):
+    marks = st.sampled_from([*ELEMENTS[name], "<think>", "</think>", "see ", "\n"])
+    written = [f"x{''.join(data.draw(st.lists(marks, max_size=6)))}y" for _ in range(2)]
+    assume(not any(re.search(r"</arg_key>\s*<arg_value>", text) for text in written))  # opens another argument
+    calls = [("search", {"query": text, "topk": 3}) for text in written]
+    tools = [
+        {"name": "search", "parameters": {"properties": {"query": {"type": "string"}, "topk": {"type": "integer"}}}}
+    ]
+    for style in FORMATS.values():
+        if style.name == name:
+            parsed = parse(name, style.render(calls), tools)
+            assert (calls_of(parsed), parsed.errors) == (calls, [])
 
 
 @pytest.mark.parametrize(
@@ -301,19 +461,25 @@ def test_a_call_in_a_thought_before_an_answer_is_reasoning():
     assert (calls_of(called), called.errors) == ([("g", {})], [])
 
 
-@pytest.mark.parametrize(
-    ("name", "thought"),
-    [
-        ("seed_oss", "<seed:think>{}</seed:think>"),
-        ("cohere", "<|START_THINKING|>{}<|END_THINKING|>"),
-        ("mistral", "[THINK]{}[/THINK]"),
-    ],
-)
+OWN_THOUGHTS = [
+    ("seed_oss", "<seed:think>{}</seed:think>"),
+    ("cohere", "<|START_THINKING|>{}<|END_THINKING|>"),
+    ("mistral", "[THINK]{}[/THINK]"),
+    ("gemma", "<|channel>thought{}<channel|>"),
+    ("kimi_k2", "◁think▷{}◁/think▷"),
+]
+
+
+@pytest.mark.parametrize(("name", "thought"), OWN_THOUGHTS)
 def test_thoughts_with_tags_of_their_own(name, thought):
-    text = FORMATS["mistral v3" if name == "mistral" else name].render([("f", {})])
-    parsed = parse(name, thought.format(f"maybe {text}") + text)
-    assert calls_of(parsed) == [("f", {})]
-    assert parsed.content == thought.format(f"maybe {text}")
+    text = FORMATS[{"mistral": "mistral v3", "gemma": "gemma4"}.get(name, name)].render([("f", {})])
+    mused = thought.format(f"maybe {text}")
+    parsed = parse(name, mused + text)
+    assert (calls_of(parsed), parsed.errors, parsed.content) == ([("f", {})], [], mused)
+    for ended in (mused, thought.partition("{}")[0] + text, text + thought.partition("{}")[2]):
+        told = parse(name, ended)
+        assert (told.calls, len(told.errors), told.content) == ([], 1, ended)
+        assert f"end the thought with {thought.partition('{}')[2]}" in told.errors[0]
 
 
 TYPED = {
@@ -328,6 +494,9 @@ TYPED = {
         "e": {"enum": ["1", "2"]},
         "k": {"enum": [1, 2]},
         "u": {"type": ["integer", "string"]},
+        "a": {"allOf": [{"type": "integer"}, {"minimum": 1}]},
+        "c": {"type": "number", "allOf": [{"type": "integer"}]},
+        "ao": {"allOf": [{"type": ["object", "null"]}, {"type": "object"}]},
         "x": {},
     }
 }
@@ -353,6 +522,14 @@ VALUES = [
     *[("o", "['x']", "['x']"), ("o", "dict(a=1)", "dict(a=1)"), ("o", "{'a'", "{'a'"), ("i", "0x10", "0x10")],
     *[("m", "x", "x"), ("l", "(" * 300 + ")" * 300, "(" * 300 + ")" * 300), ("l", "[" * 40, "[" * 40)],
     *[("m", "null", None), ("m", "None", None), ("m", "3", 3), ("e", "1", "1"), ("k", "1", 1), ("u", "3", 3)],
+    *[
+        ("a", "3", 3),
+        ("a", "x", "x"),
+        ("a", "null", None),
+        ("c", "3", 3),
+        ("ao", '{"a": 1}', {"a": 1}),
+        ("ao", "x", "x"),
+    ],
     *[("u", "three", "three"), ("x", "3", "3"), ("unknown", "3", "3")],
 ]
 
@@ -364,6 +541,29 @@ def test_the_schema_says_what_a_bare_text_means(key, text, value):
     [(_, arguments)] = calls_of(parse("qwen3_coder", written, tools))
     assert arguments == {key: value}
     assert type(arguments[key]) is type(value)
+
+
+NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}
+NULLS = [
+    (NULLABLE, "None", None),
+    ({"type": ["string", "null"]}, "None", None),
+    ({"type": "integer"}, "None", None),
+    ({}, "None", None),
+    ({"type": "string"}, "None", "None"),
+    ({"type": "string"}, '<|"|>None<|"|>', "None"),
+    (NULLABLE, '<|"|>None<|"|>', "None"),
+    ({"type": "array", "items": {"type": "string"}}, "[None,null]", ["None", None]),
+    ({"type": "array", "items": NULLABLE}, "[1,None]", [1, None]),
+    ({"type": "object", "properties": {"a": {"type": "string"}}}, "{a:None,b:None}", {"a": "None", "b": None}),
+]
+
+
+@pytest.mark.parametrize(("schema", "written", "value"), NULLS)
+def test_gemma_writes_null_as_none(schema, written, value):
+    tools = [{"type": "function", "function": {"name": "f", "parameters": {"properties": {"v": schema}}}}]
+    text = f"<|tool_call>call:f{{v:{written}}}<tool_call|>"
+    assert calls_of(parse("gemma", text, tools)) == [("f", {"v": value})]
+    assert calls_of(parse("gemma", "<|tool_call>call:f{v:None}<tool_call|>")) == [("f", {"v": None})]
 
 
 def test_glm_reads_json_where_no_schema_says_otherwise():
@@ -419,6 +619,22 @@ HOSTILE = [
         "<function=f>",
         "<invoke name=",
         "<parameter=",
+        "<parameter=a\n",
+        "<function=f><parameter=\n</function>",
+        "<parameter=a>\n</function>",
+        '<invoke name="f"><parameter name="a">',
+        '<invoke name="f"></invoke>',
+        '<invoke name="f"><parameter ',
+        "<arg_key>a</arg_key><arg_value></tool_call><tool_call>f",
+        "<arg_key>a</arg_value>",
+        '{"a":',
+        '{"a": [{}, {"b": {}',
+        '{"a": {}}',
+        '{"id": 1, ',
+        '[{"id": 1, "name": "f", ',
+        "<think></think>",
+        "<think></think>[f(",
+        "[f('</think>",
     ),
 ]
 

@@ -15,8 +15,10 @@ TAGS = [
     "<tool_call>", "</tool_call>", "<think>", "</think>", "<|python_tag|>", "<|python_end|>", "[TOOL_CALLS]", "[ARGS]",
     "<｜tool▁call▁end｜>", "<|tool_call_end|>", "<|call|>", "<|start|>", "<|message|>", "functools[", "<|action_end|>",
     "```", "```json", "<|END_ACTION|>", "<tool_call|>", "<escape>", '<|"|>', "</parameter>", "</arg_value>",
-    "<seed:tool_call>", "</invoke>", "<answer>", "</answer>", "<function=f>", "<search>", '"', "'", "\\", "{", "}", "[",
-    "]", '{"name": "g"', "\n", "\t", "\x00", "北京", "🙂", ":", ",", ";", "<", "null", "1", "true", "\\u0041",
+    "<seed:tool_call>", "</seed:tool_call>", "<minimax:tool_call>", "</minimax:tool_call>", '<invoke name="f">',
+    "</invoke>", "</function>", "<parameter", "<arg_key>", "<arg_value>", "<answer>", "</answer>", "<function=f>",
+    "<search>", '"', "'", "\\", "{", "}", "[", "]", '{"name": "g"', "\n", "\t", "\x00", "北京", "🙂", ":", ",", ";", "<",
+    "null", "1", "true", "\\u0041",
 ]  # fmt: skip
 NAMES = st.from_regex(r"[a-zA-Z_][a-zA-Z0-9_]{0,8}", fullmatch=True).filter(lambda name: not keyword.iskeyword(name))
 TEXTS = st.lists(st.sampled_from(TAGS) | st.text(st.characters(exclude_categories=["Cs"]), max_size=5), max_size=6).map(
@@ -39,11 +41,12 @@ def texts_in(value):
         yield from texts_in(each)
 
 
-def sayable(style, calls):
-    """Whether the format can write these calls at all."""
+def sayable(style, calls, cut=False):
+    """Whether the format can write these calls at all, or so that they may be cut."""
+    unsayable = (*style.unsayable, *style.uncuttable) if cut else style.unsayable
     for _, arguments in calls:
         for text in texts_in(arguments):
-            if any(mark in text for mark in style.unsayable):
+            if any(mark in text for mark in unsayable):
                 return False
             if style.trims and text.strip("\n") != text:
                 return False
@@ -72,7 +75,7 @@ def test_what_was_written_is_read(label, calls):
 @given(calls=CALLS, share=st.floats(0, 1))
 def test_a_call_cut_short_is_never_lost_and_never_another_call(label, calls, share):
     style = FORMATS[label]
-    assume(sayable(style, calls))
+    assume(sayable(style, calls, cut=True))
     whole = style.render(calls)
     text = whole[: int(share * len(whole))]
     found, parsed = read(style, text, schemas(calls))
@@ -100,7 +103,10 @@ def test_words_around_calls_are_content(label):
     assert "first" not in parsed.content
 
 
-@pytest.mark.parametrize("label", [label for label in FORMATS if label not in ("gpt_oss", "gpt_oss head", "cohere")])
+THINKERS = [label for label in FORMATS if label not in ("gpt_oss", "gpt_oss head", "cohere")]
+
+
+@pytest.mark.parametrize("label", THINKERS)
 def test_reasoning_is_never_read_for_calls(label):
     style = FORMATS[label]
     calls = [("f", {"a": "x"})]
@@ -111,6 +117,43 @@ def test_reasoning_is_never_read_for_calls(label):
             assert (found, parsed.errors) == (calls, []), thought
     if style.around:
         assert read(style, f"<think>maybe {text}", schemas(calls))[0] == []
+
+
+@pytest.mark.parametrize("label", THINKERS)
+@settings(max_examples=15)
+@given(calls=CALLS, closing=st.sampled_from(["", "</think>", "</think>\n", "</think><think>so</think>"]))
+def test_calls_in_a_thought_that_ends_the_turn_are_told(label, calls, closing):
+    style = FORMATS[label]
+    text = style.render(calls)
+    assume(sayable(style, calls) and "think>" not in text)
+    for thought in (f"<think>{text}{closing}", f"{text}{closing}" if closing else "</think>"):
+        found, parsed = read(style, thought, schemas(calls))
+        assert found == []
+        assert len(parsed.errors) == (len(calls) if thought != "</think>" else 0)
+        assert all("it stands in a thought" in error for error in parsed.errors)
+        found, parsed = read(style, f"{thought}{text}", schemas(calls))
+        assert (found, parsed.errors) == ((calls, []) if closing or thought == "</think>" else ([], parsed.errors))
+
+
+ANSWERS = st.dictionaries(NAMES.filter(lambda name: name != "name"), VALUES, min_size=1, max_size=3)
+
+
+@settings(max_examples=60)
+@given(answer=ANSWERS, name=NAMES, words=st.sampled_from(["", "Here: ", "</think>", "a {b} "]))
+def test_a_call_inside_an_answer_that_is_json_is_none(answer, name, words):
+    quoted = {"answer": answer, "calls": [{"name": name, "parameters": answer}], "of": {"arguments": {}, "name": name}}
+    text = words + json.dumps(quoted, ensure_ascii=False)
+    parsed = ToolParser.get_tool_parser("llama3_json").parse(text)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text.strip())
+
+
+@settings(max_examples=60)
+@given(calls=CALLS, words=st.sampled_from(["Let me look. ", "Of {x} ", '{"a": 1} ']))
+def test_calls_among_words_hold_any_text(calls, words):
+    written = " and ".join(json.dumps({"id": "c", "name": n, "parameters": g}, ensure_ascii=False) for n, g in calls)
+    found, parsed = read(FORMATS["llama3_json"], f"{words}{written}", None)
+    assert (found, parsed.errors) == (calls, [])
+    assert parsed.content == f"{words}{' and ' * (len(calls) - 1)}".strip()
 
 
 BFCL = Path(__file__).parents[4] / "shared" / "data" / "bfcl"

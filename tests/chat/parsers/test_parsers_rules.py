@@ -68,6 +68,13 @@ def test_an_answer_ends_unless_a_search_came_first():
     assert parse("search_r1", "just words").content == "just words"
 
 
+def test_a_search_in_a_thought_that_ends_the_turn_is_told():
+    for written in ("<think>hm <search>x</search>", "<think>hm <search>x</search></think>"):
+        parsed = parse("search_r1", written)
+        assert (parsed.calls, len(parsed.errors), parsed.result_tag) == ([], 1, "information")
+        assert "it stands in a thought" in parsed.errors[0]
+
+
 def test_objects_in_tool_call_tags_are_calls():
     written = '<tool_call>{"name": "f", "arguments": {"a": 1}}</tool_call>'
     assert calls_of(parse("search_r1", written, [SEARCH])) == [("f", {"a": 1})]
@@ -139,6 +146,7 @@ def test_what_cannot_be_read_is_the_empty_tool():
     assert EMPTY_TOOL == {"name": "<empty>", "args": "# Extract the tool name failed"}
     assert len(parse("rl_factory", text).errors) == 5
     assert read_tools(f"<think>{CALL}</think> words") == []
+    assert read_tools(f"<think>{CALL}</think>") == [EMPTY_TOOL]
 
 
 @given(st.text(alphabet="{}[]'\":,/*\\ab1 \n", max_size=40))
