@@ -57,6 +57,16 @@ class Segment(NamedTuple):
     log_probs: tuple[float, ...] | None = None
     weight_versions: tuple[int, ...] | None = None
 
+    def checked(self) -> Segment:
+        """This segment.
+
+        Raises:
+            ValueError: there are not as many log-probs as tokens.
+        """
+        if self.log_probs is not None and len(self.log_probs) != len(self.token_ids):
+            raise ValueError(f"{len(self.log_probs)} log-probs for {len(self.token_ids)} tokens")
+        return self
+
 
 @dataclass(frozen=True)
 class ToolCallRecord:
@@ -103,23 +113,21 @@ class Rewards:
 class _Column:
     """What segments say of their tokens, joined: every turn asks for it, and the end of a trajectory several times."""
 
-    __slots__ = ("_count", "_last", "_of", "_values")
+    __slots__ = ("_joined", "_of", "_values")
 
     def __init__(self, of: Callable[[Segment], Sequence[Any]]) -> None:
         self._of, self._values = of, list[Any]()
-        self._count = 0  # of the segments that are joined
-        self._last: Segment | None = None
+        self._joined: list[Segment] = []
 
-    def of(self, segments: Sequence[Segment]) -> list[Any]:
+    def of(self, segments: list[Segment]) -> list[Any]:
         """The column of `segments`, to be read only: those that came since it was last asked for are added."""
-        count = len(segments)
-        if count == self._count and (not count or segments[-1] is self._last):
+        if segments == self._joined:
             return self._values
-        if self._count and (count < self._count or segments[self._count - 1] is not self._last):
-            self._values, self._count = [], 0  # somebody changed them
-        for segment in segments[self._count :]:
+        if segments[: len(self._joined)] != self._joined:
+            self._values, self._joined = [], []  # somebody changed them
+        for segment in segments[len(self._joined) :]:
             self._values += self._of(segment)
-        self._count, self._last = count, segments[-1] if count else None
+            self._joined.append(segment)
         return self._values
 
 
@@ -132,7 +140,7 @@ def _mask(segment: Segment) -> Sequence[int]:
 
 
 def _log_probs(segment: Segment) -> Sequence[float]:
-    return segment.log_probs or (0.0,) * len(segment.token_ids)
+    return segment.checked().log_probs or (0.0,) * len(segment.token_ids)
 
 
 def _fresh_columns() -> tuple[_Column, _Column, _Column]:
@@ -179,12 +187,11 @@ class Trajectory:
         Raises:
             ValueError: there are not as many log-probs as tokens.
         """
-        if log_probs is not None and len(log_probs) != len(token_ids):
-            raise ValueError(f"{len(log_probs)} log-probs for {len(token_ids)} tokens")
-        if token_ids:
-            versions = None if weight_versions is None else tuple(weight_versions)
-            probs = None if log_probs is None else tuple(log_probs)
-            self.segments.append(Segment(tuple(token_ids), provenance, self.assistant_turns, probs, versions))
+        versions = None if weight_versions is None else tuple(weight_versions)
+        probs = None if log_probs is None else tuple(log_probs)
+        segment = Segment(tuple(token_ids), provenance, self.assistant_turns, probs, versions).checked()
+        if segment.token_ids:
+            self.segments.append(segment)
 
     @property
     def response_ids(self) -> list[int]:
@@ -241,8 +248,7 @@ class Trajectory:
         return scores
 
     def to_output(self) -> AgentLoopOutput:
-        """The flat view, of the segments as they are now."""
-        self._columns = _fresh_columns()  # a loop may have put another segment in an earlier one's place
+        """The flat view."""
         return AgentLoopOutput(
             prompt_ids=list(self.prompt_ids),
             response_ids=self.response_ids,

@@ -17,7 +17,7 @@ MOVES = st.one_of(
     st.tuples(st.sampled_from([p.value for p in Provenance if p is not Provenance.SAMPLED]), IDS),
     st.tuples(st.just("read"), st.sampled_from(READS)),
     st.tuples(st.just("drop"), st.integers(0, 3)),
-    st.tuples(st.just("change"), IDS),
+    st.tuples(st.just("change"), st.tuples(st.integers(0, 9), IDS)),
 )
 
 
@@ -49,7 +49,8 @@ def test_columns_are_those_of_the_segments(moves):
         elif what == "drop":
             del trajectory.segments[-value or len(trajectory.segments) :]
         elif what == "change" and trajectory.segments:
-            trajectory.segments[-1] = Segment(tuple(value), Provenance.TOOL, 0)
+            place, ids = value
+            trajectory.segments[place % len(trajectory.segments)] = Segment(tuple(ids), Provenance.TOOL, 0)
         elif what != "change":
             added(trajectory, what, value)
     assert read(trajectory) == columns(trajectory.segments)
@@ -88,6 +89,22 @@ def test_the_flat_view_is_of_the_segments_as_they_are():
     output = trajectory.to_output()
     assert (output.response_ids, output.response_mask, output.response_logprobs) == ([4, 3], [0, 0], [0.0, 0.0])
     assert read(trajectory) == columns(trajectory.segments)
+
+
+def test_a_view_is_refused_once_its_trajectory_was_changed():
+    trajectory = Trajectory("t", [])
+    added(trajectory, "sampled", [1, 2])
+    added(trajectory, "tool", [3])
+    output = trajectory.to_output()
+    trajectory.segments[0] = Segment((1, 2), Provenance.TEMPLATE, 0)
+    with pytest.raises(ValueError, match="response_mask differs"):
+        output.to_trajectory("t")
+
+
+def test_a_segment_put_in_by_hand_is_checked_too():
+    trajectory = Trajectory("t", [], [Segment((1, 2), Provenance.SAMPLED, 0, (-1.0,))])
+    with pytest.raises(ValueError, match="1 log-probs for 2 tokens"):
+        trajectory.to_output()
 
 
 def test_each_token_has_a_log_prob():

@@ -208,7 +208,7 @@ class ToolCalls:
         """What the model is told of an exception; raises what ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
-            return Answer(ToolResponse(text=text), error="tool")
+            return Answer(ToolResponse(text=text), metrics={}, error="tool")
         if is_infrastructure(raised):
             raise raised
         line = f"{type(raised).__name__}: {one_line(raised)}"
@@ -221,4 +221,4 @@ class ToolCalls:
             logger.warning(
                 "tool '%s' raised; the model is told, and later ones are only counted", self.name, exc_info=raised
             )
-        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")
+        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), metrics={}, error="exception")

@@ -306,15 +306,13 @@ def _field(record: Mapping[str, Any], key: str, convert: Callable[[Any], T], def
 
 def _segment(item: Mapping[str, Any]) -> Segment:
     probs, versions = item.get("log_probs"), item.get("weight_versions")
-    if probs is not None and len(probs) != len(item["token_ids"]):
-        raise ValueError(f"{len(probs)} log-probs for {len(item['token_ids'])} tokens")
     return Segment(
         token_ids=tuple(int(token) for token in item["token_ids"]),
         provenance=Provenance(item["provenance"]),
         turn=int(item["turn"]),
         log_probs=None if probs is None else tuple(_number(p) for p in probs),
         weight_versions=None if versions is None else tuple(int(v) for v in versions),
-    )
+    ).checked()
 
 
 def _rewards(item: Mapping[str, Any]) -> Rewards:

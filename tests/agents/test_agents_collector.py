@@ -87,6 +87,15 @@ def test_what_a_rollout_made_is_not_looked_at_when_it_ends():
     assert young < len(kept)
 
 
+def test_objects_that_passes_inside_a_rollout_have_seen_are_counted_too(monkeypatch):
+    monkeypatch.setattr(collector, "_THRESHOLDS", (1_000, 20, 20))
+    monkeypatch.setattr(collector, "_unseen", 0)
+    with calm_collector():
+        kept = [[n] for n in range(5_010)]
+    assert 5_000 < collector._unseen < 10_000
+    assert len(kept) == 5_010
+
+
 def test_garbage_that_rollouts_left_is_collected_before_a_later_one(monkeypatch):
     monkeypatch.setattr(collector, "_UNSEEN", 1_000)
     monkeypatch.setattr(collector, "_unseen", 0)

@@ -34,8 +34,9 @@ class ElementFormat:
     """The tags of a format, and how one call is read.
 
     `call` and `argument` are opening tags, each as two patterns: how it begins, which alone makes a call or an argument that
-    cannot be read, and how it goes on, with the name as its only group. `block` are the tags around calls, `form` is an
-    argument as it should be written, and `value` makes a value of a key, a text and the tool's schemas.
+    cannot be read, and how it goes on, with the name as its only group. `block` are the tags around calls, `thought_ends`
+    those that may end a thought in which a call is only mentioned, `form` is an argument as it should be written, `value`
+    makes a value of a key, a text and the tool's schemas.
 
     `lenient`: an argument may lack its closing tag where the next one begins or the call ends, and a call its own.
     `stray`: what may not stand between the arguments.
@@ -49,6 +50,7 @@ class ElementFormat:
         argument: tuple[str, str],
         argument_end: str,
         block: tuple[str, str],
+        thought_ends: tuple[str, ...] = ("</think>",),
         form: str,
         lenient: bool = False,
         stray: str | None = None,
@@ -56,7 +58,8 @@ class ElementFormat:
     ) -> None:
         self.call_end, self.argument_end, self.form = call_end, argument_end, form
         self.lenient, self.value = lenient, value
-        begin, closing = re.escape(block[0]), "|".join(map(re.escape, dict.fromkeys((call_end, block[1]))))
+        ends = dict.fromkeys((call_end, block[1], *thought_ends))
+        begin, closing = re.escape(block[0]), "|".join(map(re.escape, ends))
         argument_tag, closed = "".join(argument), re.escape(argument_end)
         self.part = re.compile(rf"({argument[0]})(?:{argument[1]})?|({call[0]})(?:{call[1]})?|{begin}|{closing}")
         self._closed = re.compile(f"{closed}|{argument_tag}")

@@ -45,7 +45,7 @@ def json_end(text: str, start: int) -> int | None:
 def json_objects(text: str, start: int) -> tuple[list[tuple[int, int]], list[int], int]:
     """What stands in the JSON that begins with an object at `text[start]`, and ends with it or where it is none any more.
 
-    That is (the outermost objects that end, where those begin that do not, where reading stopped).
+    That is (the objects that end, by where they begin, where those begin that do not, where reading stopped).
     """
     whole: list[tuple[int, int]] = []
     opened: list[int] = []
@@ -57,12 +57,10 @@ def json_objects(text: str, start: int) -> tuple[list[tuple[int, int]], list[int
             continue
         begin = opened.pop()
         if text[begin] == "{":
-            while whole and whole[-1][0] > begin:
-                whole.pop()
             whole.append((begin, position))
         if not opened:
             break
-    return whole, [begin for begin in opened if text[begin] == "{"], position
+    return sorted(whole), [begin for begin in opened if text[begin] == "{"], position
 
 
 def decode(text: str) -> Any:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from typing import Any
 
 from etude.chat.parsers.bare import BareParser
 from etude.chat.parsers.base import ToolParser, Tools
@@ -63,14 +64,23 @@ class Llama3JsonToolParser(BareParser):
         return Block(end, [*found, attempt(_read_call, text[skip_space(text, begin) : end])])
 
     def _read_among_words(self, text: str, start: int) -> Block:
-        """The calls in the JSON that begins with an object at `start`, and its words."""
+        """The calls in what begins with an object at `start`, and its words. The inside of an object that is JSON is left
+        alone; where one only looks like it, in doubled braces for example, those in it that begin as calls are read."""
         whole, unfinished, end = json_objects(text, start)
         cut = next((begin for begin in unfinished if _HEAD.match(text, begin)), None)
         pieces: Pieces = []
-        position = start
+        position = outside = start
         for begin, close in whole:
-            if (cut is None or begin < cut) and _is_call(text[begin:close]):
+            if begin < position or (cut is not None and begin >= cut):
+                continue
+            value = None  # inside one that is no JSON, the head decides: each text is decoded once
+            if begin >= outside:
+                value, outside = _object_or_none(text[begin:close]), close
+            if _HEAD.match(text, begin) is not None if value is None else _is_call(value):
                 pieces += [text[position:begin], attempt(_read_call, text[begin:close])]
+                position = close
+            elif value is not None:
+                pieces.append(text[position:close])
                 position = close
         if cut is None:
             return Block(end, [*pieces, text[position:end]])
@@ -82,11 +92,15 @@ def _separates(piece: str) -> bool:
     return not isinstance(piece, Thought) and _SEPARATOR.fullmatch(piece) is not None
 
 
-def _is_call(body: str) -> bool:
+def _object_or_none(body: str) -> dict[str, Any] | None:
     try:
-        value = decode(body)
+        value: dict[str, Any] = decode(body)
     except Unreadable:
-        return _HEAD.match(body) is not None
+        return None
+    return value
+
+
+def _is_call(value: Mapping[str, Any]) -> bool:
     return "name" in value and ("parameters" in value or "arguments" in value)
 
 

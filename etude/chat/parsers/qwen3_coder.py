@@ -23,7 +23,7 @@ from etude.chat.parsers.element_call import ElementBlockParser, ElementFormat
 _FUNCTION = "<function="
 
 
-def function_elements(opening: str, closing: str) -> ElementFormat:
+def function_elements(opening: str, closing: str, *thought_ends: str) -> ElementFormat:
     """Elements of functions and parameters, in blocks with the given tags."""
     return ElementFormat(
         call=(r"<function\b", r"=([^<>\n]*)>"),
@@ -31,6 +31,7 @@ def function_elements(opening: str, closing: str) -> ElementFormat:
         argument=(r"<parameter\b", r"=([^<>\n]*)>"),
         argument_end="</parameter>",
         block=(opening, closing),
+        thought_ends=("</think>", *thought_ends),
         form="<parameter=key>value</parameter> in <function=name>",
         lenient=True,
     )

@@ -21,6 +21,6 @@ class SeedOssToolParser(Qwen3CoderToolParser):
 
     opening = ("<seed:tool_call>", Qwen3CoderToolParser.opening[1])
     closing = ("</seed:tool_call>",)
-    elements = function_elements("<seed:tool_call>", "</seed:tool_call>")
+    elements = function_elements("<seed:tool_call>", "</seed:tool_call>", "</seed:think>")
     thoughts = (("<seed:think>", "</seed:think>"), ("<think>", "</think>"))
     special_tokens = ("<seed:tool_call>", "</seed:tool_call>", "<seed:think>", "</seed:think>")

@@ -102,17 +102,21 @@ def _types(schema: object) -> set[str]:
     if not isinstance(schema, Mapping):
         return set()
     declared = schema.get("type")
-    found = {declared} if isinstance(declared, str) else set(declared) if isinstance(declared, list) else set()
+    found = {kind for kind in (declared, *_listed(declared)) if isinstance(kind, str)}
     for key in ("anyOf", "oneOf"):
-        for branch in schema.get(key) or ():
+        for branch in _listed(schema.get(key)):
             found |= _types(branch)
-    for branch in schema.get("allOf") or ():
+    for branch in _listed(schema.get("allOf")):
         kinds = _types(branch)
         found = found & kinds or kinds or found
     if not found:
-        values = schema.get("enum") or ([schema["const"]] if "const" in schema else [])
+        values = _listed(schema.get("enum")) or ([schema["const"]] if "const" in schema else [])
         found = {kind for value in values for kind in ("string", *_KINDS) if _is(value, kind)}
     return found
+
+
+def _listed(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
 
 
 def _is(value: object, kind: str) -> bool:

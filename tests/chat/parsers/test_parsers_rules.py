@@ -264,3 +264,44 @@ def test_stop_tokens_are_those_the_tokenizer_has():
 def test_reasoning_is_told_from_what_is_spoken(name, text, reasoning, spoken):
     parsed = parse(name, text)
     assert (parsed.reasoning, parsed.spoken) == (reasoning, spoken)
+
+
+@pytest.mark.parametrize("around", ["{%s}", "{ %s }", "\\boxed{%s}", '{"k": 1, %s}', "Sure:\n{%s} {}", "f(){ %s }"])
+def test_a_call_in_braces_that_are_no_json_is_a_call(around):
+    parsed = parse("llama3_json", around % '{"name": "f", "parameters": {"a": {"b": 1}}}')
+    assert (calls_of(parsed), parsed.errors) == ([("f", {"a": {"b": 1}})], [])
+
+
+def test_objects_in_an_object_that_is_json_are_an_answer():
+    text = 'Here: {"tools": [{"name": "f", "parameters": {}}], "n": {"name": "g", "parameters": {}}}'
+    parsed = parse("llama3_json", text)
+    assert (parsed.calls, parsed.errors, parsed.content) == ([], [], text)
+
+
+ELEMENTS = {
+    "qwen3_coder": ("<tool_call><function=f><parameter=a>", "1</parameter></function></tool_call>", "</think>"),
+    "seed_oss": (
+        "<seed:tool_call><function=f><parameter=a>",
+        "1</parameter></function></seed:tool_call>",
+        "</seed:think>",
+    ),
+    "minimax_m2": (
+        '<minimax:tool_call><invoke name="f"><parameter name="a">',
+        "1</parameter></invoke></minimax:tool_call>",
+        "</think>",
+    ),
+    "glm4_moe": ("<tool_call>f<arg_key>a</arg_key><arg_value>", "1</arg_value></tool_call>", "</think>"),
+}
+
+
+@pytest.mark.parametrize("name", ELEMENTS)
+def test_a_mention_in_a_thought_that_the_prompt_opened_takes_nothing_with_it(name):
+    begin, end, closing = ELEMENTS[name]
+    parsed = parse(name, f"I write {begin} then the value.{closing}\n{begin}{end}", [tool("f", a=TEXT)])
+    assert (calls_of(parsed), parsed.errors) == ([("f", {"a": "1"})], [])
+
+
+@pytest.mark.parametrize("wrong", [{"allOf": 5}, {"anyOf": 5}, {"enum": 5}, {"type": [{}]}, {"type": 5}])
+def test_a_schema_that_makes_no_sense_leaves_text(wrong):
+    begin, end, _ = ELEMENTS["qwen3_coder"]
+    assert calls_of(parse("qwen3_coder", begin + end, [tool("f", a=wrong)])) == [("f", {"a": "1"})]
