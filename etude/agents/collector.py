@@ -22,7 +22,7 @@ _UNSEEN = 500_000  # objects that may stay unseen: those of several rollouts of 
 _lock = threading.Lock()
 _blocks = 0
 _found: tuple[int, int, int] | None = None
-_frozen = _unseen = 0
+_unseen = 0
 
 
 @contextmanager
@@ -36,7 +36,7 @@ def calm_collector() -> Iterator[None]:
 
 
 def _enter() -> None:
-    global _blocks, _found, _frozen, _unseen
+    global _blocks, _found, _unseen
     with _lock:
         _blocks += 1
         if _blocks > 1 or not gc.isenabled() or gc.get_freeze_count() > _FROZEN_BY_PYTHON:
@@ -46,7 +46,6 @@ def _enter() -> None:
             gc.collect()
         _found = gc.get_threshold()
         gc.freeze()
-        _frozen = gc.get_freeze_count()
         gc.set_threshold(*map(max, _THRESHOLDS, _found))
 
 
@@ -55,8 +54,10 @@ def _leave() -> None:
     with _lock:
         _blocks -= 1
         if _blocks == 0 and _found is not None:
+            young, passes, longer = gc.get_count()
+            first, second, _ = gc.get_threshold()
+            _unseen += young + first * (passes + second * longer)  # `get_freeze_count` would walk through them all
             gc.freeze()
-            _unseen += max(gc.get_freeze_count() - _frozen, 0)
             gc.set_threshold(*_found)
             gc.unfreeze()
             _found = None

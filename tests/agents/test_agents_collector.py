@@ -92,7 +92,7 @@ def test_objects_that_passes_inside_a_rollout_have_seen_are_counted_too(monkeypa
     monkeypatch.setattr(collector, "_unseen", 0)
     with calm_collector():
         kept = [[n] for n in range(5_010)]
-    assert 5_000 < collector._unseen < 10_000
+    assert 4_000 < collector._unseen < 10_000
     assert len(kept) == 5_010
 
 
