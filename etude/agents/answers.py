@@ -68,8 +68,6 @@ class TurnAnswers:
     def records(self, turn: int) -> list[ToolCallRecord]:
         """What is kept of each call: its answer as the model saw it."""
         ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
-        if len(ran) == len(self.texts):
-            return ran
         beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
         refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
         return [*ran, *refused, *(malformed_record(turn, text) for text in self.texts[len(ran) + len(refused) :])]

@@ -14,6 +14,7 @@ import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Awaitable, Callable
+from dataclasses import replace
 
 from etude.tools.outcome import Answer, Source
 from etude.tools.policy import CachePolicy
@@ -125,4 +126,4 @@ def _copy(answer: Answer, source: Source) -> Answer:
     response = answer.response.model_copy(
         update={kind: list(media) for kind in ("image", "video") if (media := getattr(answer.response, kind))}
     )
-    return answer._replace(response=response, metrics=dict(answer.metrics), source=source)
+    return replace(answer, response=response, metrics=dict(answer.metrics), source=source)

@@ -17,6 +17,7 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
@@ -165,10 +166,10 @@ class ToolCalls:
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
-            return self._told(InjectedError("injected by config.faults"))._replace(source=Source.FAULT)
+            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
         answer = question.recorded or await self._recorded(question, execute)
         if faults is not None and fault is Fault.GARBAGE:
-            return answer._replace(response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
+            return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
     async def _recorded(self, question: Question, execute: Callable[[], Awaitable[object]]) -> Answer:
@@ -208,7 +209,7 @@ class ToolCalls:
         """What the model is told of an exception; raises what ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
-            return Answer(ToolResponse(text=text), metrics={}, error="tool")
+            return Answer(ToolResponse(text=text), error="tool")
         if is_infrastructure(raised):
             raise raised
         line = f"{type(raised).__name__}: {one_line(raised)}"
@@ -221,4 +222,4 @@ class ToolCalls:
             logger.warning(
                 "tool '%s' raised; the model is told, and later ones are only counted", self.name, exc_info=raised
             )
-        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), metrics={}, error="exception")
+        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

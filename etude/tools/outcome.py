@@ -7,8 +7,8 @@ small plain values, and its `error` is one of the words that `ToolCallRecord` kn
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from etude.errors import InfrastructureError
@@ -30,15 +30,13 @@ class Source(str, Enum):
     FAULT = "fault"  # it was made up, on request
 
 
-_NO_METRICS: Mapping[str, Any] = MappingProxyType({})
-
-
-class Answer(NamedTuple):
+@dataclass(frozen=True)
+class Answer:
     """What came of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
 
     response: ToolResponse
     reward: float = 0.0
-    metrics: Mapping[str, Any] = _NO_METRICS
+    metrics: Mapping[str, Any] = field(default_factory=dict)
     error: str | None = None
     source: Source = Source.TOOL
 
@@ -47,7 +45,8 @@ class Answer(NamedTuple):
         return (self.response, self.reward, self.error) == (other.response, other.reward, other.error)
 
 
-class ToolOutcome(NamedTuple):
+@dataclass(frozen=True)
+class ToolOutcome:
     """One call of assistant turn `turn`: `response` for the model, step `reward`, `seconds` that the trajectory waited.
 
     `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments"; `retries` counts attempts
@@ -59,7 +58,7 @@ class ToolOutcome(NamedTuple):
     turn: int
     response: ToolResponse
     reward: float = 0.0
-    metrics: Mapping[str, Any] = _NO_METRICS
+    metrics: dict[str, Any] = field(default_factory=dict)
     seconds: float = 0.0
     error: str | None = None
     source: Source = Source.TOOL
@@ -70,18 +69,18 @@ class ToolOutcome(NamedTuple):
     def to_record(self, shown: str | None = None) -> ToolCallRecord:
         """The form that a trajectory keeps: text only, `shown` where the model was shown another than the response's."""
         return ToolCallRecord(
-            self.turn,
-            self.call.name,
-            self.call.arguments,
-            (self.response.text or "") if shown is None else shown,
-            self.reward,
-            self.seconds,
-            self.error,
-            dict(self.metrics),
-            self.source.value,
-            self.retries,
-            self.timeouts,
-            self.blocked_loop,
+            turn=self.turn,
+            name=self.call.name,
+            arguments=self.call.arguments,
+            response=(self.response.text or "") if shown is None else shown,
+            reward=self.reward,
+            seconds=self.seconds,
+            error=self.error,
+            metrics=dict(self.metrics),
+            source=self.source.value,
+            retries=self.retries,
+            timeouts=self.timeouts,
+            blocked_loop=self.blocked_loop,
         )
 
 

@@ -199,7 +199,7 @@ class ToolSession:
     def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
         calls = self._calls.get(call.name)
         limits = self._limits(calls.policy if calls else CallPolicy())
-        return ToolOutcome(call, turn, limits.bounded(ToolResponse(text=text)), metrics={}, error=error)
+        return ToolOutcome(call, turn, limits.bounded(ToolResponse(text=text)), error=error)
 
     def _limits(self, policy: CallPolicy) -> TextLimits:
         side = policy.tool_response_truncate_side
@@ -223,7 +223,7 @@ class ToolSession:
                 question.place.turn,
                 instance.shown(whole),
                 answer.reward,
-                answer.metrics,
+                dict(answer.metrics),
                 time.perf_counter() - started,
                 answer.error,
                 answer.source,

@@ -197,7 +197,7 @@ class ToolManager:
     def _missing(self, name: str, args: str, turn: int) -> ToolOutcome:
         error = "malformed" if name == EMPTY_TOOL["name"] else "unknown_tool"
         response = ToolResponse(text=self.missing_text(name))
-        return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, metrics={}, error=error)
+        return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, error=error)
 
     def result_text(self, outcome: ToolOutcome) -> str:
         """What the model reads of a tool that ran or refused the call."""
