@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from etude.agents.request_ids import RequestIds
+from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
@@ -186,14 +187,6 @@ def _flags(mask: Sequence[int]) -> bytes:
 
 
 _ONES = bytes([0]) + bytes([1]) * 255
-
-
-def common_beginning(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common beginning of two lists."""
-    shortest = min(len(a), len(b))
-    if a[:shortest] == b[:shortest]:
-        return shortest
-    return next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
 
 
 def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:

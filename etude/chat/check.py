@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.labelled import Run
-from etude.chat.parsers.auto import format_of
+from etude.chat.parsers.auto import AutoToolParser
 from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.trajectory import Provenance
@@ -122,9 +122,12 @@ def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
 
 
 def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
-    shown = chat.decode(chat.initial_ids([_USER], _TOOLS))
-    if "etude_probe_add" in shown:
-        more = len(chat.initial_ids([_USER], _TOOLS)) - len(chat.initial_ids([_USER]))
+    shown = chat.initial_ids([_USER], _TOOLS)
+    if "etude_probe_add" in chat.decode(shown):
+        try:
+            more = len(shown) - len(chat.initial_ids([_USER]))
+        except EtudeError as error:
+            return True, f"always: without tools, {one_line(error)}"
         return True, f"{more} tokens for one tool of two arguments"
     return False, "the prompt is the same with and without tools: describe them in your system message"
 
@@ -144,12 +147,10 @@ def _cannot_forge(chat: ChatTemplate) -> tuple[bool, str]:
 
 
 def _format(tokenizer: PreTrainedTokenizerBase) -> Finding:
-    template = tokenizer.chat_template
-    source = template if isinstance(template, str) else template.get("tool_use", "\n".join(template.values()))
     try:
-        return Finding("multi_turn.format=auto", None, format_of(source))
-    except EtudeError:
-        return Finding("multi_turn.format=auto", None, "knows no tool-call format here: name one")
+        return Finding("multi_turn.format=auto", None, AutoToolParser(tokenizer).name)
+    except EtudeError as error:
+        return Finding("multi_turn.format=auto", None, one_line(error).removeprefix("multi_turn.format=auto: "))
 
 
 def _earlier_reasoning(chat: ChatTemplate) -> Finding:

@@ -36,6 +36,7 @@ class Contexts:
         self._turns, self._tails, self._abilities, self._images = turns, tails, abilities, images
         self._boundaries = boundary_tokens(renderer.tokenizer)
         self._kept = Recent[list[Run]](_CONTEXTS_KEPT)
+        self._stand_in = renderer.stand_in
         self.continuations = Forms[Continuation](renderer, self._continuation)
 
     def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
@@ -94,7 +95,7 @@ class Contexts:
 
     def _continued(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
         """What `Tails.runs` gives, from what the template wrote for messages of the same shape, where that is exact."""
-        found = self.continuations.find(stub.answers_to(messages), (stub.value,), stub.before)
+        found = self.continuations.find(stub.answers_to(messages), (stub.value,), stub.before, self._stand_in)
         if found is None or any(map(has_marks, found[1])):
             return self._tails.runs(stub, messages)
         return found[0].runs(found[1])

@@ -7,6 +7,7 @@ its batch call wakes a pool of threads for a single short text.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -52,3 +53,11 @@ class Encoder:
         """The backend, unless another caller switched on padding or truncation, which would change ids."""
         backend = self._backend
         return None if backend is None or backend.padding is not None or backend.truncation is not None else backend
+
+
+def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:
+    """Length of the longest common beginning of two texts, or of two lists of ids."""
+    shortest = min(len(a), len(b))
+    if a[:shortest] == b[:shortest]:
+        return shortest
+    return next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)

@@ -80,7 +80,7 @@ class Placeholders:
         tokens = {image_token, str(getattr(processor, "video_token", None) or image_token)}
         try:
             without, within = (
-                Counter(control.spelled(renderer.text([{"role": "user", "content": parts}], generate=False)))
+                Counter(control.spelled(renderer.stub_text([{"role": "user", "content": parts}], generate=False)))
                 for parts in (IMAGE_PROBE[1:], IMAGE_PROBE)
             )
         except ConfigError:  # it renders no parts: then there are no images, but the tokens may be spelled all the same

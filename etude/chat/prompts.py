@@ -80,7 +80,7 @@ class Prompts:
     def _can_split(self) -> bool:
         """Whether a prompt may be encoded in two parts that meet behind an end of turn, as its parts' ids suggest."""
         try:
-            text = self._renderer.text([*Stub.ANSWER.before(()), USER_STUB], generate=True)
+            text = self._renderer.stub_text([*Stub.ANSWER.before(()), USER_STUB], generate=True)
         except ConfigError:
             return False
         cut = self._behind_first_turn(text)

@@ -10,13 +10,13 @@ from __future__ import annotations
 import re
 
 from etude.chat.contents import Message
-from etude.chat.encoding import Encoder
+from etude.chat.encoding import Encoder, common_beginning
 from etude.chat.placeholders import CUT, Placeholders
 from etude.chat.rendering import Renderer
 from etude.chat.turns import ANCHOR, USER_STUB, Stub, TurnEnd, Turns
 from etude.errors import ConfigError, DataError
 
-_THOUGHT_TAGS = re.compile(r"</?(?:\w+:)?think>|\[/?THINK\]|\s")
+_THOUGHT_TAGS = re.compile(r"(?i)</?\|?(?:\w+:)?(?:start_|end_)?think(?:ing)?\|?>|\[/?think\]|\s")
 
 
 class SampledTurns:
@@ -33,8 +33,8 @@ class SampledTurns:
         """
         if self._images is not None:
             [message] = self._images.guarded([message])
-        head = self._renderer.text_of_row([USER_STUB], generate=True)
-        whole = self._renderer.text_of_row([USER_STUB, message], generate=False)
+        head = self._renderer.text_of_row([USER_STUB], self._renderer.stand_in, generate=True)
+        whole = self._renderer.text_of_row([USER_STUB, message], self._renderer.stand_in, generate=False)
         if not whole.startswith(head):
             raise DataError("the chat template does not write this assistant message after its generation prompt")
         first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
@@ -57,16 +57,29 @@ class SampledTurns:
             ConfigError: it leads elsewhere, or a token reaches across the start of the words.
         """
         stub = Stub.ANSWER.before(())
-        bare, head = (self._renderer.text([USER_STUB], generate=flag) for flag in (False, True))
-        whole = self._renderer.text(stub, generate=False)
+        bare, head = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
+        whole = self._renderer.stub_text(stub, generate=False)
         lead, _, _ = whole.partition(ANCHOR)
         end = self._turns.answered
         if lead == head:
             parts = self._encoder.ids(head) + self.ids(stub[1], end)
             if self._encoder.ids(self._turns.as_sampled(whole, len(head), end)) != parts:
                 raise ConfigError("a token of this tokenizer reaches across the start of an assistant turn")
-        elif not head.startswith(lead) and (head == bare or not _but_thoughts(lead).startswith(_but_thoughts(head))):
-            raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
+        elif not head.startswith(lead):
+            prompted = head != bare or self._prompts_always()
+            if not prompted or not _but_thoughts(lead).startswith(_but_thoughts(head)):
+                raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
+
+    def _prompts_always(self) -> bool:
+        """Whether the template writes a generation prompt that nobody asked for: behind a user's last message stands more
+        than what closes one that another follows."""
+        first, last = "First question.", "Second question."
+        try:
+            text = self._renderer.stub_text([{"role": "user", "content": c} for c in (first, last)], generate=False)
+        except ConfigError:  # then it says nothing
+            return False
+        followed, _, behind = text.partition(first)[2].partition(last)
+        return self._turns.has_token(behind, beyond=common_beginning(followed, behind))
 
 
 def _but_thoughts(text: str) -> str:

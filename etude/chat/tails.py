@@ -62,7 +62,7 @@ class Tails:
 
     def _behind(self, end: TurnEnd, conversation: Sequence[Message]) -> str:
         """What the template writes behind the end of the stub turn in `conversation`."""
-        rendered = self._renderer.text(conversation, generate=True)
+        rendered = self._renderer.stub_text(conversation, generate=True)
         # The stub comes before any content, so its first occurrence and the first end of turn after it are its own.
         anchor = rendered.find(ANCHOR)
         turn_end = rendered.find(end.text, anchor)
@@ -77,7 +77,7 @@ class Tails:
             ConfigError: the template refuses them.
         """
         answers = stub.answers_to(messages)
-        return self._encoder.ids(self._renderer.text([*stub.before(answers), *answers], generate=True))
+        return self._encoder.ids(self._renderer.stub_text([*stub.before(answers), *answers], generate=True))
 
     def check(self, stub: Stub, messages: Sequence[Message]) -> None:
         """Tries that the ids of `runs` are the last ids of the whole, and hold nothing of the stub turn.

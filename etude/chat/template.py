@@ -181,7 +181,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template refuses it.
         """
-        return self._renderer.text(messages, generate=False)
+        return self._renderer.stub_text(messages, generate=False)
 
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` for reading: structural special tokens dropped, tool and thought tags kept."""

@@ -25,7 +25,7 @@ from enum import Enum
 from functools import cached_property
 
 from etude.chat.contents import Message
-from etude.chat.encoding import Encoder
+from etude.chat.encoding import Encoder, common_beginning
 from etude.chat.labelled import LabelledEncoder
 from etude.chat.rendering import Renderer
 from etude.errors import ConfigError
@@ -144,6 +144,10 @@ class Turns:
             found = self._ends[stub, role] = self._found(stub, role)
         return found
 
+    def has_token(self, text: str, *, beyond: int) -> bool:
+        """Whether an added token that is spelled out in `text` ends beyond that place."""
+        return any(token.end() > beyond for token in self._tokens.finditer(text))
+
     def opening(self, end: TurnEnd, sampled: Sequence[int] | None) -> tuple[int, ...]:
         """What stands in front of that which follows `end`, behind these sampled ids (None: a turn that ended by itself)."""
         if sampled is None:
@@ -162,7 +166,7 @@ class Turns:
         if at >= 0:
             return text[: at + len(own)]
         _, before = self._last(Stub.ANSWER)
-        last = _after_anchor(self._renderer.text(Stub.ANSWER.before([]), generate=False))
+        last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.before([]), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
 
     def _found(self, stub: Stub, role: str) -> TurnEnd:
@@ -175,14 +179,13 @@ class Turns:
 
     def _last(self, stub: Stub) -> tuple[str | None, str]:
         """(the token that closes the stub where it is the last message, what stands before it behind the anchor)."""
-        last = _after_anchor(self._renderer.text(stub.before([]), generate=False))
+        last = _after_anchor(self._renderer.stub_text(stub.before([]), generate=False))
         words = len(last.rstrip())
         if stub is Stub.ANSWER:
-            start = len(last) - len(last.lstrip())
-            token = self._tokens.match(last, start)
-            if token is None and start < len(last):
-                raise ConfigError(_OPEN_END)
-            return (None, "") if token is None else (token.group(), last[:start])
+            if not words:
+                return None, ""
+            token = self._end_among(last)
+            return token.group(), last[: token.start()]
         closing, _ = self._last(Stub.ANSWER)
         if closing is None:
             return None, last[:words]
@@ -193,11 +196,24 @@ class Turns:
             raise ConfigError(_OPEN_END)
         return final[-1].group(), last[: final[-1].start()]
 
+    def _end_among(self, behind: str) -> re.Match[str]:
+        """The token that ends an answer, of those that the template writes behind its words: the tokenizer's end of
+        sequence, or the first one that does not stand in front of the words, too (Kimi K3 closes every part of a turn)."""
+        if not self._tokens.match(behind.lstrip()):
+            raise ConfigError(_OPEN_END)
+        head = self._renderer.stub_text([USER_STUB], generate=True)
+        lead, _, _ = self._renderer.stub_text(Stub.ANSWER.before([]), generate=False).partition(ANCHOR)
+        inside = self._tokens.findall(lead[common_beginning(head, lead) :])
+        ends = [token for token in self._tokens.finditer(behind) if token.group() not in inside]
+        if not ends:
+            raise ConfigError(_OPEN_END)
+        return next((token for token in ends if token.group() == self._renderer.tokenizer.eos_token), ends[0])
+
     def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
         """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""
         own, before = self._last(stub)
         messages = stub.answers_to([{"role": role, "content": PROBE}])
-        text = _after_anchor(self._renderer.text([*stub.before(messages), *messages], generate=True))
+        text = _after_anchor(self._renderer.stub_text([*stub.before(messages), *messages], generate=True))
         if own is not None and text.startswith(before + own):
             token, start = own, len(before)
         elif text.startswith(before):
@@ -229,12 +245,12 @@ class Turns:
         return self._opens_users(token, rest) if role == "user" else self._tokens.search(rest) is None
 
     def _opens_users(self, token: str, rest: str) -> bool:
-        before, _, _ = self._renderer.text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
+        before, _, _ = self._renderer.stub_text([USER_STUB], generate=False).partition(str(USER_STUB["content"]))
         return self._tokens.search(rest) is None and before.endswith(token + rest)
 
     @cached_property
     def _generation_prompt(self) -> str:
-        bare, whole = (self._renderer.text([USER_STUB], generate=flag) for flag in (False, True))
+        bare, whole = (self._renderer.stub_text([USER_STUB], generate=flag) for flag in (False, True))
         return whole[len(bare) :] if whole.startswith(bare) else ""
 
 

@@ -1,7 +1,8 @@
 """`format: auto`: the parser that a model's chat template asks for.
 
 Invariant: a template decides by the tags it writes around calls, never by a model's name; one that no rule knows is an error
-that lists the formats. Rules are tried in order, the more particular before the more general.
+that lists the formats. Rules are tried in order, the more particular before the more general. What a rule says is then
+tried: a parser that does not read the call which the template itself writes is refused.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser, Tools
+from etude.chat.parsers.trial import unread_call
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -60,20 +62,28 @@ def format_of(template: str) -> str:
 
 @ToolParser.register("auto")
 class AutoToolParser(ToolParser):
-    """Stands for the parser that the tokenizer's chat template asks for, its `parser`."""
+    """Stands for the parser that the tokenizer's chat template asks for, its `parser`, of the format `name`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase | None = None) -> None:
         """Finds the parser.
 
         Raises:
-            ConfigError: there is no tokenizer, it has no template, or no rule knows the template.
+            ConfigError: there is no tokenizer, it has no template, no rule knows the template, or the parser does not read
+                the calls that it writes.
         """
         super().__init__(tokenizer)
         template = None if tokenizer is None else tokenizer.chat_template
         if not template:
             raise ConfigError("multi_turn.format=auto needs a tokenizer with a chat template; name the format instead")
         source = template if isinstance(template, str) else template.get("tool_use", "\n".join(template.values()))
-        self.parser = ToolParser.get_tool_parser(format_of(source), tokenizer)
+        self.name = format_of(source)
+        self.parser = ToolParser.get_tool_parser(self.name, tokenizer)
+        assert tokenizer is not None
+        if (unread := unread_call(self.parser, tokenizer)) is not None:
+            raise ConfigError(
+                f"multi_turn.format=auto: the chat template looks like '{self.name}', but writes a call which that "
+                f"format does not read ({unread.strip()[:120]!r}); name the format, or a parser of your own"
+            )
         self.special_tokens = self.parser.special_tokens
         self.stop_tokens = self.parser.stop_tokens
         self.result_tag = self.parser.result_tag
