@@ -1,8 +1,9 @@
 """`Contexts`: new tool and user messages to the ids that a policy reads between two of its turns.
 
 Invariant: the ids and labels are those of `Tails.runs`, whether they come from there, from what the template wrote for
-messages of the same shape (`forms`, `continuation`), or from what is kept of the very same messages. A rendering is needed
-for contents that have parts or marks, and where a template takes a content apart.
+messages of the same shape (`forms`, `continuation`), or from what is kept of the very same messages; only white space at
+the ends of a content, which a rendering cannot tell from the template's own, is the content's where a form says so. A
+rendering is needed for contents that have parts or marks, and where a template takes a content apart.
 """
 
 from __future__ import annotations
