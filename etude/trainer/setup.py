@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -16,6 +17,7 @@ from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
+from etude.chat.parsers.trial import shortened, unread_call
 from etude.config import to_options
 from etude.data import DataOptions, RLDataset
 from etude.errors import ConfigError
@@ -34,6 +36,8 @@ from etude.workers.options import (
     RoleOptions,
 )
 from etude.workers.reading import Reading, load_reading
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -178,6 +182,21 @@ def _check_answers(rollout: RolloutOptions, parts: AgentParts, reading: Reading)
             f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; take a model whose template can, put "
             "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
         ) from error
+    if parser.result_tag is None and parts.environment is None:
+        _warn_of_unread_calls(rollout.multi_turn.format, parser, reading)
+
+
+def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading) -> None:
+    """A model that writes its calls as its template does, under another format, would be told of no call and rewarded for
+    none; prompts may teach it that format, so that this is no error."""
+    unread = unread_call(parser, reading.tokenizer)
+    if unread is not None:
+        logger.warning(
+            "actor_rollout_ref.rollout.multi_turn.format=%s does not read the call that the chat template writes (%r): the "
+            "model's calls are missed unless its prompts teach it that format; multi_turn.format=auto takes the template's",
+            name,
+            shortened(unread),
+        )
 
 
 def _reward_options(config: DictConfig, env: EnvOptions) -> RewardOptions:

@@ -47,7 +47,17 @@ TURNS = """{%- for m in messages %}
     {%- else %}{{- '<|TURN|><|BOT|><|START_RESPONSE|>' + m.content + '<|END_RESPONSE|><|END_TURN|>' }}{%- endif %}
 {%- endfor %}
 {{- '<|TURN|><|BOT|>' }}{%- if not thinking %}{{- '<|START_THINKING|><|END_THINKING|>' }}{%- endif %}"""
-TURNS_TOKENS = ["TURN", "USER", "SYSTEM", "BOT", "END_TURN", "START_RESPONSE", "END_RESPONSE", "START_ACTION", "END_ACTION"]
+TURNS_TOKENS = [
+    "TURN",
+    "USER",
+    "SYSTEM",
+    "BOT",
+    "END_TURN",
+    "START_RESPONSE",
+    "END_RESPONSE",
+    "START_ACTION",
+    "END_ACTION",
+]
 TURNS_TOKENS = [f"<|{name}|>" for name in [*TURNS_TOKENS, "START_THINKING", "END_THINKING"]]
 
 # Closes every part of a turn with the same token, a thought that nobody had among them; as Kimi K3's template does.
@@ -89,7 +99,9 @@ def test_what_tools_answer_is_written_by_the_template_for_tools(tokenizer):
     told = {**TOLD, "content": '3 "apples"'}
     sampled = ids_of(chat, '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>')
     context = chat.context_ids([told], after=sampled)
-    assert words(chat, context).startswith('\n<|im_start|>tool\n<tool_response>\n3 "apples"\n</tool_response><|im_end|>')
+    assert words(chat, context).startswith(
+        '\n<|im_start|>tool\n<tool_response>\n3 "apples"\n</tool_response><|im_end|>'
+    )
     assert chat.initial_ids([QUESTION], TOOLS) + sampled + flat(context) == whole(chat, [QUESTION, ASKS, told])
     asked = [{"role": "user", "content": "And 4?"}]
     after = chat.context_ids(asked, after=ids_of(chat, "It is 3.<|im_end|>"))
@@ -110,7 +122,8 @@ def test_a_demonstration_of_calls_is_written_by_the_template_for_tools():
     told = {**TOLD, "content": "3"}
     runs = chat.demonstration([QUESTION, ASKS, told, ANSWER], TOOLS)
     sampled = [chat.tokenizer.decode(ids) for ids, owner in runs if owner is Provenance.SAMPLED]
-    assert '"name": "add"' in sampled[0] and sampled[1] == "It is 3.<|im_end|>"
+    assert '"name": "add"' in sampled[0]
+    assert sampled[1] == "It is 3.<|im_end|>"
 
 
 def test_a_template_that_wants_tools_is_found_safe_and_refuses_rows_without():
@@ -128,7 +141,9 @@ def test_a_turn_of_several_parts_ends_with_the_end_of_sequence(thinking):
     chat = ChatTemplate(tokenizer_with(TURNS, TURNS_TOKENS, "<|END_TURN|>"), thinking=thinking)
     assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|END_TURN|>"]
     assert check_template(chat.tokenizer, thinking=thinking).findings[0].holds
-    calls = '<|START_ACTION|>[{"tool_call_id": "c0", "tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|><|END_TURN|>'
+    calls = (
+        '<|START_ACTION|>[{"tool_call_id": "c0", "tool_name": "add", "parameters": {"a": 1}}]<|END_ACTION|><|END_TURN|>'
+    )
     context = flat(chat.context_ids([TOLD], after=ids_of(chat, calls)))
     ends = whole(chat, [QUESTION, ASKS, TOLD], thinking=thinking)
     assert ends[-len(context) :] == context
@@ -141,7 +156,9 @@ def test_a_token_inside_turns_does_not_end_them():
     """Whoever stopped at the first token behind the words would stop behind every thought."""
     chat = ChatTemplate(tokenizer_with(PARTS, PARTS_TOKENS, "<|im_end|>"))
     assert chat.tokenizer.convert_ids_to_tokens(chat.end_of_turn_id) == "<|end_of_msg|>"
-    turn = "hm<|close|>think<|sep|><|open|>response<|sep|>3<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    turn = (
+        "hm<|close|>think<|sep|><|open|>response<|sep|>3<|close|>response<|sep|><|close|>message<|sep|><|end_of_msg|>"
+    )
     following = words(chat, chat.context_ids([QUESTION], after=ids_of(chat, turn)))
     assert following.startswith("<|open|>user<|sep|>1 + 2?<|close|>message<|sep|><|end_of_msg|><|open|>assistant")
 
@@ -156,7 +173,7 @@ def test_a_generation_prompt_that_begins_no_turn_is_refused(template):
 
 # -- format: auto --------------------------------------------------------------------------------------------------
 
-LISTED = FOR_TOOLS.replace("'\\n<tool_call>\\n{\"name\": \"'", "'\\n<tool_calls>[{\"name\": \"'").replace(
+LISTED = FOR_TOOLS.replace('\'\\n<tool_call>\\n{"name": "\'', '\'\\n<tool_calls>[{"name": "\'').replace(
     "'}\\n</tool_call>'", "'}]</tool_calls> <tool_call>'"
 )
 
@@ -172,7 +189,8 @@ def test_auto_refuses_a_parser_that_does_not_read_what_the_template_writes():
     with pytest.raises(ConfigError, match=r"looks like 'hermes', but writes a call .*not read \('<tool_calls>\[{"):
         ToolParser.get_tool_parser("auto", tokenizer_with(LISTED))
     finding = next(f for f in check_template(tokenizer_with(LISTED)).findings if "format=auto" in f.statement)
-    assert finding.holds is None and finding.evidence.startswith("the chat template looks like 'hermes', but")
+    assert finding.holds is None
+    assert finding.evidence.startswith("the chat template looks like 'hermes', but")
 
 
 def test_a_template_that_writes_no_calls_says_nothing_of_a_parser():

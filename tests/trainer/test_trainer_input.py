@@ -228,3 +228,32 @@ def test_an_agent_loop_of_the_users_own_shows_answers_in_its_own_way(tiny, tmp_p
             raise NotImplementedError
 
     prepare(tiny.config(tmp_path, with_template(ALTERNATING), f"{ROLLOUT}.agent.default_agent_loop=own_way"))
+
+
+LLAMA = """{%- for m in messages %}
+    {{- '<|im_start|>' + m.role + '\\n' }}
+    {%- if m.tool_calls %}{%- for call in m.tool_calls %}
+        {{- '{"name": "' + call.function.name + '", "parameters": ' + (call.function.arguments | tojson) + '}' }}
+    {%- endfor %}{%- else %}{{- m.content }}{%- endif %}
+    {{- '<|im_end|>\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}"""
+
+
+@pytest.mark.parametrize(("format_name", "warned"), [("hermes", True), ("llama3_json", False), ("search_r1", False)])
+def test_a_format_that_does_not_read_the_templates_own_calls_is_warned_of(
+    tiny, tmp_path, with_template, caplog, format_name, warned
+):
+    from etude.trainer.setup import prepare
+
+    prepare(tiny.config(tmp_path, with_template(LLAMA), f"{ROLLOUT}.multi_turn.format={format_name}"))
+    lines = [record.getMessage() for record in caplog.records if "multi_turn.format" in record.getMessage()]
+    assert len(lines) == warned
+    assert all("format=hermes does not read the call" in line and '"parameters": {"city"' in line for line in lines)
+
+
+def test_the_tiny_models_own_format_is_not_warned_of(tiny, tmp_path, caplog):
+    from etude.trainer.setup import prepare
+
+    prepare(tiny.config(tmp_path, f"{ROLLOUT}.multi_turn.format=hermes"))
+    assert not caplog.records

@@ -39,15 +39,25 @@ _QUESTION = "What will it be like?"
 
 def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase) -> str | None:
     """A turn that the tokenizer's chat template writes with a call in it which `parser` does not read; None where it reads
-    the call, or the template writes none."""
+    the call, or the template writes none, or the parser reads ids only."""
+    if not parser.reads_text():
+        return None
     encoder, unread = Encoder(tokenizer), None
     for turn, starts in _written(Renderer(tokenizer, {})):
-        for start in starts:
-            calls = parser.parse(parser.decode(encoder.ids(turn[start:])), _TOOLS).calls
-            if [(call.name, json.loads(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]:
-                return None
+        if any(_reads(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
+            return None
         unread = turn[starts[0] :]
     return unread
+
+
+def shortened(turn: str) -> str:
+    """The beginning of a turn, for messages."""
+    return turn.strip()[:120]
+
+
+def _reads(parser: ToolParser, text: str) -> bool:
+    calls = parser.parse(text, _TOOLS).calls
+    return [(call.name, json.loads(call.arguments)) for call in calls] == [(_NAME, _ARGUMENTS)]
 
 
 def _written(renderer: Renderer) -> list[tuple[str, list[int]]]:
