@@ -49,6 +49,21 @@ def plain_message(message: Message) -> dict[str, Any]:
     return copy
 
 
+def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
+    """A plain message with the arguments of its calls as JSON text."""
+    calls = message.get("tool_calls") or ()
+    return {**message, "tool_calls": [_text_call(call) for call in calls]} if calls else dict(message)
+
+
+def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    if isinstance(call.get("function"), Mapping):
+        return {**call, "function": _text_call(call["function"])}
+    arguments = call.get("arguments")
+    return (
+        {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, Mapping) else {**call}
+    )
+
+
 def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
         return {**call, "function": _plain_call(call["function"])}

@@ -11,10 +11,11 @@ stands in for them (`stub_text`), so that its template writes the answers, too.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from etude.chat.contents import Message, plain_message
+from etude.chat.contents import Message, plain_message, with_text_arguments
 from etude.errors import ConfigError, DataError, one_line
 
 if TYPE_CHECKING:
@@ -45,19 +46,29 @@ class Renderer:
     ) -> str:
         """The text of `messages`, with the generation prompt where `generate`.
 
+        Arguments of calls are objects or, for templates that take none (DeepSeek's), JSON texts.
+
         Raises:
             ConfigError: the template refuses the messages.
         """
+        plain = [plain_message(message) for message in messages]
         try:
-            return self.tokenizer.apply_chat_template(
-                [plain_message(message) for message in messages],
-                tools=list(tools) if tools else None,
-                tokenize=False,
-                add_generation_prompt=generate,
-                **self.options,
-            )
+            return self._rendered(plain, tools, generate)
         except Exception as error:  # a template raises whatever its expressions raise
+            with_texts = [with_text_arguments(message) for message in plain]
+            if with_texts != plain:
+                with suppress(Exception):
+                    return self._rendered(with_texts, tools, generate)
             raise ConfigError(f"the chat template refuses the messages: {one_line(error)}") from error
+
+    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+        return self.tokenizer.apply_chat_template(
+            messages,
+            tools=list(tools) if tools else None,
+            tokenize=False,
+            add_generation_prompt=generate,
+            **self.options,
+        )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
         """`text` of a conversation that stands for those of rows with tools, whichever these are.

@@ -171,6 +171,15 @@ def test_a_generation_prompt_that_begins_no_turn_is_refused(template):
         ChatTemplate(tokenizer_with(template))
 
 
+def test_a_template_that_takes_arguments_as_text_is_given_text():
+    """DeepSeek's templates put the arguments of a call between two texts."""
+    texts = FOR_TOOLS.replace("(call.function.arguments | tojson)", "call.function.arguments")
+    chat, ours = (ChatTemplate(tokenizer_with(template)) for template in (texts, FOR_TOOLS))
+    talk = [QUESTION, ASKS, {**TOLD, "content": "3"}, ANSWER]
+    assert chat.demonstration(talk, TOOLS) == ours.demonstration(talk, TOOLS)
+    assert ToolParser.get_tool_parser("auto", chat.tokenizer).name == "hermes"
+
+
 # -- format: auto --------------------------------------------------------------------------------------------------
 
 LISTED = FOR_TOOLS.replace('\'\\n<tool_call>\\n{"name": "\'', '\'\\n<tool_calls>[{"name": "\'').replace(
