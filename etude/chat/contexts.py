@@ -17,7 +17,7 @@ from etude.chat.forms import Forms
 from etude.chat.labelled import Run
 from etude.chat.placeholders import Placeholders, image_count
 from etude.chat.recent import Recent, rendering_key
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import STAND_IN, Renderer
 from etude.chat.symbolic import Form
 from etude.chat.tails import Tails, owner_of
 from etude.chat.turns import ANCHOR, Stub, TurnEnd, Turns
@@ -34,10 +34,10 @@ class Contexts:
     def __init__(
         self, renderer: Renderer, turns: Turns, tails: Tails, abilities: Abilities, images: Placeholders | None
     ) -> None:
-        self._turns, self._tails, self._abilities, self._images = turns, tails, abilities, images
+        self._renderer, self._turns, self._tails = renderer, turns, tails
+        self._abilities, self._images = abilities, images
         self._boundaries = boundary_tokens(renderer.tokenizer)
         self._kept = Recent[list[Run]](_CONTEXTS_KEPT)
-        self._stand_in = renderer.stand_in
         self.continuations = Forms[Continuation](renderer, self._continuation)
 
     def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
@@ -96,7 +96,9 @@ class Contexts:
 
     def _continued(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
         """What `Tails.runs` gives, from what the template wrote for messages of the same shape, where that is exact."""
-        found = self.continuations.find(stub.answers_to(messages), (stub.value,), stub.before, self._stand_in)
+        answers = stub.answers_to(messages)
+        tools = self._renderer.stand_in_for([*stub.before(answers), *answers])
+        found = self.continuations.find(answers, (stub.value,), stub.before, tools)
         if found is None or any(map(has_marks, found[1])):
             return self._tails.runs(stub, messages)
         return found[0].runs(found[1])
@@ -105,7 +107,9 @@ class Contexts:
         named = [(key, owner_of(message)) for message in messages for key in message if key != "role"]
         owners = [owner if key == "content" else None for key, owner in named]
         end = self.end_before(messages)
-        return Continuation.of(form, (ANCHOR, end.text), owners, end.encoder, self._boundaries)
+        made = Continuation.of(form, (ANCHOR, end.text), owners, end.encoder, self._boundaries)
+        listed = made is not None and any(isinstance(part, str) and STAND_IN in part for part in made.parts)
+        return None if listed else made
 
 
 def _with_users_joined(messages: Sequence[Message]) -> list[Message]:

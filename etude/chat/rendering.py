@@ -5,7 +5,8 @@ wrong in a template is one line that says so. Which renderings can be spared is 
 
 A tokenizer may have a template of its own for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
 template may want tools at all times. What follows a turn is rendered behind a stub, without the row's tools: there one tool
-stands in for them (`stub_text`), so that its template writes the answers, too.
+stands in for them where tools answer, or are wanted (`stub_text`). Its name in what follows a turn would be shown to the
+model: `Tails` refuses that.
 """
 
 from __future__ import annotations
@@ -21,10 +22,11 @@ from etude.errors import ConfigError, DataError, one_line
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_STAND_IN = {
+STAND_IN = "etude_stand_in_for_any_tool"
+_TOOL = {
     "type": "function",
     "function": {
-        "name": "stand_in",
+        "name": STAND_IN,
         "description": "Stands for any tool.",
         "parameters": {
             "type": "object",
@@ -71,26 +73,33 @@ class Renderer:
         )
 
     def stub_text(self, messages: Sequence[Message], *, generate: bool) -> str:
-        """`text` of a conversation that stands for those of rows with tools, whichever these are.
+        """`text` of a conversation that stands for those of rows, whichever tools these have.
 
         Raises:
             ConfigError: the template refuses the messages.
         """
-        return self.text(messages, self.stand_in, generate=generate)
+        return self.text(messages, self.stand_in_for(messages), generate=generate)
+
+    def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
+        """The tools of such a conversation: one, `STAND_IN`, where its template is the one for tools, or wants some."""
+        calls = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
+        return [_TOOL] if self._wants_tools or (calls and self._has_template_for_tools) else None
+
+    @property
+    def _has_template_for_tools(self) -> bool:
+        template = self.tokenizer.chat_template
+        return isinstance(template, Mapping) and "tool_use" in template and "chat_template" not in self.options
 
     @cached_property
-    def stand_in(self) -> list[dict[str, Any]] | None:
-        """The tools of conversations that stand for others; None where they are rendered as those of rows without tools."""
-        template = self.tokenizer.chat_template
-        if isinstance(template, Mapping) and "chat_template" not in self.options:
-            return [_STAND_IN] if "tool_use" in template else None
-        for tools in (None, [_STAND_IN]):
+    def _wants_tools(self) -> bool:
+        """Whether it writes no question without tools, and one with them."""
+        for tools in (None, [_TOOL]):
             try:
                 self.text([{"role": "user", "content": "A question."}], tools, generate=True)
             except ConfigError:
                 continue
-            return tools
-        return None
+            return tools is not None
+        return False
 
     def text_of_row(
         self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None, *, generate: bool

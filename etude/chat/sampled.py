@@ -33,8 +33,9 @@ class SampledTurns:
         """
         if self._images is not None:
             [message] = self._images.guarded([message])
-        head = self._renderer.text_of_row([USER_STUB], self._renderer.stand_in, generate=True)
-        whole = self._renderer.text_of_row([USER_STUB, message], self._renderer.stand_in, generate=False)
+        tools = self._renderer.stand_in_for([message])
+        head = self._renderer.text_of_row([USER_STUB], tools, generate=True)
+        whole = self._renderer.text_of_row([USER_STUB, message], tools, generate=False)
         if not whole.startswith(head):
             raise DataError("the chat template does not write this assistant message after its generation prompt")
         first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
@@ -79,6 +80,8 @@ class SampledTurns:
         except ConfigError:  # then it says nothing
             return False
         followed, _, behind = text.partition(first)[2].partition(last)
+        if not self._turns.has_token(followed, beyond=0):  # it makes one message of two
+            return False
         return self._turns.has_token(behind, beyond=common_beginning(followed, behind))
 
 

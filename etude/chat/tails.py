@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from etude.chat.contents import Message, mark, unmark
 from etude.chat.encoding import Encoder
 from etude.chat.labelled import Owned, Run
-from etude.chat.rendering import Renderer
+from etude.chat.rendering import STAND_IN, Renderer
 from etude.chat.turns import ANCHOR, USER_STUB, Stub, TurnEnd, Turns
 from etude.errors import ConfigError, one_line
 from etude.trajectory import Provenance
@@ -68,7 +68,10 @@ class Tails:
         turn_end = rendered.find(end.text, anchor)
         if min(anchor, turn_end) < 0:
             raise ConfigError(f"{_UNWRITTEN}: it does not write the turn before them")
-        return rendered[turn_end + len(end.text) :]
+        behind = rendered[turn_end + len(end.text) :]
+        if STAND_IN in behind:
+            raise ConfigError(f"{_UNWRITTEN}: it lists the tools again behind a turn")
+        return behind
 
     def whole(self, stub: Stub, messages: Sequence[Message]) -> list[int]:
         """Ids of the stub conversation and `messages`, rendered and encoded at once.

@@ -155,7 +155,7 @@ class Turns:
         else:
             last = sampled[-1] if sampled else None
             stopped = last == end.id or (end.closes and last in self._stops)
-        return () if stopped else end.written
+        return () if stopped else end.written[_begun(sampled or (), end.written) :]
 
     def as_sampled(self, text: str, start: int, end: TurnEnd) -> str:
         """`text`, in which an assistant's message stands last and begins at `start`, up to the policy's stop.
@@ -174,6 +174,8 @@ class Turns:
         lead, written, rest = self._followed(stub, role)
         closes = written == own or not self._opens(stub, role, written, rest)
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
+        if stub is Stub.ANSWER and written == own:  # with the tokens that stand before it
+            ids = self._encoder.ids(self._last(stub)[1].lstrip() + written)
         encoder = LabelledEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
@@ -197,17 +199,24 @@ class Turns:
         return final[-1].group(), last[: final[-1].start()]
 
     def _end_among(self, behind: str) -> re.Match[str]:
-        """The token that ends an answer, of those that the template writes behind its words: the tokenizer's end of
-        sequence, or the first one that does not stand in front of the words, too (Kimi K3 closes every part of a turn)."""
+        """The token that ends an answer, of those that the template writes behind its words.
+
+        It is the tokenizer's end of sequence, where that also ends an answer which a message follows (Cohere; Phi puts one
+        behind the whole conversation, which ends no turn), or else the first one that does not stand in front of the words,
+        too (Kimi K3 closes every part of a turn).
+        """
         if not self._tokens.match(behind.lstrip()):
             raise ConfigError(_OPEN_END)
+        stub = Stub.ANSWER.before([])
         head = self._renderer.stub_text([USER_STUB], generate=True)
-        lead, _, _ = self._renderer.stub_text(Stub.ANSWER.before([]), generate=False).partition(ANCHOR)
+        lead, _, _ = self._renderer.stub_text(stub, generate=False).partition(ANCHOR)
         inside = self._tokens.findall(lead[common_beginning(head, lead) :])
         ends = [token for token in self._tokens.finditer(behind) if token.group() not in inside]
         if not ends:
             raise ConfigError(_OPEN_END)
-        return next((token for token in ends if token.group() == self._renderer.tokenizer.eos_token), ends[0])
+        followed = _after_anchor(self._renderer.stub_text([*stub, {"role": "user", "content": PROBE}], generate=True))
+        eos, kept = self._renderer.tokenizer.eos_token, common_beginning(behind, followed)
+        return next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
 
     def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
         """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""
@@ -255,6 +264,11 @@ class Turns:
 
 
 _OPEN_END = "the chat template does not close an assistant turn with a token of this tokenizer"
+
+
+def _begun(sampled: Sequence[int], closing: tuple[int, ...]) -> int:
+    """How many ids of `closing` the sampled ones end with: a limit may have cut them there."""
+    return next((n for n in range(len(closing), 0, -1) if tuple(sampled[-n:]) == closing[:n]), 0)
 
 
 def _after_anchor(text: str) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -138,7 +138,7 @@ def prepare(config: DictConfig) -> RunSetup:
     reading = load_reading(roles.model, data.apply_chat_template_kwargs)
     if reading.processor is not None:
         check_takes_images(rollout.name)
-    _check_answers(rollout, parts, reading)
+    _check_answers(rollout, parts, reading, data.apply_chat_template_kwargs)
     return RunSetup(data, algorithm, trainer, roles, parts, reading, config)
 
 
@@ -165,7 +165,9 @@ def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles:
         raise ConfigError("custom_reward_function.path is set, but reward_model.enable=false never calls it")
 
 
-def _check_answers(rollout: RolloutOptions, parts: AgentParts, reading: Reading) -> None:
+def _check_answers(
+    rollout: RolloutOptions, parts: AgentParts, reading: Reading, template_kwargs: Mapping[str, Any]
+) -> None:
     """The chat template writes what the configured tools will answer.
 
     What a user or a text environment says, every template that is accepted does. An agent loop of the user's own may show
@@ -183,13 +185,13 @@ def _check_answers(rollout: RolloutOptions, parts: AgentParts, reading: Reading)
             "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
         ) from error
     if parser.result_tag is None and parts.environment is None:
-        _warn_of_unread_calls(rollout.multi_turn.format, parser, reading)
+        _warn_of_unread_calls(rollout.multi_turn.format, parser, reading, template_kwargs)
 
 
-def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading) -> None:
+def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading, template_kwargs: Mapping[str, Any]) -> None:
     """A model that writes its calls as its template does, under another format, would be told of no call and rewarded for
     none; prompts may teach it that format, so that this is no error."""
-    unread = unread_call(parser, reading.tokenizer)
+    unread = unread_call(parser, reading.tokenizer, **template_kwargs)
     if unread is not None:
         logger.warning(
             "actor_rollout_ref.rollout.multi_turn.format=%s does not read the call that the chat template writes (%r): the "

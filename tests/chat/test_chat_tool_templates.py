@@ -148,8 +148,9 @@ def test_a_turn_of_several_parts_ends_with_the_end_of_sequence(thinking):
     ends = whole(chat, [QUESTION, ASKS, TOLD], thinking=thinking)
     assert ends[-len(context) :] == context
     assert chat.tokenizer.decode(context).startswith("<|TURN|><|SYSTEM|>[")
-    cut = flat(chat.context_ids([QUESTION], after=ids_of(chat, "<|START_RESPONSE|>It is")))
-    assert chat.tokenizer.decode(cut).startswith("<|END_TURN|><|TURN|><|USER|>1 + 2?")
+    for cut, closed in (("It is", "<|END_RESPONSE|><|END_TURN|>"), ("It is<|END_RESPONSE|>", "<|END_TURN|>")):
+        following = words(chat, chat.context_ids([QUESTION], after=ids_of(chat, f"<|START_RESPONSE|>{cut}")))
+        assert following.startswith(f"{closed}<|TURN|><|USER|>1 + 2?")
 
 
 def test_a_token_inside_turns_does_not_end_them():
@@ -161,6 +162,52 @@ def test_a_token_inside_turns_does_not_end_them():
     )
     following = words(chat, chat.context_ids([QUESTION], after=ids_of(chat, turn)))
     assert following.startswith("<|open|>user<|sep|>1 + 2?<|close|>message<|sep|><|end_of_msg|><|open|>assistant")
+
+
+# Puts an end of sequence behind the whole conversation, as Phi's templates do.
+FINAL = CHATML.replace("{% endif %}", "{% else %}{{ '<|endoftext|>' }}{% endif %}")
+
+
+def test_an_end_of_the_whole_conversation_ends_no_turn():
+    chat = ChatTemplate(tokenizer_with(FINAL, ["<|endoftext|>"], "<|endoftext|>"))
+    assert chat.tokenizer.convert_ids_to_tokens(list(chat.stop_token_ids)) == ["<|im_end|>", "<|endoftext|>"]
+    assert words(chat, chat.context_ids([QUESTION], after=ids_of(chat, "3<|im_end|>"))).startswith("\n<|im_start|>user")
+    assert words(chat, chat.context_ids([QUESTION], after=ids_of(chat, "3"))).startswith("<|im_end|>\n<|im_start|>user")
+    runs = chat.demonstration([QUESTION, ANSWER, QUESTION, ANSWER])
+    assert [words(chat, [run]) for run in runs if run[1] is Provenance.SAMPLED] == ["It is 3.<|im_end|>"] * 2
+
+
+# Lists the tools again in front of the last question, as Mistral's templates do.
+AGAIN = """{%- for m in messages %}
+    {%- if m.role == 'user' %}
+        {%- if tools and loop.index0 == messages | map(attribute='role') | list | length - 1 %}
+            {{- '[TOOLS]' + (tools | tojson) + '[/TOOLS]' }}
+        {%- endif %}
+        {{- '[INST]' + m.content + '[/INST]' }}
+    {%- elif m.role == 'tool' %}{{- '[RESULT]' + m.content + '[/RESULT]' }}
+    {%- elif m.tool_calls %}{{- '[CALLS]' + (m.tool_calls | tojson) + '<|im_end|>' }}
+    {%- else %}{{- m.content + '<|im_end|>' }}{%- endif %}
+{%- endfor %}"""
+AGAIN_TOKENS = ["[INST]", "[/INST]", "[CALLS]", "[RESULT]", "[/RESULT]", "[TOOLS]", "[/TOOLS]"]
+
+
+def test_what_stands_for_tools_is_never_shown():
+    """A row's answer to its user is written by the default template, and one to tools never lists any."""
+    default = AGAIN.replace("'[INST]' + m.content", "'[INST] ' + m.content")
+    chat = ChatTemplate(tokenizer_with({"default": default, "tool_use": AGAIN}, AGAIN_TOKENS))
+    assert words(chat, chat.context_ids([QUESTION])) == "[INST] 1 + 2?[/INST]"
+    told = {"role": "tool", "content": "3"}
+    assert words(chat, chat.context_ids([told])) == "[RESULT]3[/RESULT]"
+    with pytest.raises(ConfigError, match="lists the tools again behind a turn"):
+        chat.context_ids([told, QUESTION])
+    assert chat.initial_ids([QUESTION]) == whole(chat, [QUESTION], None)
+
+
+def test_a_template_for_tools_that_cannot_be_continued_costs_the_tools_alone():
+    tokenizer = tokenizer_with({"default": CHATML, "tool_use": "{{ raise_exception('documents are missing') }}"})
+    chat = ChatTemplate(tokenizer)
+    assert words(chat, chat.context_ids([QUESTION])).startswith("\n<|im_start|>user\n1 + 2?<|im_end|>")
+    assert not chat.answers_tools
 
 
 @pytest.mark.parametrize(
@@ -200,6 +247,38 @@ def test_auto_refuses_a_parser_that_does_not_read_what_the_template_writes():
     finding = next(f for f in check_template(tokenizer_with(LISTED)).findings if "format=auto" in f.statement)
     assert finding.holds is None
     assert finding.evidence.startswith("the chat template looks like 'hermes', but")
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        FOR_TOOLS.replace(" + '}\\n</tool_call>'", " + '}\\n</tool_call><tool_call>x</tool_call>'"),
+        FOR_TOOLS.replace("(call.function.arguments | tojson) + '}", "call.function.arguments ~ '}"),
+        CHATML.replace("m.content", "m.content + (tools | string if m.role == 'user' and tools else '')")
+        + "{# <tool_call> #}",
+    ],
+    ids=["another call behind", "arguments as they are", "tools behind the question"],
+)
+def test_auto_is_not_misled(template):
+    assert ToolParser.get_tool_parser("auto", tokenizer_with(template)).name == "hermes"
+
+
+def test_a_parser_of_ones_own_that_cannot_be_tried_is_not_judged():
+    class Odd(ToolParser):
+        def parse(self, text):
+            return text, None
+
+    class ById(ToolParser):
+        def parse(self, text, tools=None):
+            raise NotImplementedError
+
+        async def parse_ids(self, response_ids, tools=None):
+            raise NotImplementedError
+
+    tokenizer = tokenizer_with(FOR_TOOLS)
+    assert unread_call(Odd(tokenizer), tokenizer) is None
+    assert unread_call(ById(tokenizer), tokenizer) is None
+    assert unread_call(ToolParser.get_tool_parser("hermes", tokenizer), tokenizer, chat_template=LISTED) is not None
 
 
 def test_a_template_that_writes_no_calls_says_nothing_of_a_parser():
