@@ -252,8 +252,9 @@ def test_a_format_that_does_not_read_the_templates_own_calls_is_warned_of(
     assert all("format=hermes does not read the call" in line and '"parameters": {"city"' in line for line in lines)
 
 
-def test_the_tiny_models_own_format_is_not_warned_of(tiny, tmp_path, caplog):
+def test_a_format_that_is_meant_is_not_warned_of(tiny, tmp_path, caplog):
     from etude.trainer.setup import prepare
 
-    prepare(tiny.config(tmp_path, f"{ROLLOUT}.multi_turn.format=hermes"))
+    for own in ("hermes", "sums"):  # the latter a parser of the user's, which the template knows nothing of
+        prepare(tiny.config(tmp_path, f"{ROLLOUT}.multi_turn.format={own}"))
     assert not caplog.records
