@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.chat.labelled import Run
 from etude.chat.parsers.auto import AutoToolParser
+from etude.chat.rendering import PROBE_TOOL, STAND_IN
 from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.trajectory import Provenance
@@ -21,20 +22,6 @@ if TYPE_CHECKING:
 
 _USER = {"role": "user", "content": "What is 12 + 7?"}
 _ANSWER = {"role": "assistant", "content": "The answer is 19."}
-_TOOLS = [
-    {
-        "type": "function",
-        "function": {
-            "name": "etude_probe_add",
-            "description": "Adds two numbers.",
-            "parameters": {
-                "type": "object",
-                "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}},
-                "required": ["a", "b"],
-            },
-        },
-    }
-]
 _THOUGHT = "I wonder about qzxv."
 
 
@@ -122,8 +109,8 @@ def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
 
 
 def _shows_tools(chat: ChatTemplate) -> tuple[bool, str]:
-    shown = chat.initial_ids([_USER], _TOOLS)
-    if "etude_probe_add" in chat.decode(shown):
+    shown = chat.initial_ids([_USER], [PROBE_TOOL])
+    if STAND_IN in chat.decode(shown):
         try:
             more = len(shown) - len(chat.initial_ids([_USER]))
         except EtudeError as error:

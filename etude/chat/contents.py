@@ -11,7 +11,7 @@ around a content stays outside the marks, so that a template which trims still t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -45,36 +45,34 @@ def plain_message(message: Message) -> dict[str, Any]:
     """
     copy = {key: value for key, value in message.items() if value is not None or key == "content"}
     if copy.get("tool_calls"):
-        copy["tool_calls"] = [_plain_call(call) for call in copy["tool_calls"]]
+        copy["tool_calls"] = [_with_arguments(call, _as_object) for call in copy["tool_calls"]]
     return copy
 
 
 def with_text_arguments(message: Mapping[str, Any]) -> dict[str, Any]:
     """A plain message with the arguments of its calls as JSON text."""
     calls = message.get("tool_calls") or ()
-    return {**message, "tool_calls": [_text_call(call) for call in calls]} if calls else dict(message)
+    return {**message, "tool_calls": [_with_arguments(call, _as_text) for call in calls]} if calls else dict(message)
 
 
-def _text_call(call: Mapping[str, Any]) -> dict[str, Any]:
+def _with_arguments(call: Mapping[str, Any], changed: Callable[[Any], Any]) -> dict[str, Any]:
     if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _text_call(call["function"])}
-    arguments = call.get("arguments")
-    return (
-        {**call, "arguments": json.dumps(arguments, ensure_ascii=False)} if isinstance(arguments, Mapping) else {**call}
-    )
+        return {**call, "function": _with_arguments(call["function"], changed)}
+    return {**call, "arguments": changed(call.get("arguments"))}
 
 
-def _plain_call(call: Mapping[str, Any]) -> dict[str, Any]:
-    if isinstance(call.get("function"), Mapping):
-        return {**call, "function": _plain_call(call["function"])}
-    arguments = call.get("arguments")
-    if isinstance(arguments, str):
-        try:
-            decoded = json.loads(arguments)
-        except ValueError:
-            decoded = None
-        arguments = decoded if isinstance(decoded, dict) else arguments
-    return {**call, "arguments": arguments}
+def _as_text(arguments: Any) -> Any:
+    return json.dumps(arguments, ensure_ascii=False) if isinstance(arguments, Mapping) else arguments
+
+
+def _as_object(arguments: Any) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    try:
+        decoded = json.loads(arguments)
+    except ValueError:
+        return arguments
+    return decoded if isinstance(decoded, dict) else arguments
 
 
 def has_marks(text: str) -> bool:

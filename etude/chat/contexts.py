@@ -97,8 +97,7 @@ class Contexts:
     def _continued(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
         """What `Tails.runs` gives, from what the template wrote for messages of the same shape, where that is exact."""
         answers = stub.answers_to(messages)
-        tools = self._renderer.stand_in_for([*stub.before(answers), *answers])
-        found = self.continuations.find(answers, (stub.value,), stub.before, tools)
+        found = self.continuations.find(answers, (stub.value,), stub.before, self._renderer.stand_in_for(answers))
         if found is None or any(map(has_marks, found[1])):
             return self._tails.runs(stub, messages)
         return found[0].runs(found[1])

@@ -23,18 +23,22 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 STAND_IN = "etude_stand_in_for_any_tool"
-_TOOL = {
+PROBE_TOOL = {
     "type": "function",
     "function": {
         "name": STAND_IN,
         "description": "Stands for any tool.",
         "parameters": {
             "type": "object",
-            "properties": {"text": {"type": "string", "description": "any"}},
-            "required": [],
+            "properties": {
+                "city": {"type": "string", "description": "where"},
+                "days": {"type": "integer", "description": "how many"},
+            },
+            "required": ["city", "days"],
         },
     },
 }
+"""The tool, of two arguments, that templates are tried with."""
 
 
 class Renderer:
@@ -55,15 +59,18 @@ class Renderer:
         """
         plain = [plain_message(message) for message in messages]
         try:
-            return self._rendered(plain, tools, generate)
+            return self.text_as_given(plain, tools, generate=generate)
         except Exception as error:  # a template raises whatever its expressions raise
             with_texts = [with_text_arguments(message) for message in plain]
             if with_texts != plain:
                 with suppress(Exception):
-                    return self._rendered(with_texts, tools, generate)
+                    return self.text_as_given(with_texts, tools, generate=generate)
             raise ConfigError(f"the chat template refuses the messages: {one_line(error)}") from error
 
-    def _rendered(self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, generate: bool) -> str:
+    def text_as_given(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
+    ) -> str:
+        """`text` of messages that are handed to the template just so; raises whatever its expressions raise."""
         return self.tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
@@ -82,10 +89,11 @@ class Renderer:
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
         """The tools of such a conversation: one, `STAND_IN`, where its template is the one for tools, or wants some."""
-        calls = any(message.get("role") == "tool" or message.get("tool_calls") for message in messages)
-        return [_TOOL] if self._wants_tools or (calls and self._has_template_for_tools) else None
+        if self._wants_tools or (self._has_template_for_tools and any(map(_has_to_do_with_tools, messages))):
+            return [PROBE_TOOL]
+        return None
 
-    @property
+    @cached_property
     def _has_template_for_tools(self) -> bool:
         template = self.tokenizer.chat_template
         return isinstance(template, Mapping) and "tool_use" in template and "chat_template" not in self.options
@@ -93,7 +101,7 @@ class Renderer:
     @cached_property
     def _wants_tools(self) -> bool:
         """Whether it writes no question without tools, and one with them."""
-        for tools in (None, [_TOOL]):
+        for tools in (None, [PROBE_TOOL]):
             try:
                 self.text([{"role": "user", "content": "A question."}], tools, generate=True)
             except ConfigError:
@@ -113,3 +121,7 @@ class Renderer:
             return self.text(messages, tools, generate=generate)
         except ConfigError as error:
             raise DataError(str(error)) from error
+
+
+def _has_to_do_with_tools(message: Message) -> bool:
+    return message.get("role") == "tool" or bool(message.get("tool_calls"))

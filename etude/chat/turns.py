@@ -165,30 +165,27 @@ class Turns:
         at, own = max(((text.rfind(own, start), own) for own in self._stops.values() if own), default=(-1, ""))
         if at >= 0:
             return text[: at + len(own)]
-        _, before = self._last(Stub.ANSWER)
+        _, before = self._end_of_answers
         last = _after_anchor(self._renderer.stub_text(Stub.ANSWER.before([]), generate=False))
         return text.removesuffix(last[len(before) :]) + end.lead + end.text
 
     def _found(self, stub: Stub, role: str) -> TurnEnd:
-        own, _ = self._last(stub)
+        own, before = self._last(stub)
         lead, written, rest = self._followed(stub, role)
         closes = written == own or not self._opens(stub, role, written, rest)
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
         if stub is Stub.ANSWER and written == own:  # with the tokens that stand before it
-            ids = self._encoder.ids(self._last(stub)[1].lstrip() + written)
+            ids = self._encoder.ids(before.lstrip() + written)
         encoder = LabelledEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
     def _last(self, stub: Stub) -> tuple[str | None, str]:
         """(the token that closes the stub where it is the last message, what stands before it behind the anchor)."""
+        if stub is Stub.ANSWER:
+            return self._end_of_answers
         last = _after_anchor(self._renderer.stub_text(stub.before([]), generate=False))
         words = len(last.rstrip())
-        if stub is Stub.ANSWER:
-            if not words:
-                return None, ""
-            token = self._end_among(last)
-            return token.group(), last[: token.start()]
-        closing, _ = self._last(Stub.ANSWER)
+        closing, _ = self._end_of_answers
         if closing is None:
             return None, last[:words]
         if closing in last:
@@ -198,25 +195,30 @@ class Turns:
             raise ConfigError(_OPEN_END)
         return final[-1].group(), last[: final[-1].start()]
 
-    def _end_among(self, behind: str) -> re.Match[str]:
-        """The token that ends an answer, of those that the template writes behind its words.
+    @cached_property
+    def _end_of_answers(self) -> tuple[str | None, str]:
+        """`_last` of an answer: the token, of those that the template writes behind its words, that ends it.
 
         It is the tokenizer's end of sequence, where that also ends an answer which a message follows (Cohere; Phi puts one
         behind the whole conversation, which ends no turn), or else the first one that does not stand in front of the words,
         too (Kimi K3 closes every part of a turn).
         """
+        stub = Stub.ANSWER.before([])
+        text = self._renderer.stub_text(stub, generate=False)
+        lead, behind = text.partition(ANCHOR)[0], _after_anchor(text)
+        if not behind.strip():
+            return None, ""
         if not self._tokens.match(behind.lstrip()):
             raise ConfigError(_OPEN_END)
-        stub = Stub.ANSWER.before([])
         head = self._renderer.stub_text([USER_STUB], generate=True)
-        lead, _, _ = self._renderer.stub_text(stub, generate=False).partition(ANCHOR)
         inside = self._tokens.findall(lead[common_beginning(head, lead) :])
         ends = [token for token in self._tokens.finditer(behind) if token.group() not in inside]
         if not ends:
             raise ConfigError(_OPEN_END)
         followed = _after_anchor(self._renderer.stub_text([*stub, {"role": "user", "content": PROBE}], generate=True))
         eos, kept = self._renderer.tokenizer.eos_token, common_beginning(behind, followed)
-        return next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
+        end = next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
+        return end.group(), behind[: end.start()]
 
     def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
         """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""

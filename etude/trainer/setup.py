@@ -17,7 +17,7 @@ from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
-from etude.chat.parsers.trial import shortened, unread_call
+from etude.chat.parsers.trial import unread_call
 from etude.config import to_options
 from etude.data import DataOptions, RLDataset
 from etude.errors import ConfigError
@@ -198,7 +198,7 @@ def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading, templ
             "actor_rollout_ref.rollout.multi_turn.format=%s does not read the call that the chat template writes (%r): the "
             "model's calls are missed unless its prompts teach it that format; multi_turn.format=auto takes the template's",
             name,
-            shortened(unread),
+            unread,
         )
 
 

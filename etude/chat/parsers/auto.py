@@ -10,7 +10,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.trial import shortened, unread_call
+from etude.chat.parsers.trial import unread_call
 from etude.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class AutoToolParser(ToolParser):
         if (unread := unread_call(self.parser, tokenizer)) is not None:
             raise ConfigError(
                 f"multi_turn.format=auto: the chat template looks like '{self.name}', but writes a call which that "
-                f"format does not read ({shortened(unread)!r}); name the format, or a parser of your own"
+                f"format does not read ({unread!r}); name the format, or a parser of your own"
             )
         self.special_tokens = self.parser.special_tokens
         self.stop_tokens = self.parser.stop_tokens
