@@ -30,6 +30,7 @@ from etude.sandbox.types import (
     RunStatus,
     SandboxError,
     SandboxRequestError,
+    SessionClosedError,
     UnknownSessionError,
 )
 
@@ -304,6 +305,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(SandboxRequestError, refused(400))
     app.add_exception_handler(UnknownSessionError, refused(404))
+    app.add_exception_handler(SessionClosedError, refused(410))
     app.add_exception_handler(SandboxError, refused(503))
 
 
