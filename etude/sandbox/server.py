@@ -24,6 +24,7 @@ from etude.sandbox.executor import SESSION_LIMITS, Executor
 from etude.sandbox.metrics import CONTENT_TYPE, Metrics
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.types import (
+    BoxLostError,
     CellResult,
     Isolation,
     Limits,
@@ -32,11 +33,14 @@ from etude.sandbox.types import (
     SandboxRequestError,
     SessionClosedError,
     UnknownSessionError,
+    checked_paths,
 )
 
 R = TypeVar("R")
 
 _ABANDONED = 499
+ATTEMPTS = 2
+"""A request whose box is killed from outside runs once more."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +108,7 @@ class SandboxService:
             return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=reason)
         request = wire.run_request(message, language, limits)
         async with self.admission.slot():
-            seconds = message.run_timeout + message.compile_timeout + self.options.grace_seconds
+            seconds = ATTEMPTS * (message.run_timeout + message.compile_timeout) + self.options.grace_seconds
             try:
                 result = await asyncio.wait_for(self.executor.run(request), seconds)
             except (SandboxError, asyncio.TimeoutError) as error:
@@ -115,22 +119,32 @@ class SandboxService:
         """Cells in a fresh session: raises as `run_code`."""
         limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
         files = wire.decoded_files(message.files)
+        checked_paths("fetch_files", message.fetch_files)
         async with self.admission.slot():
-            seconds = message.total_timeout + self.options.grace_seconds
+            seconds = ATTEMPTS * message.total_timeout + self.options.grace_seconds
             try:
-                return await asyncio.wait_for(self._cells(message, limits, files), seconds)
-            except (SandboxError, UnknownSessionError, asyncio.TimeoutError) as error:
+                return await asyncio.wait_for(self._notebook(message, limits, files), seconds)
+            except (SandboxError, asyncio.TimeoutError) as error:
                 return wire.RunJupyterResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
 
-    async def _cells(
+    async def _notebook(
         self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes]
     ) -> wire.RunJupyterResponse:
+        try:
+            return await self._cells(message, limits, files)
+        except BoxLostError:  # from outside, for all anybody can tell; by the cells, if it happens again
+            return await self._cells(message, limits, files, blamed=True)
+
+    async def _cells(
+        self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes], blamed: bool = False
+    ) -> wire.RunJupyterResponse:
+        """The cells' answer; an interpreter that ends is their doing, a box that vanishes only if they are `blamed`."""
         clock = asyncio.get_running_loop().time
         began = clock()
         session = await self.executor.session(limits=limits, files=files)
         results: list[CellResult] = []
         fetched: dict[str, bytes] = {}
-        late = False
+        late = ended = False
         try:
             for code in message.cells:
                 left = message.total_timeout - (clock() - began)
@@ -140,13 +154,20 @@ class SandboxService:
                 timeout = min(left, message.cell_timeout or left)
                 results.append(await self.executor.run_cell(session, code, timeout))
                 late = late or results[-1].status is RunStatus.TIME_LIMIT
-                if not results[-1].session_alive:
+                ended = not results[-1].session_alive
+                if ended:
                     break
-            if message.fetch_files and (not results or results[-1].session_alive):
+            if message.fetch_files and not ended:
                 fetched = await self.executor.fetch_files(session, message.fetch_files)
+        except UnknownSessionError:
+            ended = True
+        except BoxLostError:
+            if not blamed:
+                raise
+            ended = True
         finally:
             await self.executor.close_session(session)
-        return wire.jupyter_response(results, len(message.cells), late, clock() - began, fetched)
+        return wire.jupyter_response(results, len(message.cells), late, ended, clock() - began, fetched)
 
     async def open_session(self, message: wire.SessionRequest) -> wire.SessionResponse:
         """A session that lives until it is closed or idle for long: raises as `run_code`, and SandboxError."""

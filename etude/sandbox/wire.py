@@ -391,17 +391,17 @@ def _from_status(status: CommandRunStatus) -> RunStatus:
 
 
 def jupyter_response(
-    cells: Sequence[CellResult], asked: int, late: bool, seconds: float, files: Mapping[str, bytes]
+    cells: Sequence[CellResult], asked: int, late: bool, ended: bool, seconds: float, files: Mapping[str, bytes]
 ) -> RunJupyterResponse:
-    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out or the interpreter ended
-    before the last of them; the cells that ran are there in any case."""
-    cut_short = not late and len(cells) < asked
+    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out (`late`) or the interpreter
+    `ended` before all was done; the cells that ran are there in any case."""
+    cut_short = ended and not late
     driver = CommandRunResult(
         status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
         execution_time=seconds,
         return_code=None if late else int(cut_short),
         stdout="",
-        stderr=f"the interpreter ended in cell {len(cells)} of {asked}" if cut_short else "",
+        stderr=f"the interpreter ended in or after cell {len(cells)} of {asked}" if cut_short else "",
     )
     return RunJupyterResponse(
         status=ResponseStatus.Failed if late or cut_short else ResponseStatus.Success,

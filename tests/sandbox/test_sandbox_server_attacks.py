@@ -1,9 +1,11 @@
 """The server under attack from its clients and from the programs it runs: nobody else's request hangs, fails or pays."""
 
+import contextlib
 import re
 import threading
 from pathlib import Path
 
+import psutil
 import pytest
 from server_stage import ServerProcess
 
@@ -61,3 +63,73 @@ def test_a_frame_that_would_be_large_once_parsed_is_never_parsed(server):
     answer = server.call(f"/v1/sessions/{session}/cells", {"code": WIDE, "timeout": 30})[2]
     assert (answer["status"], answer["session_alive"]) == ("killed", False)
     assert peak_memory(server) - before < 60 << 20
+
+
+class TestWrongIsNotBroken:
+    """What the code did is `Failed`; what was done to its sandbox is repaired, or the sandbox's failure."""
+
+    @pytest.mark.parametrize("last", ["import os; os._exit(0)", "import os; os.kill(os.getpid(), 9)"])
+    def test_an_interpreter_that_dies_in_the_last_cell(self, server, last):
+        status, _, answer = server.call("/run_jupyter", {"cells": ["print(1)", last]})
+        assert (status, answer["status"]) == (200, "Failed")
+        assert answer["driver"]["stderr"] == "the interpreter ended in or after cell 2 of 2"
+        assert answer["cells"][0]["stdout"] == "1\n"
+
+    @pytest.mark.parametrize("milliseconds", [0, 1, 2, 4, 8])
+    def test_a_program_that_exits_between_its_last_cell_and_the_fetch(self, server, milliseconds):
+        leave = f"import os, threading\nthreading.Timer({milliseconds} / 1000, os._exit, [0]).start()"
+        body = {"cells": ["open('x', 'w').write('1')", leave], "fetch_files": ["x"]}
+        for _ in range(6):
+            status, _, answer = server.call("/run_jupyter", body)
+            assert (status, answer["status"] in ("Success", "Failed")) == (200, True), answer
+            assert len(answer["cells"]) == 2
+            assert (answer["status"] == "Success") == ("x" in answer["files"])
+
+    def test_a_box_killed_from_outside_is_not_the_programs_failure(self, server):
+        code = "import subprocess\nsubprocess.run(['sleep', '1.6452'])\nprint('done')"
+        thread, results = in_background(lambda: server.run(code, run_timeout=20))
+        kill_supervisor(server, "1.6452")
+        thread.join()
+        assert (results[0]["status"], results[0]["run_result"]["stdout"]) == ("Success", "done\n")
+
+    def test_cells_whose_box_is_killed_from_outside_run_again(self, server):
+        cells = ["x = 1", "import subprocess\nsubprocess.run(['sleep', '1.6453'])\nprint('done', x)"]
+        thread, results = in_background(lambda: server.call("/run_jupyter", {"cells": cells}))
+        kill_supervisor(server, "1.6453")
+        thread.join()
+        answer = results[0][2]
+        assert (answer["status"], [cell["stdout"] for cell in answer["cells"]]) == ("Success", ["", "done 1\n"])
+
+    def test_cells_that_lose_their_box_twice_are_to_blame(self, server):
+        cells = ["print(1)", "import subprocess\nsubprocess.run(['sleep', '16.454'])"]
+        thread, results = in_background(lambda: server.call("/run_jupyter", {"cells": cells}))
+        first = kill_supervisor(server, "16.454")
+        kill_supervisor(server, "16.454", besides=first)
+        thread.join()
+        answer = results[0][2]
+        assert (answer["status"], len(answer["cells"])) == ("Failed", 1)
+
+    def test_a_sessions_cell_whose_box_is_killed_from_outside_is_the_sandboxs_failure(self, server):
+        path = f"/v1/sessions/{server.call('/v1/sessions', {})[2]['session_id']}/cells"
+        code = "import subprocess\nsubprocess.run(['sleep', '16.455'])"
+        thread, results = in_background(lambda: server.call(path, {"code": code, "timeout": 30}))
+        kill_supervisor(server, "16.455")
+        thread.join()
+        assert results[0][0] == 503
+        assert server.call(path, {"code": "1"})[0] == 404
+
+
+def kill_supervisor(server, seconds, besides=None):
+    """Kills the supervisor of the program that sleeps for `seconds`, as an administrator might; its process id."""
+    found = []
+
+    def find():
+        for process in server.descendants():
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if process.cmdline()[1:2] == [seconds] and process.parent().ppid() not in (besides, 1):
+                    found.append(process.parent().parent())
+        return found
+
+    server.until(find, "the program did not start")
+    found[0].kill()
+    return found[0].pid
