@@ -9,6 +9,8 @@ import psutil
 import pytest
 from server_stage import ServerProcess
 
+from etude.sandbox.budget import ANSWER_BYTES
+
 pytestmark = pytest.mark.usefixtures("isolation")
 
 
@@ -133,3 +135,48 @@ def kill_supervisor(server, seconds, besides=None):
     server.until(find, "the program did not start")
     found[0].kill()
     return found[0].pid
+
+
+class TestOneBudgetForAnAnswer:
+    def answer_of(self, server, path, body):
+        """The answer, its length, and how much more than ever before the server held."""
+        server.run("print(1)")
+        before = peak_memory(server)
+        status, headers, answer = server.call(path, body)
+        assert status == 200, answer
+        return answer, int(headers["content-length"]), peak_memory(server) - before
+
+    def test_many_cells_that_print_much(self, server):
+        cells = ["print('x' * 999_999)"] * 60 + ["'last' + 'y' * 999_999", "raise ValueError('z' * 999_999)"]
+        answer, size, memory = self.answer_of(server, "/run_jupyter", {"cells": cells})
+        assert answer["status"] == "Success"
+        assert size < ANSWER_BYTES + (1 << 20)
+        assert memory < 250 << 20
+        assert [len(cell["stdout"]) for cell in answer["cells"][:30]] == [1_000_000] * 30
+        assert len(answer["cells"]) == 62
+        for cell in answer["cells"][40:-1]:
+            assert len(cell["stdout"]) <= 1000
+            assert "the answer is full" in cell["stderr"]
+        assert answer["cells"][-2]["display"][0]["text/plain"].startswith("'lasty")
+        assert answer["cells"][-1]["error"][0]["ename"] == "ValueError"
+
+    def test_images_and_files_count_as_well(self, server):
+        png = "import os, struct\nclass P:\n  def _repr_png_(self):\n    return "
+        png += "b'\\x89PNG\\r\\n\\x1a\\n\\0\\0\\0\\rIHDR' + struct.pack('>II', 9, 9) + os.urandom(2_000_000)\n"
+        cells = [png] + ["for _ in range(4): display(P())"] * 6 + ["open('big', 'wb').write(bytes(4 << 20))"]
+        body = {"cells": cells, "fetch_files": ["big"]}
+        answer, size, _ = self.answer_of(server, "/run_jupyter", body)
+        assert answer["status"] == "Success"
+        assert size < ANSWER_BYTES + (1 << 20)
+        assert [len(cell["display"]) for cell in answer["cells"]] == [0, 4, 4, 4, 0, 0, 0, 1]
+        assert answer["files"] == {}
+        assert answer["message"] == f"fetch_files: 'big': {4 << 20} bytes are more than this answer has room for"
+
+    def test_files_of_a_run(self, server):
+        code = "for name in 'abc': open(name, 'wb').write(bytes(15 << 20))\nimport os; os.symlink('a', 'd')"
+        body = {"code": code, "language": "python", "fetch_files": ["a", "b", "c", "d"]}
+        answer, size, _ = self.answer_of(server, "/run_code", body)
+        assert (answer["status"], sorted(answer["files"])) == ("Success", ["a"])
+        assert size < ANSWER_BYTES
+        assert "'b': 15728640 bytes are more than this answer has room for" in answer["message"]
+        assert "'d': " in answer["message"]
