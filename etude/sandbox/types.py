@@ -52,6 +52,8 @@ class Language(str, Enum):
     """What the code is written in."""
 
     PYTHON = "python"
+    PYTEST = "pytest"
+    """Python whose tests are collected and run by pytest."""
     BASH = "bash"
     JAVASCRIPT = "javascript"
     C = "c"

@@ -77,6 +77,23 @@ class TestSandboxFusionsClient:
         assert answer.status is fusion_models.RunStatus.Success
         assert answer.files == {"out.bin": encoded(b"\2\1\0")}
 
+    def test_pytest(self, server):
+        code = "import pytest\n\ndef test_good():\n    assert 1 + 1 == 2\n\ndef test_bad():\n    assert {} == 3\n"
+        good = run_fusion(server, code.format(3), "pytest", run_timeout=30)
+        assert (good.status, good.compile_result, good.run_result.return_code) == ("Success", None, 0), good
+        assert "2 passed" in good.run_result.stdout
+        bad = run_fusion(server, code.format(4), "pytest", run_timeout=30)
+        assert (bad.status, bad.run_result.return_code) == ("Failed", 1)
+        assert "1 failed, 1 passed" in bad.run_result.stdout
+        beside = run_fusion(
+            server,
+            "from mine import two\ndef test(): assert two() == 2",
+            "pytest",
+            run_timeout=30,
+            files={"mine.py": encoded(b"def two(): return 2")},
+        )
+        assert beside.status == "Success", beside
+
     def test_bash(self, server):
         answer = run_fusion(server, "echo $((6 * 7)); cat", "bash", stdin="x")
         assert (answer.status, answer.run_result.stdout) == ("Success", "42\nx")
