@@ -76,7 +76,9 @@ def test_a_probe_that_is_not_answered_stops_the_run(model_path):
 
     try:
         group, _ = policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
-        with pytest.raises(WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"):
+        with pytest.raises(
+            WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"
+        ):
             group.generate_sequences(prompts())
     finally:
         ENGINES._items.pop("workers_test_mute")
