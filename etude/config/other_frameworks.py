@@ -16,6 +16,8 @@ ALIASES = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all that is below it → what it is called here."""
 
@@ -290,7 +292,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.audio_key": (_IMAGES_ONLY, (None, "audios")),
     "algorithm.use_pf_ppo": ("delete it: rows are not drawn by weight", _OFF),
     "algorithm.filter_groups.metric": (
-        "delete it: groups whose total rewards are all equal are left out",
+        "delete it: groups whose total rewards are all equal are left out, a length penalty included",
         (None, "reward", "seq_reward", "seq_final_reward", "score"),
     ),
     "algorithm.rollout_correction.rollout_is": ("delete it: there is no importance sampling yet", _OFF),
