@@ -32,6 +32,7 @@ from etude.sandbox.types import (
     Limits,
     RunRequest,
     RunResult,
+    RunStatus,
     SandboxError,
     SandboxRequestError,
     SandboxUnavailableError,
@@ -161,7 +162,13 @@ class Executor:
                 self._running.discard(task)
 
     async def _run(self, request: RunRequest) -> RunResult:
-        return await self._in_box(request.limits, lambda guest: run(guest, request))
+        result = await self._in_box(request.limits, lambda guest: run(guest, request))
+        if (
+            result.status is RunStatus.KILLED
+        ):  # from outside, for all anybody can tell; by the program, if it happens again
+            log.warning("sandbox: a box was killed while its program ran; the program runs once more")
+            result = await self._in_box(request.limits, lambda guest: run(guest, request))
+        return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
         """What `use` makes of a box; of another one when that box had died, as those that wait do with their zygote."""

@@ -13,10 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.sandbox import jail, launch
+from etude.sandbox.connection import Connection
 from etude.sandbox.guest import census, files, frames, seccomp
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.output import Capture, Feed
-from etude.sandbox.sessions import _error, _images
+from etude.sandbox.sessions import _error, _images, _parts
 
 JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.text(max_size=20),
@@ -112,6 +113,30 @@ def test_a_cut_never_invents_characters(text, limit):
     assert data.decode().startswith(head)
     assert data.decode().endswith(tail)
     assert len(head.encode()) + len(tail.encode()) <= limit
+
+
+def test_what_is_written_meanwhile_does_not_keep_a_drain(monkeypatch):
+    async def drain():
+        reader, writer = os.pipe()
+        capture = Capture(reader, 10)
+        read, reads = os.read, []
+
+        def read_and_write(fd, size):
+            """As fast a writer as there can be."""
+            data = read(fd, size)
+            os.write(writer, data)
+            reads.append(len(data))
+            assert len(reads) < 100, "a drain that never ends"
+            return data
+
+        os.write(writer, b"x" * 1000)
+        monkeypatch.setattr("etude.sandbox.output.os.read", read_and_write)
+        capture.drain()
+        assert sum(reads) == 1000
+        os.close(writer)
+        capture.close()
+
+    asyncio.run(drain())
 
 
 def test_what_is_not_read_does_not_block_a_feed():
@@ -388,20 +413,53 @@ def test_no_shell_is_between_us_and_the_interpreter(tmp_path, monkeypatch):
 PNG = b"\x89PNG\r\n\x1a\n" + struct.pack(">I4sIIBBBBB", 13, b"IHDR", 10, 10, 8, 2, 0, 0, 0) + b"rest"
 
 
-@given(JSON)
-def test_whatever_an_interpreter_calls_images_or_error_is_checked(claim):
-    assert _images(claim) == ()
-    error = _error(claim)
+PARTS = st.lists(st.tuples(st.sampled_from(["text", "name", "value", "image", "?"]), st.integers(-2, 9)).map(list))
+
+
+@given(st.fixed_dictionaries({}, optional={"parts": PARTS | JSON}), st.binary(max_size=40))
+def test_whatever_an_interpreter_sends_is_checked(header, payload):
+    try:
+        answer = _parts(header, payload)
+    except frames.FrameError:
+        return
+    assert b"".join(part for parts in answer.values() for part in parts) or not payload
+    assert sum(len(part) for parts in answer.values() for part in parts) == len(payload)
+    assert _images(answer.get("image", ())) == ()
+    error = _error(answer)
+    assert (error is None) == ("name" not in answer)
     assert error is None or all(isinstance(part, str) for part in vars(error).values())
 
 
+@pytest.mark.parametrize(
+    "parts", [None, {}, "text", [["text", 3]] * 13, [["text"]], [["text", True]], [[1, 3]], [["a", 4]]]
+)
+def test_an_answer_that_does_not_describe_its_payload_is_refused(parts):
+    with pytest.raises(frames.FrameError):
+        _parts({"parts": parts}, b"abc")
+
+
+def test_a_closed_connection_is_watched_no_more():
+    """Neither of the two that wait is left behind, nor a number that the next descriptor gets."""
+
+    async def close_it():
+        ours, theirs = socket.socketpair()
+        connection = Connection(ours, 10, 10)
+        number = ours.fileno()
+        sending = asyncio.ensure_future(connection.send({"x": "y" * 10_000_000}))
+        receiving = asyncio.ensure_future(connection.receive())
+        await asyncio.sleep(0.01)
+        connection.close()
+        assert not asyncio.get_running_loop().remove_reader(number)
+        assert not asyncio.get_running_loop().remove_writer(number)
+        assert await receiving is None
+        with pytest.raises(ConnectionError):
+            await sending
+        theirs.close()
+
+    asyncio.run(close_it())
+
+
 def test_only_reasonable_png_files_are_images():
-    import base64
-
-    def encoded(data):
-        return base64.b64encode(data).decode()
-
     huge = PNG.replace(struct.pack(">II", 10, 10), struct.pack(">II", 30_000, 30_000))
-    claims = [encoded(PNG), encoded(huge), encoded(b"GIF89a"), encoded(PNG + bytes(3 << 20)), "!", 7, None]
-    assert _images(claims) == (PNG,)
-    assert len(_images([encoded(PNG)] * 100)) == 8
+    assert _images([PNG, huge, b"GIF89a", PNG + bytes(3 << 20), b""]) == (PNG,)
+    assert len(_images([PNG] * 100)) == 8
