@@ -31,6 +31,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     return f"; did you mean '{near[0]}'?" if near else ""
 
 
+def one_edit_from(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that one letter more, less, other or exchanged with the next makes of `name`."""
+    return next((other for other in known if _is_one_edit(name, other)), None)
+
+
+def _is_one_edit(a: str, b: str) -> bool:
+    i = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    exchanged = a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :]
+    return a != b and (exchanged or b[i + 1 :] in (a[i:], a[i + 1 :]) or a[i + 1 :] == b[i:])
+
+
 class Registry(Generic[T]):
     """Names of one kind of thing (`kind` is the noun that errors use) and the objects they stand for."""
 

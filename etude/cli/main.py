@@ -1,8 +1,8 @@
 """`etude`: the group of all commands.
 
 Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that
-a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130 and SIGTERM 143, also where a run
-stopped in good order because of them; anything else keeps its traceback.
+a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where a
+run stopped in good order because of them; anything else keeps its traceback.
 """
 
 from __future__ import annotations

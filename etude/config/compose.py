@@ -29,6 +29,7 @@ from etude.config.layers import (
     plain,
     root_layers,
 )
+from etude.config.paths import anchor_paths
 from etude.config.provenance import provenance
 from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
@@ -96,6 +97,9 @@ def compose_with_sources(
         user: list[Layer] = []
     else:
         base, user = _user_layers(name, folder, choices, root)
+        for layer in user:
+            if not layer.is_package:
+                anchor_paths(layer)
     if values:
         user.append(command_line_layer(values))
     table = KeyTable(base)

@@ -22,6 +22,7 @@ from typing import Any, NamedTuple
 
 from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
 from etude.limits import Limit, LocalLimiter
+from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.argument_check import ArgumentChecker
@@ -105,6 +106,11 @@ class ToolCalls:
                 "which would not see the calls that the cache answers"
             )
         own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
+        for key in own:
+            if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
+                logger.warning(
+                    "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
+                )
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
         self._traceback_logged = False

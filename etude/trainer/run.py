@@ -15,6 +15,7 @@ from etude.inference import check_trainable
 from etude.trainer.dumps import written_atomically
 from etude.trainer.metrics import is_success, wilson_interval
 from etude.trainer.ppo import PPOTrainer
+from etude.trainer.resume import run_lock
 from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, trajectories_of
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
@@ -30,13 +31,16 @@ def train(config: DictConfig) -> dict[str, float]:
     setup = prepare(config)
     check_trainable(setup.roles.rollout.name)
     trainer = PPOTrainer(setup)
-    trainer.init_workers()
-    return trainer.fit()
+    with run_lock(trainer.run_dir):
+        trainer.init_workers()
+        return trainer.fit()
 
 
 def fine_tune(config: DictConfig) -> Path:
     """A whole supervised run; returns the model's folder."""
-    return SFTTrainer(config).fit()
+    trainer = SFTTrainer(config)
+    with run_lock(trainer.run_dir):
+        return trainer.fit()
 
 
 def evaluate(

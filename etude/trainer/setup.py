@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions, ToolAgentLoop
 from etude.agents.environments import EnvOptions, load_environment
@@ -288,8 +288,3 @@ def resolve_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={name}: no GPU is visible to torch; use auto or cpu")
     return name
-
-
-def plain_config(config: DictConfig) -> str:
-    """The resolved configuration as YAML, for the run's folder."""
-    return OmegaConf.to_yaml(config, resolve=True)

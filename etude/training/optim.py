@@ -97,7 +97,7 @@ class OptimizerSet:
         return {"steps": self.steps, "optimizers": [o.state_dict() for o, _ in self._optimizers]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`'s result.
+        """Restores the moments and the number of steps; decay, betas and rates stay those that the options ask for.
 
         Raises:
             CheckpointError: it was saved by another kind of optimizer or for another model.
@@ -107,7 +107,10 @@ class OptimizerSet:
             if len(held) != len(saved):
                 raise ValueError(f"{len(saved)} optimizers saved, {len(held)} in use")
             for optimizer, part in zip(held, saved):
+                asked = [{**group, "params": None} for group in optimizer.param_groups]
                 optimizer.load_state_dict(part)
+                for group, options in zip(optimizer.param_groups, asked):
+                    group.update({**options, "params": group["params"]})
         except ValueError as error:
             raise CheckpointError(
                 f"the saved optimizer does not fit optim.name={self.options.name} and this model: {one_line(error)}"
