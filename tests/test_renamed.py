@@ -73,16 +73,18 @@ def test_the_places_exist(module):
     importlib.import_module(module)
 
 
-@pytest.mark.parametrize("kind", ["tool", "loop"])
-def test_files_that_name_a_class_of_such_a_file_say_it_whole(kind, tmp_path):
+@pytest.mark.parametrize(
+    ("read", "entry"),
+    [
+        (load_tools, "tools: [{{class_name: 'mine.py:Mine', config: {{type: native}}}}]"),
+        (register_agent_loops, "[{{name: mine, _target_: '{folder}/mine.py:Mine'}}]"),
+    ],
+)
+def test_files_that_name_a_class_of_such_a_file_say_it_whole(read, entry, tmp_path):
     (tmp_path / "mine.py").write_text(TOOL)
     file = tmp_path / "named.yaml"
+    file.write_text(entry.format(folder=tmp_path))
     with pytest.raises(ConfigError) as caught:
-        if kind == "tool":
-            file.write_text("tools: [{class_name: 'mine.py:Mine', config: {type: native}}]\n")
-            load_tools(file)
-        else:
-            file.write_text(f"[{{name: mine, _target_: '{tmp_path}/mine.py:Mine'}}]\n")
-            register_agent_loops(str(file))
+        read(str(file))
     assert str(caught.value).startswith(str(file))
     assert str(caught.value).endswith("; see docs/migrating.md")
