@@ -220,12 +220,13 @@ def reward_source_metrics(
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
 
 
-def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
+def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:
     """Where the time of a step went.
 
     Args:
         timings: seconds by activity; `step` is the whole step (default: the sum of the others).
         num_tokens: prompt and response tokens that the step processed.
+        response_tokens: the responses' alone, tools' answers included; `timing_per_token_ms/gen` is per one of these.
 
     `perf/throughput` is in tokens a second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
     """
@@ -233,8 +234,10 @@ def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
     metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     metrics |= {"perf/total_num_tokens": num_tokens, "perf/time_per_step": total}
     metrics["perf/cpu_memory_used_gb"] = _resident_bytes() / 2**30
-    if num_tokens > 0:
-        metrics |= {f"timing_per_token_ms/{name}": 1000.0 * s / num_tokens for name, s in timings.items()}
+    for name, seconds in timings.items():
+        per = response_tokens if name == "gen" else num_tokens
+        if per > 0:
+            metrics[f"timing_per_token_ms/{name}"] = 1000.0 * seconds / per
     if total > 0:
         metrics["perf/throughput"] = num_tokens / total
     return metrics

@@ -218,8 +218,9 @@ class PPOTrainer:
                     metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
-        tokens = int(batch.batch["attention_mask"].sum())
-        metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
+        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+        tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
