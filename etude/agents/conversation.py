@@ -13,10 +13,11 @@ from typing import Any
 from etude.agents.agent_data import AgentState
 from etude.agents.interactions import InteractionSession
 from etude.chat import ParsedResponse
+from etude.chat.placeholders import content_of, image_count
 from etude.errors import EtudeError
 from etude.inference import SamplingParams
 from etude.schemas import FunctionCall
-from etude.tools import TokenLimit, ToolSession
+from etude.tools import TokenLimit, ToolOutcome, ToolSession
 from etude.trajectory import StopReason, Trajectory
 
 
@@ -97,3 +98,28 @@ def end(data: Conversation, reason: StopReason) -> AgentState:
 
 def add_time(trajectory: Trajectory, name: str, started: float) -> None:
     trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
+
+
+def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
+    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
+
+    Returns the number of images that stand before those.
+    """
+    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
+    if last is None:
+        messages.append({"role": "user", "content": content_of(text, images)})
+        return sum(map(image_count, messages[:-1]))
+    message = messages[last]
+    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
+    if isinstance(content, str) and not images:
+        message["content"] = f"{content}\n{text}"
+    else:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
+    return before
+
+
+def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
+    trajectory.tool_calls.append(outcome.to_record(text))
+    if outcome.error is None:
+        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))

@@ -44,14 +44,13 @@ from typing import Any, ClassVar
 from etude.agents.agent_data import AgentState
 from etude.agents.answers import TurnAnswers, malformed_record, unseen, written
 from etude.agents.base import AgentContext, AgentLoopBase, register
-from etude.agents.conversation import Conversation, add_time, end
+from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
 from etude.agents.interactions import InteractionSession
 from etude.agents.pictures import Answer, answer_of, read_all, shown_text
 from etude.bounded import called, settle
 from etude.chat import ToolParser
 from etude.chat.labelled import Run
-from etude.chat.placeholders import content_of, image_count
-from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
 from etude.registry import did_you_mean
@@ -79,15 +78,21 @@ class ToolAgentLoop(AgentLoopBase):
     max_tool_response_length: int
     tool_response_truncate_side: str
     tool_parser: ToolParser
+    _not_called: ClassVar[frozenset[str]] = frozenset(  # what subclasses override in verl
+        {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
+        | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
+        | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
+    )
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
         for name in vars(cls):
-            if name in _NOT_CALLED or (name.startswith("_handle_") and name not in ToolAgentLoop._handlers.values()):
-                hooks = ", ".join([*ToolAgentLoop._handlers.values(), "_call_tool", "run"])
+            handlers = cls._handlers.values()
+            if name in cls._not_called or (name.startswith("_handle_") and name not in handlers):
+                hooks = ", ".join(each for each in (*handlers, "_call_tool", "run") if each not in cls._not_called)
                 raise ConfigError(
-                    f"agent loop {cls.__qualname__}: nothing here calls '{name}'; of ToolAgentLoop, override {hooks}, or "
-                    "derive from AgentLoopBase"
+                    f"agent loop {cls.__qualname__}: nothing here calls '{name}'; override {hooks}, or derive from "
+                    "AgentLoopBase"
                 )
 
     def __init__(self, trainer_config: AgentContext, *args: Any, **kwargs: Any) -> None:
@@ -102,6 +107,7 @@ class ToolAgentLoop(AgentLoopBase):
             tool_parser=trainer_config.parser,
         )
         self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` hands on, by their id()
+        self._broken: InfrastructureError | None = None  # what broke one of them
 
     @property
     def prompt_length(self) -> int:
@@ -213,9 +219,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_generating_state(
         self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
     ) -> AgentState:
-        if ignore_termination:
-            raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
-        data.sampling = SamplingParams.of(sampling_params)
+        self.set_sampling(data, sampling_params, ignore_termination)
         trajectory = data.trajectory
         output = await self.sample(data)
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
@@ -229,6 +233,16 @@ class ToolAgentLoop(AgentLoopBase):
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
         return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
+
+    def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
+        """Takes what a handler of generation was called with, by a subclass perhaps.
+
+        Raises:
+            EtudeError: `ignore_termination` is true.
+        """
+        if ignore_termination:
+            raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
+        data.sampling = SamplingParams.of(given)
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
@@ -273,7 +287,9 @@ class ToolAgentLoop(AgentLoopBase):
             for answer in pictured.values():
                 trajectory.images += await read_all(self.context.images, answer.pictures)
         trajectory.tool_calls += answers.records(turn)
-        trajectory.rewards.steps += [(turn, each.call.name, each.reward) for each in outcomes if each.error is None]
+        trajectory.rewards.steps += [
+            (turn, each.call.name, each.reward) for each in outcomes if each.error is None or each.reward
+        ]
         if limits.malformed_calls == "penalise":
             unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
             if unreadable:
@@ -290,19 +306,26 @@ class ToolAgentLoop(AgentLoopBase):
             await settle(tasks)
 
     async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
-        """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes."""
+        """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
+
+        Raises:
+            InfrastructureError: the call was broken, whatever the subclass made of that.
+            EtudeError: it returned something else than response, reward and metrics.
+        """
         arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
         kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
         if inspect.Parameter.VAR_POSITIONAL not in kinds:
             arguments = arguments[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
         started = time.perf_counter()
         returned = await called(self._call_tool, *arguments)
+        if self._broken is not None:
+            raise self._broken
         try:
             response, reward, metrics = read_execution(returned)
-        except TypeError as error:
+            number = as_reward(reward, "execute")
+        except (TypeError, InfrastructureError) as error:
             what = one_line(error).replace("execute", "_call_tool")
             raise EtudeError(f"agent loop {type(self).__name__}: {what}") from error
-        number = as_reward(reward, f"agent loop {type(self).__name__}: _call_tool")
         shown = data.session.shown(response)
         made = self._outcomes.pop(id(call), None) or ToolOutcome(call, turn, shown)
         seconds = time.perf_counter() - started
@@ -317,7 +340,11 @@ class ToolAgentLoop(AgentLoopBase):
             InfrastructureError: as `ToolSession.execute`.
         """
         data = self._data
-        [outcome] = await data.session.execute([tool_call], data.trajectory.assistant_turns - 1)
+        try:
+            [outcome] = await data.session.execute([tool_call], data.trajectory.assistant_turns - 1)
+        except InfrastructureError as error:
+            self._broken = error
+            raise
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
@@ -426,13 +453,6 @@ class ToolAgentLoop(AgentLoopBase):
     }
 
 
-_NOT_CALLED = frozenset(  # what subclasses override in verl
-    {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
-    | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
-    | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
-)
-
-
 def _is_json(value: object) -> bool:
     """Whether what a tool or subclass keeps may leave the process, to the scorer and the dump."""
     try:
@@ -440,28 +460,3 @@ def _is_json(value: object) -> bool:
     except (TypeError, ValueError, RecursionError):
         return False
     return True
-
-
-def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
-    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
-
-    Returns the number of images that stand before those.
-    """
-    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
-    if last is None:
-        messages.append({"role": "user", "content": content_of(text, images)})
-        return sum(map(image_count, messages[:-1]))
-    message = messages[last]
-    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
-    if isinstance(content, str) and not images:
-        message["content"] = f"{content}\n{text}"
-    else:
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
-    return before
-
-
-def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
-    trajectory.tool_calls.append(outcome.to_record(text))
-    if outcome.error is None:
-        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))

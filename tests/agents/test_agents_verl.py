@@ -16,11 +16,12 @@ from etude.agents import (
     AgentLoopMetrics,
     AgentLoopOutput,
     AgentState,
+    EnvAgentLoop,
     ToolAgentLoop,
 )
 from etude.agents.client import token_ids
 from etude.chat import ToolParser
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine
 from etude.models import TinyModelSpec, build_tiny_model
 from etude.rewards.scoring import one_row
@@ -323,7 +324,7 @@ def test_call_tool_is_called_for_every_call_and_what_it_returns_counts():
     assert responses[:2] == ["<seen>", "my own"]
     assert responses[2].startswith("<Unknown tool 'nobody'")
     assert [record.error for record in trajectory.tool_calls] == [None, None, "unknown_tool"]
-    assert trajectory.rewards.steps == [(0, "echo", 1.5), (0, "mine", 0.25)]
+    assert trajectory.rewards.steps == [(0, "echo", 1.5), (0, "mine", 0.25), (0, "nobody", 1.0)]
     assert trajectory.rewards.final == {"echo": 2.0}
     assert (tool.log["create"], tool.log["execute"], tool.log["release"]) == (1, 1, 1)
     assert "<seen>" in TOKENIZER.decode(engine.asked[1][1])
@@ -355,6 +356,8 @@ def test_a_long_answer_of_call_tool_is_cut_like_a_tools():
     [
         ({"role": "tool"}, r"agent loop .*Own: _call_tool must return \(ToolResponse, reward, metrics\), not dict"),
         ((3, 0.0, {}), "agent loop .*Own: the response must be a ToolResponse or a str, not int"),
+        (("x", "much", {}), "agent loop .*Own: _call_tool returned a str where a number was expected as reward"),
+        (("x", float("nan"), {}), "agent loop .*Own: _call_tool returned the reward nan, which is not finite"),
     ],
 )  # fmt: skip
 def test_what_call_tool_may_not_return_names_the_loop(returned, message):
@@ -364,6 +367,23 @@ def test_what_call_tool_may_not_return_names_the_loop(returned, message):
 
     with pytest.raises(EtudeError, match=message):
         roll([says(CALL), says(ANSWER)], [Echo()], loop_class=Own)
+
+
+def test_a_broken_tool_stays_broken_whatever_call_tool_makes_of_it():
+    """As in verl, where `_call_tool` tells the model of every exception."""
+
+    class Own(ToolAgentLoop):
+        async def _call_tool(self, tool_call, tools_kwargs, agent_data):
+            try:
+                return await super()._call_tool(tool_call, tools_kwargs, agent_data)
+            except Exception as error:
+                return ToolResponse(text=f"Error when executing tool: {error}"), 0.0, {}
+
+    def refuse(_):
+        raise ConnectionError("gone")
+
+    with pytest.raises(InfrastructureError, match="tool 'echo': execute failed: ConnectionError: gone"):
+        roll([says(CALL), says(ANSWER)], [Echo(respond=refuse)], loop_class=Own)
 
 
 def test_a_call_tool_that_raises_stops_the_others():
@@ -461,6 +481,14 @@ def test_hooks_that_nothing_calls_are_refused_by_name(name):
 
     with pytest.raises(ConfigError, match=f"agent loop Own: nothing here calls '{name}'; .*_call_tool, run"):
         type("Own", (ToolAgentLoop,), {name: hook})
+
+
+def test_an_environment_runs_its_tools_itself():
+    async def hook(self, *args):
+        """Never called."""
+
+    with pytest.raises(ConfigError, match="agent loop Own: nothing here calls '_call_tool'"):
+        type("Own", (EnvAgentLoop,), {"_call_tool": hook})
 
 
 def test_a_handler_that_returns_no_state_is_told():

@@ -21,12 +21,12 @@ from typing import Any, Protocol
 
 from etude.agents.agent_data import AgentState
 from etude.agents.base import register
-from etude.agents.conversation import Conversation, add_time, end
+from etude.agents.conversation import Conversation, add_time, append_to_last_user, end, record
 from etude.agents.environments.env import Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.scores import environment_score
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
-from etude.agents.tool_agent import ToolAgentLoop, append_to_last_user, record
+from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import EtudeError, InfrastructureError, is_infrastructure, one_line
 from etude.rewards.number import as_reward
@@ -83,6 +83,8 @@ class Stage(Protocol):
 class EnvAgentLoop(ToolAgentLoop):
     """See the module's docstring."""
 
+    _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # its environment runs the tools
+
     async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
         """See `ToolAgentLoop.converse`.
 
@@ -105,6 +107,7 @@ class EnvAgentLoop(ToolAgentLoop):
     async def _handle_generating_state(
         self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
     ) -> AgentState:
+        self.set_sampling(data, sampling_params, ignore_termination)
         output = await self.sample(data)
         if output.stop_reason != "stop" or self.room(data.trajectory) < 1:
             return end(data, StopReason.RESPONSE_LENGTH)
