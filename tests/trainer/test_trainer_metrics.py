@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.agents import RolloutResult, to_batch
 from etude.protocol import DataProto
 from etude.trainer.metrics import (
     data_metrics,
@@ -19,6 +20,7 @@ from etude.trainer.metrics import (
     validation_metrics,
     wilson_interval,
 )
+from etude.trainer.rollouts import failure_metrics
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 
 
@@ -228,3 +230,14 @@ def test_validation_of_ragged_groups_counts_every_prompt() -> None:
 def test_validation_refuses_unequal_lengths() -> None:
     with pytest.raises(ValueError, match="2 data sources, 1 uids, 1 scores"):
         validation_metrics(["a", "a"], ["p"], [1.0])
+
+
+def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counted():
+    sampled, silent, none = (Trajectory(name, [1]) for name in "abc")
+    sampled.append([2, 3], Provenance.SAMPLED, log_probs=[-0.1, -0.2])
+    silent.append([2, 3], Provenance.TOOL)
+    sampled.metrics["release_failures"], none.metrics["release_failures"] = 1.0, 2.0
+    dropped = RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)
+    figures = failure_metrics(to_batch([*map(RolloutResult, (sampled, silent, none)), dropped], 0))
+    assert (figures["rollout/nothing_sampled"], figures["rollout/release_failures"]) == (2.0, 3.0)
+    assert figures["rollout/dropped"] == 1.0
