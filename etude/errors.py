@@ -14,6 +14,7 @@ Classification lives in `is_infrastructure` and nowhere else.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 
 class EtudeError(Exception):
@@ -25,6 +26,13 @@ class EtudeError(Exception):
 
 class ConfigError(EtudeError):
     """A configuration key or file is wrong; names the key or file."""
+
+
+class ConfigErrors(ConfigError):
+    """Several settings are wrong: a line each, so that one look at the message mends them all."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join([f"{len(faults)} settings cannot be taken:", *faults]))
 
 
 class DataError(EtudeError):

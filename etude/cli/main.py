@@ -18,7 +18,7 @@ from dataclasses import dataclass
 import click
 
 from etude import __version__
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, ConfigErrors, EtudeError
 from etude.registry import did_you_mean
 
 
@@ -121,7 +121,8 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
     except EtudeError as error:
         if os.environ.get("ETUDE_DEBUG", "") not in ("", "0"):
             raise
-        click.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
+        lines = str(error).splitlines() if isinstance(error, ConfigErrors) else [str(error)]
+        click.secho("error: " + "\n  ".join(" ".join(line.split()) for line in lines), fg="red", err=True)
         return error.exit_status
     return status if isinstance(status, int) else 0
 

@@ -31,6 +31,14 @@ class SandboxUnavailableError(EtudeError):
     """No mode of isolation holds its guarantees on this machine; the message says what failed and what to install."""
 
 
+class BoxLostError(SandboxError):
+    """A box vanished while code ran in it, and nothing in it says why: killed from outside, as far as anybody can tell."""
+
+
+class SessionClosedError(SandboxError):
+    """The session was closed, by its owner or with the whole sandbox, while its cell ran."""
+
+
 class UnknownSessionError(EtudeError, KeyError):
     """There is no session of that id: it never was, was closed, expired, or died with its interpreter."""
 

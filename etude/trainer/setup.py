@@ -87,7 +87,7 @@ class RunSetup:
             max_samples=max_samples,
         )
         reward = self.roles.reward
-        if reward.enable and reward.reward_manager == "naive" and self.roles.custom_reward.path is None:
+        if reward.enable and reward.reward_manager in ("naive", "dapo") and self.roles.custom_reward.path is None:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows

@@ -30,6 +30,9 @@ class CharacterTemplate:
         text = json.dumps(tools or []) + "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return [ord(character) for character in text]
 
+    def require_whole(self, messages, tools):
+        self.initial_ids(messages, tools)
+
     def prompt_length(self, messages, tools):
         return len(self.initial_ids(messages, tools))
 

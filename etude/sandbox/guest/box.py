@@ -18,6 +18,7 @@ from . import kernel
 from .settings import BOX, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
+_TCP_BUFFER = 106_496  # bytes: half of what Linux gives other sockets
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -50,6 +51,7 @@ def open_box(settings: Settings) -> Box:
         source = f"{BOX}/{os.path.basename(target)}"
         os.mkdir(source, 0o700)
         kernel.mount(source, target, "", kernel.MS_BIND)
+    _limit_tcp_buffers()
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, "subset=pid")
     _raise_loopback()
     socket.sethostname("sandbox")
@@ -61,6 +63,13 @@ def limit_disk(settings: Settings, size_mb: int) -> None:
     if settings.isolated:
         flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("tmpfs", WORK, "tmpfs", flags, f"size={size_mb}m,nr_inodes={_INODES}")
+
+
+def _limit_tcp_buffers() -> None:
+    """Keeps both buffers of a connection together at what any other socket has: by default they grow to dozens of MiB."""
+    for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
+        with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
+            file.write(f"4096 {start} {_TCP_BUFFER}")
 
 
 def _raise_loopback() -> None:

@@ -197,8 +197,8 @@ class Supervisor:
         busy, self._cpu_seen = cpu > self._cpu_seen, cpu
         if cpu > limits["cpu_seconds"]:
             return busy, "time_limit"
-        memory = limits["memory_mb"] << 20
-        return busy, "memory_limit" if census.resident_bytes(pids, memory) > memory else None
+        memory = (limits["memory_mb"] << 20) - (census.socket_bytes() if self._settings.isolated else 0)
+        return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
 
     def _obey(self, pid: int) -> bool:
         """Does what the host asks of a session; False when it wants the end."""
