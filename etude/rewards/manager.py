@@ -16,7 +16,7 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from etude.bounded import BlockingCalls, within
-from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
+from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.registry import Registry
 from etude.renamed import renamed_imports
 from etude.rewards import default
@@ -72,7 +72,7 @@ class BoundedScorer:
         except ModuleNotFoundError as error:
             raise ConfigError(f"{where} failed: {one_line(error)}{renamed_imports(error)}") from error
         except Exception as error:
-            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+            raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
 
     async def _run(self, arguments: dict[str, Any]) -> Score:
         started = time.monotonic()

@@ -293,16 +293,25 @@ def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores:
 
 def _source_metrics(prefix: str, prompts: Sequence[Sequence[float]]) -> Metrics:
     most = max(len(samples) for samples in prompts)
-    means = [float(np.mean(samples)) for samples in prompts]
-    metrics: Metrics = {f"{prefix}/mean@{most}": float(np.mean(means))}
-    if all(score in (0.0, 1.0) for samples in prompts for score in samples):
-        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+    mean, low, high = prompt_mean(prompts)
+    metrics: Metrics = {f"{prefix}/mean@{most}": mean}
+    if low is not None and high is not None:
         metrics |= {f"{prefix}/mean@{most}/ci95_low": low, f"{prefix}/mean@{most}/ci95_high": high}
     powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
     for k in [*powers, most] if most > 1 else []:
         best = [expected_best(samples, min(k, len(samples))) for samples in prompts]
         metrics[f"{prefix}/best@{k}/mean"] = float(np.mean(best))
     return metrics
+
+
+def prompt_mean(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None, float | None]:
+    """(mean over prompts of a prompt's mean, low, high): for values that are all 0 or 1 with a 95 % Wilson interval that
+    counts prompts, since samples of one prompt are not independent; it is never too narrow, however alike they are."""
+    means = [float(np.mean(samples)) for samples in prompts]
+    low = high = None
+    if all(value in (0.0, 1.0) for samples in prompts for value in samples):
+        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+    return float(np.mean(means)), low, high
 
 
 def expected_best(samples: Sequence[float], k: int) -> float:

@@ -159,6 +159,12 @@ def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles:
             "rollout.mode=sync steps environments together, for which trajectories wait for each other; "
             "trainer.deterministic does not go with that: set rollout.mode=async"
         )
+    val = rollout.val_kwargs
+    if val.n > 1 and not (val.do_sample and val.temperature > 0):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} without sampling gives equal answers: set val_kwargs.n=1, or "
+            "val_kwargs.do_sample=true and a val_kwargs.temperature above 0"
+        )
     if algorithm.adv_estimator == "grpo" and rollout.n < 2:
         raise ConfigError("algorithm.adv_estimator=grpo compares answers to one prompt: set rollout.n to 2 or more")
     if roles.custom_reward.path and not roles.reward.enable:

@@ -115,7 +115,7 @@ def test_when_the_retries_are_spent_the_call_is_broken():
     tool = Scripted(config={"max_retries": 3}, execute=ConnectionError("refused"))
     error = broken_call(tool)
     assert (tool.count("execute"), error.record.retries) == (4, 3)
-    assert str(error) == "tool 't': execute failed: ConnectionError: refused"
+    assert str(error).startswith("tool 't': execute failed: ConnectionError: refused (tests/tools/session_stage.py:")
 
 
 @pytest.mark.parametrize("error", [ToolError("no"), ValueError("bad"), ["nonsense"]])
