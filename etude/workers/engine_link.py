@@ -153,7 +153,7 @@ class EngineLink:
         try:
             source = await self._source(version)
             await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
-            figures = await self._probed(version)
+            figures = await within(self._rollout.weight_sync_timeout, self._run_probe, version)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -164,7 +164,7 @@ class EngineLink:
         self._handed = version
         return {"weight_sync/seconds": time.perf_counter() - started} | figures
 
-    async def _probed(self, version: int) -> dict[str, float]:
+    async def _run_probe(self, version: int) -> dict[str, float]:
         if self._probe is None:
             return {}
         probe = self._probe

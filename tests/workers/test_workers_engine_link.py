@@ -1,5 +1,6 @@
 """The link between worker and engine: weights handed over and probed, for engines in this process and behind HTTP."""
 
+import asyncio
 import copy
 import gc
 import os
@@ -56,6 +57,31 @@ def test_the_probe_changes_no_rollout_and_no_figure(model_path):
         for m in (metrics, other_metrics)
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("engine", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 16}])
+def test_in_the_deterministic_mode_a_small_engine_is_probed_and_rolls_out(model_path, engine):
+    group, _ = policy(model_path, rollout={"weight_sync_timeout": 20.0, **engine}, deterministic=True)
+    (figures,) = group.update_actor(learnable(group, prompts()))
+    assert figures["weight_sync/largest_difference"] < 1e-4
+
+
+def test_a_probe_that_is_not_answered_stops_the_run(model_path):
+    @ENGINES.register("workers_test_mute")
+    class Mute(NativeEngine):
+        async def generate(self, request_id, *arguments, **options):
+            if request_id.startswith("probe/"):
+                await asyncio.get_running_loop().create_future()
+            return await super().generate(request_id, *arguments, **options)
+
+    try:
+        group, _ = policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
+        with pytest.raises(
+            WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"
+        ):
+            group.generate_sequences(prompts())
+    finally:
+        ENGINES._items.pop("workers_test_mute")
 
 
 def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
