@@ -20,12 +20,13 @@ from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
 from etude.data.options import file_list
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.metrics import add_metrics, finish_metrics
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import written_whole
 from etude.trainer.display import Display
 from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import reward_source_metrics, tool_metrics
+from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
 from etude.trainer.options import RunOptions
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
 from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
@@ -156,6 +157,7 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
+            TrainingStopped: too many steps in a row were skipped; the last model that was written stays.
             Interrupted: a signal ended it; without a wished window, the model as it was then is written.
             CheckpointError: the model cannot be written.
         """
@@ -179,9 +181,10 @@ class SFTTrainer:
 
     def _loop(self, result: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
         seen: list[float] = []
+        skipped = SkippedSteps(self.options.max_skipped_steps)
         batches = self.loader.endless()
         for step in range(1, self.total_steps + 1):
-            metrics = self._step([row["demonstration"] for row in next(batches)])
+            metrics = self._step([row["demonstration"] for row in next(batches)], step)
             last = step == self.total_steps
             if self.trial is not None and (last or step % self.target.every == 0):
                 with interrupts.abandonable():
@@ -192,6 +195,7 @@ class SFTTrainer:
                     self._write(result)
             tracking.log(metrics, step)
             display.step(step, metrics)
+            skipped.note(metrics)
             saves = self.options.save_freq > 0 and step % self.options.save_freq == 0
             if self.trial is None and (last or saves or interrupts.stop):
                 self._write(result)
@@ -208,11 +212,12 @@ class SFTTrainer:
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high
 
-    def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
+    def _step(self, demonstrations: list[Demonstration], step: int) -> dict[str, float]:
         timings = Timings()
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
-            [metrics] = self.group.update_sft(batch)
+            batch.meta_info["global_step"] = step - 1
+            metrics = finish_metrics(add_metrics(self.group.update_sft(batch)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
