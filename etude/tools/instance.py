@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.bounded import called, ended, result_of, within
-from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
+from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
