@@ -232,8 +232,8 @@ class SFTTrainer:
         interrupts: Interrupts,
     ) -> None:
         """A step, and the trial and the checkpoint that are due after it."""
+        metrics = self._step([row["demonstration"] for row in rows])
         self.step += 1
-        metrics = self._step([row["demonstration"] for row in rows], self.step)
         last = self.step == self.total_steps
         if self.trial is not None and (last or self.step % self.target.every == 0):
             with interrupts.abandonable():
@@ -254,11 +254,11 @@ class SFTTrainer:
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high
 
-    def _step(self, demonstrations: list[Demonstration], step: int) -> dict[str, float]:
+    def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
-            batch.meta_info["global_step"] = step - 1
+            batch.meta_info["global_step"] = self.step
             metrics = finish_metrics(add_metrics(self.group.update_sft(batch)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
