@@ -36,6 +36,7 @@ from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
+from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
 from etude.models.loading import torch_dtype
 from etude.models.packable import enable_packing
@@ -253,7 +254,7 @@ class NativeEngine:
             if not was_paused:
                 await self.resume()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """What was done since the last call; names and units are those of `EngineFigures.report`."""
         figures, self._figures = self._figures, EngineFigures()
         figures.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.bounded import BlockingCalls
-from etude.errors import EtudeError, InfrastructureError, one_line
+from etude.errors import EtudeError, InfrastructureError, describe_error
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.trajectory import Trajectory
@@ -44,7 +44,7 @@ class TrajectoryScorer:
         except (EtudeError, InfrastructureError):
             raise
         except Exception as error:
-            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+            raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
         score = as_reward(value, where)
         trajectory.rewards.score_info = dict(result.get("reward_extra_info") or {})
         trajectory.rewards.score = score

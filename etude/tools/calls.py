@@ -22,8 +22,18 @@ from dataclasses import replace
 from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
+from etude.errors import (
+    ConfigError,
+    EtudeError,
+    InfrastructureError,
+    ToolError,
+    debugging,
+    describe_error,
+    is_infrastructure,
+    one_line,
+)
 from etude.limits import Limit, LocalLimiter
+from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.argument_check import ArgumentChecker
@@ -131,11 +141,16 @@ class ToolCalls:
                 "which would not see the calls that the cache answers"
             )
         own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
+        for key in own:
+            if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
+                logger.warning(
+                    "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
+                )
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
         self.reads_create_kwargs = _reads(tool, "create", "create_kwargs")
         self.reads_agent_data = _reads(tool, "execute", "agent_data")
-        self._traceback_logged = self._release_logged = False
+        self._exception_logged = self._release_logged = False
 
     def log_release(self, line: str) -> None:
         """The tool's first release that failed as a warning; the others are counted, and seen at INFO."""
@@ -249,10 +264,15 @@ class ToolCalls:
         if self.policy.on_exception is OnException.INFRASTRUCTURE:
             raise InfrastructureError(line) from raised
         if self.policy.on_exception is OnException.STOP:
-            raise EtudeError(f"tool '{self.name}' raised {line} (its config.on_exception is 'stop')") from raised
-        if not self._traceback_logged and not isinstance(raised, InjectedError):
-            self._traceback_logged = True
+            raise EtudeError(
+                f"tool '{self.name}' raised {describe_error(raised)}; its config.on_exception is 'stop'"
+            ) from raised
+        if not self._exception_logged and not isinstance(raised, InjectedError):
+            self._exception_logged = True
             logger.warning(
-                "tool '%s' raised; the model is told, and later ones are only counted", self.name, exc_info=raised
+                "tool '%s' raised %s; the model is told, and later ones are only counted",
+                self.name,
+                describe_error(raised),
+                exc_info=raised if debugging() else None,
             )
         return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

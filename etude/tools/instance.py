@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.bounded import called, ended, result_of, within
-from etude.errors import ConfigError, InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
@@ -205,8 +205,7 @@ class ToolInstance:
 
     def sentence(self, method: str, error: Exception) -> str:
         """`tool 'search': execute failed: ConnectionError: refused`."""
-        kind = "" if type(error) is InfrastructureError else f"{type(error).__name__}: "
-        return f"tool '{self.tool.name}': {method} failed: {kind}{one_line(error)}"
+        return f"tool '{self.tool.name}': {method} failed: {describe_error(error)}"
 
     @property
     def _id(self) -> str:

@@ -162,14 +162,15 @@ def test_success_is_the_scorers_word_or_a_reward_of_one(rewards: Rewards, succes
 
 
 def test_timing() -> None:
-    metrics = timing_metrics({"gen": 3.0, "update_actor": 1.0, "step": 5.0}, 1000)
+    metrics = timing_metrics({"gen": 3.0, "update_actor": 1.0, "step": 5.0}, 1000, 600)
     assert metrics["timing_s/gen"] == 3.0
-    assert metrics["timing_per_token_ms/gen"] == 3.0
+    assert metrics["timing_per_token_ms/gen"] == 5.0  # per token of the responses
+    assert metrics["timing_per_token_ms/update_actor"] == 1.0
     assert metrics["perf/time_per_step"] == 5.0
     assert metrics["perf/throughput"] == 200.0
     assert 0.001 < metrics["perf/cpu_memory_used_gb"] < 10_000
-    assert timing_metrics({"gen": 3.0, "ref": 1.0}, 0)["perf/time_per_step"] == 4.0
-    assert "perf/throughput" not in timing_metrics({}, 0)
+    assert timing_metrics({"gen": 3.0, "ref": 1.0}, 0, 0)["perf/time_per_step"] == 4.0
+    assert "perf/throughput" not in timing_metrics({}, 0, 0)
 
 
 @pytest.mark.parametrize(  # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3

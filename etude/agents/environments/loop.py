@@ -28,7 +28,7 @@ from etude.agents.environments.scores import environment_score
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
 from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
-from etude.errors import EtudeError, InfrastructureError, is_infrastructure, one_line
+from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.number import as_reward
 from etude.tools import BaseTool
 from etude.trajectory import StopReason
@@ -306,7 +306,7 @@ async def _called(
             )
         return await within(environment.timeout, _threads.run, function, *args, **kwargs)
     except Exception as error:
-        line = f"environment '{environment.name}': {method} failed: {type(error).__name__}: {one_line(error)}"
+        line = f"environment '{environment.name}': {method} failed: {describe_error(error)}"
         if is_infrastructure(error):
             raise InfrastructureError(line) from error
         if isinstance(error, EtudeError):
