@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agents import RolloutResult, to_batch
+from etude.agents import RolloutResult
 from etude.protocol import DataProto
 from etude.trainer.metrics import (
     data_metrics,
@@ -238,6 +238,6 @@ def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counte
     silent.append([2, 3], Provenance.TOOL)
     sampled.metrics["release_failures"], none.metrics["release_failures"] = 1.0, 2.0
     dropped = RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)
-    figures = failure_metrics(to_batch([*map(RolloutResult, (sampled, silent, none)), dropped], 0))
+    figures = failure_metrics([*map(RolloutResult, (sampled, silent, none)), dropped])
     assert (figures["rollout/nothing_sampled"], figures["rollout/release_failures"]) == (2.0, 3.0)
     assert figures["rollout/dropped"] == 1.0
