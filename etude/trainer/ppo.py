@@ -114,7 +114,10 @@ class PPOTrainer:
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         console = "console" in self.options.logger
-        with Display(self.total_steps, experiment, enabled=console) as display, Interrupts(display.note) as interrupts:
+        val = self.setup.roles.rollout.val_kwargs
+        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        view = Display(self.total_steps, experiment, enabled=console, validated=how)
+        with view as display, Interrupts(display.note) as interrupts:
             self.policy_wg.set_progress(display.rollout_progress)
             if resumed is not None:
                 display.note(resumed)
