@@ -27,6 +27,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
+from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
@@ -122,7 +123,8 @@ class PPOTrainer:
             if resumed is not None:
                 display.note(resumed)
             try:
-                return self._loop(tracking, display, interrupts)
+                with run_record(self.run_dir):
+                    return self._loop(tracking, display, interrupts)
             finally:
                 tracking.close()
                 if self.options.report:
