@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from etude.errors import ConfigError, one_line
+from etude.renamed import renamed_imports
 
 T = TypeVar("T")
 
@@ -111,7 +112,8 @@ def import_module(target: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's module raises while it is imported is theirs to read
-        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}") from error
+        advice = renamed_imports(error) if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}{advice}") from error
 
 
 def _import_file(path: Path) -> ModuleType:

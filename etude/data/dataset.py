@@ -218,9 +218,6 @@ class RLDataset:
         return (self[number] for number in range(len(self)))
 
 
-RLHFDataset = RLDataset
-
-
 def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:
     for name in files:
         folder = Path(name).expanduser().parent

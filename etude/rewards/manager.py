@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.registry import Registry
+from etude.renamed import renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import as_reward
@@ -60,7 +61,7 @@ class BoundedScorer:
         """The scorer's result.
 
         Raises:
-            EtudeError: raised by the scorer: something the user must change.
+            EtudeError: raised by the scorer, or it imports what is not installed: something the user must change.
             InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
         """
         where = f"compute_score for the data source '{arguments.get('data_source')}'"
@@ -68,6 +69,8 @@ class BoundedScorer:
             return await self._run(arguments)
         except EtudeError:
             raise
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{where} failed: {one_line(error)}{renamed_imports(error)}") from error
         except Exception as error:
             raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
 

@@ -60,7 +60,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 
     Tensors: prompts (1, prompt_len), responses and response_mask (1, response_len), attention_mask (1, both). The
     row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
-    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`).
+    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`), then what the loop put in `extra_fields`.
     """
     import torch  # here, so that tools, which only check rewards, load without it
 
@@ -75,6 +75,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "tool_rewards": [value for _, _, value in rewards.steps],
         "turn_scores": turn_scores,
         "rollout_reward_scores": dict(rewards.final),
+        **trajectory.extra_fields,
     }
     objects = {
         "data_source": row.get("data_source"),

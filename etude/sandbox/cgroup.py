@@ -110,7 +110,7 @@ class Delegation:
         return Group(folder)
 
     def try_out(self) -> None:
-        """Moves a process into a group and removes both.
+        """Moves a process into a limited group and removes both.
 
         Raises:
             SandboxError: that is not possible.
@@ -118,6 +118,7 @@ class Delegation:
         group = self.group()
         with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
             try:
+                group.limit(Limits(), cpus=1.0)
                 group.admit(process.pid)
             finally:
                 process.kill()

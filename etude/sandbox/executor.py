@@ -77,10 +77,10 @@ class Executor:
     def __init__(self, isolation: Isolation, workers: int, options: ExecutorOptions) -> None:
         self.isolation = isolation
         self.workers = workers
-        self.languages = languages.available()
         self._options = options
         self._scratch = jail_scratch() if isolation is Isolation.NONE else None
         libraries = jail.library_folders() if options.libraries is None else options.libraries
+        self.languages = languages.available(libraries)
         spare = min(workers, 8) if options.spare is None else options.spare
         self._delegation = find_delegation(options.cgroup)
         self._pool = Pool(isolation, self._settings(libraries), libraries, spare, self._delegation)

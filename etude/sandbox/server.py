@@ -11,7 +11,7 @@ import asyncio
 import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
@@ -23,6 +23,7 @@ from etude.sandbox import wire
 from etude.sandbox.admission import Admission, ServerBusy
 from etude.sandbox.budget import AnswerBudget
 from etude.sandbox.executor import SESSION_LIMITS, Executor
+from etude.sandbox.languages import RECIPES
 from etude.sandbox.metrics import CONTENT_TYPE, Metrics
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.types import (
@@ -36,6 +37,8 @@ from etude.sandbox.types import (
     UnknownSessionError,
     checked_paths,
 )
+
+R = TypeVar("R")
 
 _ABANDONED = 499
 ATTEMPTS = 2
@@ -62,12 +65,21 @@ class ServerOptions:
     limits: Limits = field(default_factory=lambda: Limits(wall_seconds=600.0, cpu_seconds=600.0))
     """The most a request may ask for; what it does not ask for (memory, processes, files) is as here."""
     max_compile_seconds: float = 120.0
+    """The longest `compile_timeout` of a request in a compiled language."""
     grace_seconds: float = 10.0
     """Beyond a request's own time limits, for the sandbox's work; then the request is answered `SandboxError`."""
     isolation: Isolation = Isolation.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_concurrency", "queue_seconds", "max_request_mb", "grace_seconds"):
+        names = (
+            "workers",
+            "max_concurrency",
+            "queue_seconds",
+            "max_request_mb",
+            "max_compile_seconds",
+            "grace_seconds",
+        )
+        for name in names:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {value}")
@@ -86,6 +98,31 @@ class SandboxService:
             executor.workers, options.max_concurrency or per_worker * executor.workers, options.queue_seconds
         )
         self.metrics = Metrics(self.admission)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._cut = False
+
+    async def until_cut(self, work: Coroutine[Any, Any, R]) -> R:
+        """The result of `work`.
+
+        Raises:
+            SandboxError: the server ended first.
+        """
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._cut:
+                raise SandboxError("the server was shut down before the run had ended") from None
+            raise
+        finally:
+            self._under_way.discard(task)
+
+    def cut_short(self) -> None:
+        """Ends all requests that are under way."""
+        self._cut = True
+        for task in self._under_way:
+            task.cancel()
 
     async def run_code(self, message: wire.RunCodeRequest) -> wire.RunCodeResponse:
         """One program.
@@ -95,8 +132,9 @@ class SandboxService:
             ServerBusy: it was not run.
         """
         language = wire.known_language(message.language)
+        compile_seconds = message.compile_timeout if language and RECIPES[language].compile else 0.0
         limits = wire.with_limits(self.options.limits, message.run_timeout, message.memory_limit_MB)
-        if message.compile_timeout > self.options.max_compile_seconds:
+        if compile_seconds > self.options.max_compile_seconds:
             raise SandboxRequestError(
                 f"compile_timeout: {message.compile_timeout:g} s is above this server's "
                 f"{self.options.max_compile_seconds:g} s"
@@ -107,7 +145,7 @@ class SandboxService:
             return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=reason)
         request = wire.run_request(message, language, limits)
         async with self.admission.slot():
-            seconds = ATTEMPTS * (message.run_timeout + message.compile_timeout) + self.options.grace_seconds
+            seconds = ATTEMPTS * (message.run_timeout + compile_seconds) + self.options.grace_seconds
             try:
                 result = await asyncio.wait_for(self.executor.run(request), seconds)
             except (SandboxError, asyncio.TimeoutError) as error:
@@ -278,7 +316,7 @@ async def _answered(
     began = asyncio.get_running_loop().time()
     outcome = "failed"
     try:
-        result = await unless_gone(request, work)
+        result = await unless_gone(request, service.until_cut(work))
         if result is None:
             outcome = "abandoned"
             return Response(status_code=_ABANDONED)

@@ -13,11 +13,13 @@ broken infrastructure, or to the end of the run. Lifecycle and time limits are t
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
 from etude.errors import (
@@ -58,14 +60,35 @@ def overrides(tool: BaseTool, method: str) -> bool:
     return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
 
 
+def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
+    """Whether `method` takes `keyword`: as a parameter, or among its `**kwargs`, where the code of a method of the class
+    names it. Other tools must not be handed it: they may hand all their keywords on."""
+    parameters = inspect.signature(getattr(tool, method)).parameters
+    if keyword in parameters and parameters[keyword].kind is not inspect.Parameter.VAR_KEYWORD:
+        return True
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    own = (base for base in type(tool).__mro__ if not base.__module__.startswith("etude."))
+    functions = (inspect.unwrap(value) for base in own for value in vars(base).values() if callable(value))
+    return any(_names(getattr(function, "__code__", None), keyword) for function in functions)
+
+
+def _names(code: CodeType | None, word: str) -> bool:
+    """Whether the text `word` is a constant of `code`, or of what is defined within it."""
+    constants = code.co_consts if code is not None else ()
+    return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
+
+
 class Question(NamedTuple):
-    """A call as it is about to be made: where it stands, what is asked, and the answer where a recording has it."""
+    """A call as it is about to be made: where it stands, what is asked, the answer where a recording has it, and what of
+    the conversation the tool is handed, which is no part of the question."""
 
     place: CallPlace
     arguments: dict[str, Any]
     kwargs: Mapping[str, Any]
     create_kwargs: Mapping[str, Any]
     recorded: Answer | None = None
+    shared: Mapping[str, Any] = MappingProxyType({})
 
 
 class Attempts:
@@ -81,7 +104,10 @@ class Attempts:
 
 
 class ToolCalls:
-    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes."""
+    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
+
+    `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
+    """
 
     @staticmethod
     def of(tool: BaseTool) -> ToolCalls:
@@ -122,7 +148,14 @@ class ToolCalls:
                 )
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
-        self._exception_logged = False
+        self.reads_create_kwargs = _reads(tool, "create", "create_kwargs")
+        self.reads_agent_data = _reads(tool, "execute", "agent_data")
+        self._exception_logged = self._release_logged = False
+
+    def log_release(self, line: str) -> None:
+        """The tool's first release that failed as a warning; the others are counted, and seen at INFO."""
+        logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
+        self._release_logged = True
 
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
         """The call's arguments, checked.

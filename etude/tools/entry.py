@@ -129,7 +129,7 @@ def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
     try:
         found = import_beside(name, file)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from error
+        raise ConfigError(f"{where}: {error}") from error
     is_tool = isinstance(found, FunctionTool) or (isinstance(found, type) and issubclass(found, BaseTool))
     if not is_tool and not is_qwen_shaped(found):
         raise ConfigError(

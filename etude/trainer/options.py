@@ -81,8 +81,11 @@ class RunOptions:
     seed: int = 1
     num_threads: int | None = None
     device: str = "auto"
+    max_skipped_steps: int = 5
 
     def __post_init__(self) -> None:
+        if self.max_skipped_steps < 1:
+            raise ConfigError(f"trainer.max_skipped_steps must be at least 1, not {self.max_skipped_steps}")
         if self.total_epochs < 1 or (self.total_training_steps is not None and self.total_training_steps < 1):
             raise ConfigError("trainer.total_epochs and trainer.total_training_steps must be at least 1")
         if self.num_threads is not None and self.num_threads < 1:

@@ -15,28 +15,30 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
 from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
+from etude.metrics import add_metrics, finish_metrics
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import data_metrics, timing_metrics
+from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
 from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
-from etude.workers import ActorOptions, ActorRolloutRefWorker, CriticOptions, CriticWorker, RewardWorker
+from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
 
 logger = logging.getLogger(__name__)
-
-Metrics = dict[str, float]
 
 
 class PPOTrainer:
@@ -50,6 +52,12 @@ class PPOTrainer:
                 with a configuration that is not this one's.
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
+        rollout = setup.roles.rollout
+        if not rollout.do_sample or rollout.temperature == 0 or rollout.top_k == 1:
+            raise ConfigError(
+                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false, temperature=0 and top_k=1 "
+                "give the likeliest one every time, and its log-probs no ratio to learn from"
+            )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
@@ -70,6 +78,7 @@ class PPOTrainer:
             self._restore_loop(self.resumption)
         self._batches = self.loader.endless()
         self._state = self._loop_state()
+        self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
     def _warn_of_two_judges(self, train: RLDataset) -> None:
         if self.setup.roles.reward.enable and len(train):
@@ -82,22 +91,23 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Starts the groups and loads the models."""
-        roles = replace(self.setup.roles, total_steps=self.total_steps * self._updates_per_step(self.setup.roles.actor))
+        first = self.options.critic_warmup if self.algorithm.needs_critic else 0
+        roles = replace(self.setup.roles, total_steps=self.total_steps, actor_first_step=first)
         self.policy_wg: WorkerGroup = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, self.setup.parts)
         self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
         self.critic_wg: WorkerGroup | None = None
         self.policy_wg.init_model()
         self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
         if self.algorithm.needs_critic:
-            updates = self._updates_per_step(roles.critic)
-            self.critic_wg = InProcessWorkerGroup(
-                CriticWorker, 1, replace(roles, total_steps=self.total_steps * updates)
-            )
+            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, roles)
             self.critic_wg.init_model()
 
-    def _updates_per_step(self, options: ActorOptions | CriticOptions) -> int:
-        """Optimizer steps a full batch takes: the unit of the learning-rate schedules."""
-        return options.ppo_epochs * -(-self.setup.data.train_batch_size // options.ppo_mini_batch_size)
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """Whether a forward pass before the update is needed: for several updates, or for the KL in the reward."""
+        actor = self.setup.roles.actor
+        several = actor.ppo_epochs > 1 or self.setup.data.train_batch_size > actor.ppo_mini_batch_size
+        return several or self.algorithm.use_kl_in_reward
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -176,6 +186,7 @@ class PPOTrainer:
         finally:  # the step is done, whatever became of its validation
             tracking.log(metrics | validated, self.global_step)
             display.step(self.global_step, metrics | validated)
+        self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
         return validated
@@ -210,7 +221,7 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
-                    self._add_advantages(batch)
+                    metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length)
             learned = self._learned(batch)
             kept = int(main_rows(learned).sum())
@@ -223,8 +234,9 @@ class PPOTrainer:
                     metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
-        tokens = int(batch.batch["attention_mask"].sum())
-        metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
+        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+        tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
@@ -233,22 +245,27 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        all_figures: list[Metrics] = []
+        results: list[RolloutResult] = []
+        engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
-            rolled, figures = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
-            all_figures.append(figures)
+            rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
+            results += results_of(rolled)
+            engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             if sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size:
                 break
-        return joined(parts), mean_figures(all_figures)
+        return joined(parts), self.rollouts.figures(results) | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`, unless the batch gets a single update: then that update's own values are the old ones."""
-        if self.algorithm.rollout_correction.bypass_mode:
+        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and no
+        KL in its reward, needs none: that update's own values are the old ones."""
+        bypass = self.algorithm.rollout_correction.bypass_mode
+        if bypass:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif self._updates_per_step(self.setup.roles.actor) > 1:
+        elif self._needs_old_log_probs:
             batch = batch.union(self.policy_wg.compute_log_prob(batch))
+        batch.meta_info["compare_rollout"] = bypass or not self._needs_old_log_probs
         return batch
 
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
@@ -257,16 +274,18 @@ class PPOTrainer:
     def _with_values(self, batch: DataProto) -> DataProto:
         return batch if self.critic_wg is None else batch.union(self.critic_wg.compute_values(batch))
 
-    def _add_advantages(self, batch: DataProto) -> None:
-        """Adds `token_level_rewards`, `advantages` and `returns`."""
+    def _add_advantages(self, batch: DataProto) -> Metrics:
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
         columns, algorithm = batch.batch, self.algorithm
         mask, episodes = columns["response_mask"], algorithm.needs_critic
-        rewards = sequence_scores(batch, episodes=episodes)
+        rewards, metrics = sequence_scores(batch, episodes=episodes), Metrics()
         if algorithm.use_kl_in_reward:
-            old = columns.get("old_log_probs", columns["rollout_log_probs"])
-            penalty = kl_penalty(old, columns["ref_log_prob"], algorithm.kl_penalty) * mask
-            rewards = rewards - self.kl.kl_coef * penalty
-            self.kl.update(float(masked_mean(penalty, mask)), n_steps=int(main_rows(batch).sum()))
+            old, ref = columns["old_log_probs"].double(), columns["ref_log_prob"].double()
+            penalty = torch.where(mask > 0, kl_penalty(old, ref, algorithm.kl_penalty), 0.0)
+            distance, coefficient = float(masked_mean(penalty, mask)), self.kl.kl_coef
+            rewards = rewards - coefficient * penalty
+            self.kl.update(distance, n_steps=int(main_rows(batch).sum()))
+            metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
         columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
             algorithm.adv_estimator,
             batch,
@@ -276,6 +295,7 @@ class PPOTrainer:
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
+        return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:
         """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
@@ -285,11 +305,11 @@ class PPOTrainer:
         return batch.select_idxs([row for rows in groups for row in rows])
 
     def _update_critic(self, batch: DataProto) -> Metrics:
-        return {} if self.critic_wg is None else mean_figures(self.critic_wg.update_critic(batch))
+        return {} if self.critic_wg is None else finish_metrics(add_metrics(self.critic_wg.update_critic(batch)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         warming_up = self.critic_wg is not None and self.global_step < self.options.critic_warmup
-        return {} if warming_up else mean_figures(self.policy_wg.update_actor(batch))
+        return {} if warming_up else finish_metrics(add_metrics(self.policy_wg.update_actor(batch)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

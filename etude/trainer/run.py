@@ -63,7 +63,7 @@ def evaluate(
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
     reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
-    roles = replace(setup.roles, needs_ref=False)
+    roles = replace(setup.roles, needs_ref=False, trains=False)
     policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
     policy.init_model()
     with RolloutProgress("evaluating", enabled="console" in setup.trainer.logger) as progress:

@@ -22,11 +22,12 @@ from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
 from etude.data.options import file_list
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.metrics import add_metrics, finish_metrics
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import reward_source_metrics, tool_metrics
+from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
 from etude.trainer.options import RunOptions
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
@@ -114,6 +115,7 @@ class SFTTrainer:
         self.used_config = used_values(config, self.resumption)
         self.step = 0
         self._trials = Trials()
+        self._skipped = SkippedSteps(self.options.max_skipped_steps)
         if self.resumption is not None:
             with self.resumption.restoring() as state:
                 self.loader.load_state_dict(state["loader"])
@@ -177,6 +179,7 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
+            TrainingStopped: too many steps in a row were skipped; the last model that was written stays.
             Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
             CheckpointError: the model cannot be written.
         """
@@ -242,6 +245,7 @@ class SFTTrainer:
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
         display.step(self.step, metrics)
+        self._skipped.note(metrics)
         due = self.options.save_freq > 0 and self.step % self.options.save_freq == 0
         if last or due or interrupts.stop:
             state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
@@ -254,7 +258,8 @@ class SFTTrainer:
         timings = Timings()
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
-            [metrics] = self.group.update_sft(batch)
+            batch.meta_info["global_step"] = self.step
+            metrics = finish_metrics(add_metrics(self.group.update_sft(batch)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:

@@ -58,6 +58,11 @@ class ActorOptions:
     def __post_init__(self) -> None:
         _check_updates("actor", self)
         check_kl_kind("actor_rollout_ref.actor.kl_loss_type", self.kl_loss_type)
+        if self.kl_loss_type in ("kl", "k1"):
+            raise ConfigError(
+                f"actor_rollout_ref.actor.kl_loss_type={self.kl_loss_type} has a gradient of zero in expectation: set "
+                "kl_loss_type=kl+ (the same value, with a gradient), k2 or low_var_kl"
+            )
 
 
 @dataclass(frozen=True)
@@ -132,9 +137,10 @@ class CustomRewardOptions:
 class RoleOptions:
     """Everything the workers of one run are built from.
 
-    `total_steps` is the length of the learning-rate schedules in optimizer steps' batches (training steps); `needs_ref`
-    says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed on to
-    users' agent loops and read by nothing of ours. An instance that exists names only what is registered.
+    The learning-rate schedules count training steps: they end after `total_steps`, and the actor's begins at
+    `actor_first_step` (after a critic's warm-up). A policy that does not train (`trains`) has no optimizer.
+    `needs_ref` says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed
+    on to users' agent loops and read by nothing of ours. An instance that exists names only what is registered.
 
     Raises:
         ConfigError: an engine, parser, loss or reward manager of some name does not exist; names key and nearest name.
@@ -149,6 +155,8 @@ class RoleOptions:
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
+    actor_first_step: int = 0
+    trains: bool = True
     needs_ref: bool = False
     deterministic: bool = False
     device: str = "cpu"

@@ -122,6 +122,14 @@ pathlib.Path("test_it.py").write_text("def test_it(tmp_path, capfd):\\n    (tmp_
 run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"], capture_output=True, text=True)
 print("1 passed" in run.stdout or run)
 """,
+    "psutil": """
+import os, psutil
+memory, me = psutil.virtual_memory(), psutil.Process()
+assert memory.total == memory.available == 1 << 30, memory
+assert psutil.cpu_percent(0.01) == 0 and len(psutil.cpu_percent(percpu=True)) == len(os.sched_getaffinity(0))
+assert 0 < me.memory_percent() < 50 and abs(me.create_time() - __import__("time").time()) < 100_000
+print({process.pid for process in psutil.process_iter()} == {1, os.getpid()})
+""",
     "matplotlib": """
 import matplotlib.pyplot as plt
 plt.plot([1, 2, 3])

@@ -6,6 +6,8 @@ import json
 import os
 import socket
 import struct
+import subprocess
+import threading
 from pathlib import Path
 
 import pytest
@@ -378,6 +380,29 @@ def test_the_census_finds_descendants():
     finally:
         os.kill(pid, 9)
         os.waitpid(pid, 0)
+
+
+def test_the_census_finds_what_a_thread_has_started():
+    reader, writer = os.pipe()
+    started, over = threading.Event(), threading.Event()
+    children = []
+
+    def start():
+        children.append(subprocess.Popen(["cat"], stdin=reader, stdout=subprocess.DEVNULL))
+        started.set()
+        over.wait()
+
+    thread = threading.Thread(target=start)
+    thread.start()
+    started.wait()
+    try:
+        assert children[0].pid in list(census.processes(isolated=False))
+    finally:
+        over.set()
+        os.close(writer)
+        children[0].wait()
+        thread.join()
+        os.close(reader)
 
 
 # the plan

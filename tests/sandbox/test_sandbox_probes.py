@@ -113,6 +113,16 @@ def test_a_limit_that_does_not_hold_is_noticed(probe, result):
         asyncio.run(probe(run))
 
 
+def test_sockets_that_are_not_counted_are_noticed():
+    async def run(request):
+        if "socket.socket" in request.code.removeprefix(probe_programs.GUARD):
+            return RunResult(RunStatus.TIME_LIMIT, None, "", "")
+        return RunResult(RunStatus.MEMORY_LIMIT, 1, "", "MemoryError")
+
+    with pytest.raises(probes.GuaranteeBroken, match="sockets' memory"):
+        asyncio.run(probes._memory(run))
+
+
 def test_a_daemon_that_survives_is_noticed(monkeypatch):
     async def run(request):
         return RunResult(RunStatus.FINISHED, 0, "left\n", "")

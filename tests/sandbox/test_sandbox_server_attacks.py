@@ -1,15 +1,20 @@
 """The server under attack from its clients and from the programs it runs: nobody else's request hangs, fails or pays."""
 
+import asyncio
 import contextlib
 import re
+import socket
 import threading
 from pathlib import Path
 
 import psutil
 import pytest
-from server_stage import ServerProcess
+import uvicorn
+from server_stage import PATIENCE, ServerProcess
 
 from etude.sandbox.budget import ANSWER_BYTES
+from etude.sandbox.connections import limited_protocol
+from etude.sandbox.serving import listen
 
 pytestmark = pytest.mark.usefixtures("isolation")
 
@@ -180,3 +185,80 @@ class TestOneBudgetForAnAnswer:
         assert size < ANSWER_BYTES
         assert "'b': 15728640 bytes are more than this answer has room for" in answer["message"]
         assert "'d': " in answer["message"]
+
+
+class TestConnections:
+    def test_idle_connections_keep_nobody_out(self):
+        with ServerProcess("--workers", "2", descriptors=128) as server, contextlib.ExitStack() as opened:
+            for n in range(300):
+                idle = opened.enter_context(socket.create_connection(address(server), timeout=PATIENCE))
+                with contextlib.suppress(OSError):  # it may have been let go already
+                    idle.sendall(b"POST /run_code HTTP/1.1\r\nHost: x\r\n"[: n % 40])
+            assert server.run("print(1)")["run_result"]["stdout"] == "1\n"
+            answers = [in_background(lambda n=n: server.run(f"print({n})", run_timeout=30)) for n in range(6)]
+            for n, (thread, results) in enumerate(answers):
+                thread.join()
+                assert results[0]["run_result"]["stdout"] == f"{n}\n"
+            assert len(psutil.Process(server.process.pid).net_connections("tcp")) < 40
+
+    async def test_who_does_not_send_its_head_in_time_is_let_go(self):
+        async with toy_server(max_connections=9, head_seconds=0.2) as port:
+            for sent in (b"", b"GET / HTTP/1.1\r\nHost:", b"GET / HTTP/1.1\r\nHost: x\r\n\r\nGET / HT"):
+                reader, writer = await asyncio.open_connection("127.0.0.1", port)
+                writer.write(sent)
+                answer = await asyncio.wait_for(read_all(reader), PATIENCE)
+                assert answer.count(b"200 OK") == (1 if b"\r\n\r\n" in sent else 0)
+                writer.close()
+
+    async def test_the_longest_idle_one_makes_room_and_a_busy_one_never(self):
+        async with toy_server(max_connections=2, head_seconds=PATIENCE) as port:
+            busy, ask = await asyncio.open_connection("127.0.0.1", port)
+            ask.write(b"GET /slow HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            await SLOW_BEGAN.wait()
+            idle, first = await asyncio.open_connection("127.0.0.1", port)
+            kept, second = await asyncio.open_connection("127.0.0.1", port)
+            assert await asyncio.wait_for(read_all(idle), PATIENCE) == b""
+            second.write(b"GET / HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            assert b"200 OK" in await asyncio.wait_for(read_all(kept), PATIENCE)
+            SLOW_ENDS.set()
+            assert b"200 OK" in await asyncio.wait_for(read_all(busy), PATIENCE)
+            for writer in (ask, first, second):
+                writer.close()
+
+
+def address(server):
+    host, port = server.url.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+async def read_all(reader):
+    with contextlib.suppress(ConnectionError):
+        return await reader.read()
+    return b""
+
+
+SLOW_BEGAN, SLOW_ENDS = asyncio.Event(), asyncio.Event()
+
+
+@contextlib.asynccontextmanager
+async def toy_server(max_connections, head_seconds):
+    """An application that answers at once, but `/slow` when it is let."""
+
+    async def application(scope, receive, send):
+        if scope["path"] == "/slow":
+            SLOW_BEGAN.set()
+            await SLOW_ENDS.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"0")]})
+        await send({"type": "http.response.body", "body": b""})
+
+    listener = listen("127.0.0.1", 0)
+    protocol = limited_protocol(max_connections, head_seconds)
+    server = uvicorn.Server(uvicorn.Config(application, http=protocol, lifespan="off", log_config=None))
+    with contextlib.ExitStack() as patched:
+        patched.enter_context(pytest.MonkeyPatch.context()).setattr(server, "capture_signals", contextlib.nullcontext)
+        serving = asyncio.ensure_future(server.serve(sockets=[listener]))
+        while not server.started:
+            await asyncio.sleep(0.01)
+        yield listener.getsockname()[1]
+        server.should_exit = True
+        await serving

@@ -81,7 +81,8 @@ def test_lifecycle_holds_in_every_ending(tools, named, turns, asks_rewards, canc
     if not cancellations:
         assert not task.cancelled()
         error = task.exception()
-        assert error is None or isinstance(error, InfrastructureError)
+        several = any(tool.script["calc_reward"] == ["nonsense"] for tool in tools)  # values, which the user must mend
+        assert error is None or isinstance(error, (InfrastructureError, *[ConfigError] * several))
         if error is None and asks_rewards:
             assert all(tool.count("calc_reward") == tool.count("create done") for tool in tools)
 

@@ -14,6 +14,7 @@ import inspect
 import io
 import linecache
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,6 +27,8 @@ from . import frames, program
 if TYPE_CHECKING:
     import asyncio
 
+_NOTEBOOK_LINE = re.compile(r"([ \t]*)([!%])(.*?)(\r?\n?)", re.DOTALL)
+_SYSTEM, _MAGIC = "__notebook_system__", "__notebook_magic__"
 MAX_TEXT = 1 << 20
 MAX_TRACEBACK = 1 << 16
 MAX_IMAGES = 8
@@ -68,7 +71,7 @@ class _Notebook:
         self._count = 0
         self._images: list[bytes] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        main.__dict__["display"] = self._display
+        main.__dict__.update({"display": self._display, _SYSTEM: self._system, _MAGIC: _magic})
 
     def run(self, code: str) -> list[tuple[str, str | bytes]]:
         """Runs a cell; the parts of its answer."""
@@ -95,7 +98,7 @@ class _Notebook:
 
     def _execute(self, code: str, name: str) -> object:
         """The value of the last expression, or None."""
-        tree = ast.parse(code, name)
+        tree = _parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         self._evaluate(tree, name, "exec")
         return self._evaluate(ast.Expression(last.value), name, "eval") if isinstance(last, ast.Expr) else None
@@ -109,6 +112,14 @@ class _Notebook:
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(eval(compiled, self._main.__dict__))
         return eval(compiled, self._main.__dict__)
+
+    def _system(self, command: str) -> None:
+        """Runs a line of shell; what it prints is the cell's output."""
+        import subprocess  # here: every run's process would carry it
+
+        sys.stdout.flush()
+        done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, check=False)
+        self._main.__dict__["_exit_code"] = done.returncode
 
     def _shown(self, value: object) -> str:
         """The text of a value; one with a PNG form is kept as an image as well."""
@@ -146,6 +157,32 @@ class _Notebook:
         elif image not in self._images:  # a figure that is the last value is open as well
             self._images.append(image)
         return True
+
+
+def _parse(code: str, name: str) -> ast.Module:
+    """The cell's syntax tree; a line of a notebook that is no Python, `!command` or `%magic`, becomes a call of ours.
+
+    Such a line is seen by its being where the syntax breaks: one in a string or a longer expression is left alone.
+    """
+    lines: list[str] = []
+    while True:
+        try:
+            return ast.parse("".join(lines) or code, name)
+        except SyntaxError as error:
+            lines = lines or code.splitlines(keepends=True)
+            number = (error.lineno or 0) - 1
+            line = lines[number] if 0 <= number < len(lines) else ""
+            found = _NOTEBOOK_LINE.fullmatch(line)
+            if found is None:
+                raise
+            indent, kind, text, end = found.groups()
+            lines[number] = f"{indent}{_SYSTEM if kind == '!' else _MAGIC}({text!r}){end}"
+
+
+def _magic(line: str) -> None:
+    """`%matplotlib …`: figures are shown anyway."""
+    if line.split()[:1] != ["matplotlib"]:
+        raise NameError(f"%{line.split()[0] if line.split() else ''} is not known here; only %matplotlib is")
 
 
 def _drawn(figure: Any) -> bytes:

@@ -27,9 +27,10 @@ def processes(isolated: bool) -> Iterator[int]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for child in _read(f"/proc/{pid}/task/{pid}/children").split():
-        yield int(child)
-        yield from _descendants(int(child))
+    for task in _tasks(pid):  # a child is its thread's
+        for child in _read(f"{task}/children").split():
+            yield int(child)
+            yield from _descendants(int(child))
 
 
 def memory_bytes(pids: list[int], limit: int) -> int:

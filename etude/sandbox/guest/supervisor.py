@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import census, frames, kernel
-from .box import Box, limit_disk, open_box
+from .box import Box, limit_disk, open_box, show_limits
 from .files import read_files, write_files
 from .settings import Settings
 from .stem import Broken, prepare, start
@@ -90,6 +90,7 @@ class Supervisor:
                 return
             request, payload = received
             limit_disk(self._settings, request["limits"]["disk_mb"])
+            show_limits(self._box, request["limits"]["memory_mb"])
             files = _unpacked(request["files"], payload)
             if request["source"]:
                 files.append((request["source"], request["code"].encode("utf-8", "surrogatepass")))
