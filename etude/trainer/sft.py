@@ -21,7 +21,7 @@ from etude.config import to_options
 from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
 from etude.data.options import file_list
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.metrics import add_metrics, finish_metrics
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import Checkpoints, written_whole
@@ -179,7 +179,7 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
-            TrainingStopped: too many steps in a row were skipped; the last model that was written stays.
+            TrainingStopped: too many steps in a row were skipped; a checkpoint holds the steps before.
             Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
             CheckpointError: the model cannot be written.
         """
@@ -245,11 +245,18 @@ class SFTTrainer:
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
         display.step(self.step, metrics)
-        self._skipped.note(metrics)
+        try:
+            self._skipped.note(metrics)
+        except TrainingStopped:
+            self._save()
+            raise
         due = self.options.save_freq > 0 and self.step % self.options.save_freq == 0
         if last or due or interrupts.stop:
-            state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
-            self.checkpoints.save(self.step, state, self.group.save_checkpoint)
+            self._save()
+
+    def _save(self) -> None:
+        state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
+        self.checkpoints.save(self.step, state, self.group.save_checkpoint)
 
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high
