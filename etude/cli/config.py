@@ -7,7 +7,6 @@ model and no data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -89,7 +88,7 @@ def _add_rows(
     from omegaconf import DictConfig
     from rich.text import Text
 
-    from etude.config import COMMAND_LINE
+    from etude.config.layers import is_users
 
     for name, value in section.items_ex(resolve=False):
         key = prefix + str(name)
@@ -99,8 +98,7 @@ def _add_rows(
             _add_rows(rows, value, sources, f"{key}.", depth + 1)
         else:
             source = sources.get(key, "")
-            is_set_by_user = source == COMMAND_LINE or Path(source).is_absolute()
-            rows.append((label.append(f" {_shown(value)}", style="green" if is_set_by_user else "cyan"), source))
+            rows.append((label.append(f" {_shown(value)}", style="green" if is_users(source) else "cyan"), source))
 
 
 def _shown(value: Any) -> str:

@@ -19,6 +19,7 @@ from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
 from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
+from etude.options import ActorOptions, CriticOptions, updates_per_step
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
@@ -28,10 +29,10 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import data_metrics, timing_metrics
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup, plain_config
+from etude.trainer.setup import RunSetup, config_yaml
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
-from etude.workers import ActorOptions, ActorRolloutRefWorker, CriticOptions, CriticWorker, RewardWorker
+from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +92,7 @@ class PPOTrainer:
 
     def _updates_per_step(self, options: ActorOptions | CriticOptions) -> int:
         """Optimizer steps a full batch takes: the unit of the learning-rate schedules."""
-        return options.ppo_epochs * -(-self.setup.data.train_batch_size // options.ppo_mini_batch_size)
+        return updates_per_step(self.setup.data.train_batch_size, options)
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -105,7 +106,7 @@ class PPOTrainer:
         """
         resumed = self._resume()
         with written_atomically(self.run_dir / "config.yaml") as file:
-            file.write(plain_config(self.setup.config).encode())
+            file.write(config_yaml(self.setup.config).encode())
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         console = "console" in self.options.logger

@@ -51,7 +51,7 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
 
 def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert "check folder and disk space" in one_line_error(
+    assert f"{tmp_path / 'file'} is a file, not a folder" in one_line_error(
         capsys, ["train", *tiny.arguments(tmp_path / "file" / "run")]
     )
 
