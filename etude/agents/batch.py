@@ -62,9 +62,9 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 
 
 def token_level_scores(results: Sequence[RolloutResult], width: int, tool_weight: float, score_weight: float) -> Tensor:
-    """(batch, width) rewards where they belong (`Trajectory.token_level_scores`); zeros for dropped rows."""
+    """(batch, width) rewards where they belong (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in results]
-    return _padded(rows, 0.0, width=width)
+    return _padded(rows, 0.0, width=width, kind=np.float64)
 
 
 def _objects(values: Sequence[Any]) -> np.ndarray:
@@ -74,12 +74,14 @@ def _objects(values: Sequence[Any]) -> np.ndarray:
     return column
 
 
-def _padded(rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False) -> Tensor:
-    """(rows, longest or `width`) of `fill`'s type, int64 or float32: one conversion for the whole batch."""
+def _padded(
+    rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False, kind: type | None = None
+) -> Tensor:
+    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32: one conversion for the whole batch."""
     lengths = np.array([len(row) for row in rows])
     width = max(width, int(lengths.max(initial=0)))
-    kind = np.float32 if isinstance(fill, float) else np.int64
-    matrix = np.full((len(rows), width), fill, dtype=kind)
+    kind = kind or (np.float32 if isinstance(fill, float) else np.int64)
+    matrix: np.ndarray = np.full((len(rows), width), fill, dtype=kind)
     places = np.arange(width)
     filled = places >= (width - lengths)[:, None] if left else places < lengths[:, None]
     matrix[filled] = np.fromiter(chain.from_iterable(rows), dtype=kind, count=int(lengths.sum()))

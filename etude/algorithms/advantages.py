@@ -15,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.algorithms.aggregation import masked_mean
+from etude.algorithms.aggregation import equal_scores, masked_mean
 from etude.errors import ConfigError
 from etude.registry import Registry
 
@@ -23,7 +23,7 @@ GroupIds: TypeAlias = Sequence[Hashable] | np.ndarray | Tensor
 
 
 class AdvantageEstimator(Protocol):
-    """(batch, response_len) rewards and mask → advantages and returns of the same shape."""
+    """(batch, response_len) rewards and values in float64, and mask → advantages and returns of the same shape."""
 
     def __call__(
         self,
@@ -52,7 +52,8 @@ def compute_advantage(
     lam: float = 1.0,
     **options: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Advantages and returns, each (batch, response_len), by the estimator registered as `name`.
+    """Advantages and returns, each (batch, response_len), by the estimator registered as `name`. They are computed
+    in float64, and returned in the rewards' type.
 
     Args:
         token_level_rewards: (batch, response_len).
@@ -64,15 +65,16 @@ def compute_advantage(
         ConfigError: unknown estimator, or an argument that it needs is missing.
     """
     advantages, returns = ADVANTAGE_ESTIMATORS.get(name)(
-        token_level_rewards=token_level_rewards,
+        token_level_rewards=token_level_rewards.double(),
         response_mask=response_mask,
         index=index,
-        values=values,
+        values=None if values is None else values.double(),
         gamma=gamma,
         lam=lam,
         **options,
     )
-    return advantages, returns
+    kind = token_level_rewards.dtype
+    return advantages.to(kind), returns.to(kind)
 
 
 @ADVANTAGE_ESTIMATORS.register("grpo")
@@ -91,16 +93,16 @@ def grpo(
     if index is None:
         raise ConfigError("algorithm.adv_estimator=grpo needs group ids")
     mask = response_mask > 0
-    # In double precision, and nothing at all for equal scores: a mean's rounding error divided by ε is no advantage.
-    scores = token_level_rewards.double().sum(dim=-1)
+    # In double precision, and nothing at all for equal scores: rounding errors divided by ε are no advantage.
+    scores = token_level_rewards.sum(dim=-1)
     advantages = torch.zeros_like(scores)
     for members in _groups(index, mask.any(dim=-1)):
         group = scores[members]
-        if len(members) < 2 or bool((group == group[0]).all()):
+        if len(members) < 2 or equal_scores(group):
             continue
         centred = group - group.mean()
         advantages[members] = centred / (group.std() + epsilon) if norm_adv_by_std_in_grpo else centred
-    spread = torch.where(mask, advantages[:, None], 0.0).to(token_level_rewards.dtype)
+    spread = torch.where(mask, advantages[:, None], 0.0)
     return spread, spread
 
 

@@ -22,6 +22,18 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
     return torch.where(counts, values, 0.0).sum() / counts.sum().clamp(min=1)
 
 
+def equal_scores(scores: Tensor) -> bool:
+    """Whether scores (n,) of one group differ by rounding at most: max − min ≤ 1e-8 · max(1, max |score|)."""
+    return bool(scores.max() - scores.min() <= 1e-8 * max(1.0, float(scores.abs().max())))
+
+
+def loss_count(loss_agg_mode: str, tokens: float, sequences: float) -> float:
+    """What a mode divides a mini-batch's loss by: its scored tokens, its sequences, or 1."""
+    if loss_agg_mode == "token-sum":
+        return 1.0
+    return tokens if loss_agg_mode == "token-mean" else sequences
+
+
 def agg_loss(
     loss_mat: Tensor,
     loss_mask: Tensor,

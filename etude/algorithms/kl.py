@@ -14,14 +14,17 @@ from etude.errors import ConfigError
 from etude.registry import did_you_mean
 
 KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
+_MAX_K3 = 10.0
+_K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # where exp(−d) − 1 + d is that
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     """The penalty a token, of the inputs' shape (batch, response_len).
 
     With d = log_prob − ref_log_prob: `kl`/`k1` d, `abs` |d|, `mse`/`k2` d²/2, `low_var_kl`/`k3` exp(−d) − 1 + d, with d
-    bounded to ±20 and the result to ±10 against overflow. A trailing `+` keeps the value and takes the gradient of `k2`,
-    the unbiased one.
+    bounded to ±20 and the result to 10 against overflow; where the result is bounded, the gradient is that at the bound, so
+    that a policy far from its reference is still drawn back. A trailing `+` keeps the value and takes the gradient of `k2`,
+    the unbiased one; that of `k1` is 0 in expectation.
 
     Raises:
         ConfigError: unknown kind.
@@ -35,14 +38,20 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     elif base in ("mse", "k2"):
         value = 0.5 * difference.square()
     elif base in ("low_var_kl", "k3"):
-        bounded = difference.clamp(-20.0, 20.0)
-        value = (torch.expm1(-bounded) + bounded).clamp(-10.0, 10.0)
+        value = _k3(difference)
     else:
         raise ConfigError(f"unknown kl_loss_type or kl_penalty '{kind}'{did_you_mean(kind, KL_KINDS)}")
     if not kind.endswith("+"):
         return value
     surrogate = 0.5 * difference.square()
     return value.detach() + (surrogate - surrogate.detach())
+
+
+def _k3(difference: Tensor) -> Tensor:
+    bounded = difference.clamp(-20.0, 20.0)
+    value = (torch.expm1(-bounded) + bounded).clamp(max=_MAX_K3)
+    slope = -torch.expm1(-difference.detach().clamp(*_K3_BOUNDS))
+    return value + torch.where(value.detach() < _MAX_K3, 0.0, slope) * (difference - difference.detach())
 
 
 @dataclass

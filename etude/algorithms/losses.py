@@ -43,7 +43,8 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its figures.
+    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its figures, each a mean
+    over the mask. Advantages, however precise, are taken in the precision of `log_prob`.
 
     `options` go to the loss; those that `agg_loss` takes (`dp_size`, `batch_num_tokens`, `global_batch_size`,
     `loss_scale_factor`) go on to it.
@@ -54,7 +55,7 @@ def policy_loss(
     return POLICY_LOSSES.get(name)(
         old_log_prob=old_log_prob,
         log_prob=log_prob,
-        advantages=advantages,
+        advantages=advantages.to(log_prob.dtype),
         response_mask=response_mask,
         loss_agg_mode=loss_agg_mode,
         **options,
@@ -116,7 +117,7 @@ def value_loss(
     """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), aggregated; the clipped value loss of the PPO implementations
     (Huang et al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
     mask = response_mask.bool()
-    vpreds, values, returns = (torch.where(mask, x, 0.0) for x in (vpreds, values, returns))
+    vpreds, values, returns = (torch.where(mask, x.to(vpreds.dtype), 0.0) for x in (vpreds, values, returns))
     clipped = torch.clamp(vpreds, values - cliprange_value, values + cliprange_value)
     plain, bounded = (vpreds - returns).square(), (clipped - returns).square()
     loss = 0.5 * agg_loss(torch.maximum(plain, bounded), response_mask, loss_agg_mode, **scaling)

@@ -107,6 +107,13 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
             "needs rollout.top_p=1 and top_k=-1: the engine's log-probs are those of the restricted distribution, the "
             "actor's are not",
         )
+    val = rollout.val_kwargs
+    if val.n > 1 and not (val.do_sample and val.temperature > 0):
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n",
+            "without sampling, answers are equal: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
+            "val_kwargs.temperature above 0",
+        )
     needed = rollout.prompt_length + 1
     if rollout.max_model_len is not None and rollout.max_model_len < needed:
         yield (

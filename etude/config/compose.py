@@ -31,6 +31,7 @@ from etude.config.layers import (
     plain,
     root_layers,
 )
+from etude.config.paths import anchor_paths
 from etude.config.preflight import Command, check_start
 from etude.config.provenance import provenance
 from etude.config.resolvers import register_resolvers
@@ -107,6 +108,9 @@ def compose_with_sources(
         user: list[Layer] = []
     else:
         base, user = _user_layers(name, folder, choices, root)
+        for layer in user:
+            if not layer.is_package:
+                anchor_paths(layer)
     if values:
         user.append(command_line_layer(values))
     translation = translate(user, KeyTable(base), base)

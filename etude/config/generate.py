@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-import json
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
@@ -37,6 +36,7 @@ from etude.options import (
     declarations,
 )
 from etude.options.declare import Declaration, Key, allowed_shortly
+from etude.options.validate import yaml_text
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
 _BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-- end of keys -->"
@@ -126,7 +126,7 @@ def _leaf(name: str, hint: Any, field: Any, indent: str) -> Iterator[str]:
     note = _note(about, hint)
     yield from _comment(f"{about.meaning} [{note}]" if note else about.meaning, indent)
     default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
-    yield f"{indent}{name}: {about.written or _yaml(default)}"
+    yield f"{indent}{name}: {about.written or yaml_text(default)}"
 
 
 def _note(about: Key, hint: Any) -> str:
@@ -159,15 +159,6 @@ def _comment(text: str, indent: str = "") -> list[str]:
     return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
 
 
-def _yaml(value: Any) -> str:
-    if isinstance(value, tuple):
-        return f"[{', '.join(map(_yaml, value))}]"
-    if isinstance(value, float):
-        mantissa, e, exponent = repr(value).partition("e")
-        return f"{mantissa if '.' in mantissa or not e else mantissa + '.0'}{e}{exponent.replace('-0', '-')}"
-    return value if isinstance(value, str) else json.dumps(value)
-
-
 # -- the reference page -----------------------------------------------------------------------------------------------
 
 
@@ -195,7 +186,7 @@ def _tree_tables(declared: dict[str, Declaration]) -> Iterator[str]:
 
 def _row(each: Declaration) -> str:
     about = each.about
-    default = about.written or _yaml(each.default)
+    default = about.written or yaml_text(each.default)
     bounds = _note(about, each.hint).replace("|", "\\|")
     condition = each.when[-1][1].condition if each.when else ""
     applies = f" *Applies {condition}.*" if condition else ""

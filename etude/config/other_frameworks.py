@@ -10,12 +10,22 @@ from __future__ import annotations
 
 ALIASES = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
-    "actor_rollout_ref.actor.optim.warmup_style": "actor_rollout_ref.actor.optim.lr_scheduler_type",
     "critic.grad_clip": "critic.optim.clip_grad",
-    "critic.optim.warmup_style": "critic.optim.lr_scheduler_type",
+    **{
+        f"{section}.optim.{theirs}": f"{section}.optim.{ours}"
+        for section in ("actor_rollout_ref.actor", "critic")
+        for theirs, ours in {
+            "warmup_style": "lr_scheduler_type",
+            "lr_decay_style": "lr_scheduler_type",
+            "decay_type": "lr_scheduler_type",
+            "min_lr_factor": "min_lr_ratio",
+        }.items()
+    },
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all that is below it → what it is called here."""
 
@@ -51,7 +61,7 @@ INERT = {
     "actor_rollout_ref.rollout.nnodes": _PLACES,
     "*.rollout_n": "rollout.n is the number of answers per prompt",
     "actor_rollout_ref.hybrid_engine": _PLACES,
-    "actor_rollout_ref.nccl_timeout": _PLACES,
+    "*.nccl_timeout": _PLACES,
     "actor_rollout_ref.rollout.agent.num_workers": "all trajectories run at once in one process; "
     "rollout.max_concurrent_trajectories bounds them",
     "model_engine": _PLACES,
@@ -81,6 +91,11 @@ INERT = {
     "*.tiled_mlp": _KERNELS,
     "*.use_prefix_grouper": _KERNELS,
     "*optim.optimizer_impl": _KERNELS,
+    "*optim.use_*": _SHARDING,
+    "*optim.*_dtype": _SHARDING,
+    "*optim.lr_wsd_*": _ONLY_WITH,
+    "*.layer_name_map": _SHARDING,
+    "actor_rollout_ref.ref.optim": "the reference is frozen",
     "*optim.zero_indexed_step": "the warm-up rises from 0",
     "*.qat": _ONLY_WITH,
     "*.mtp": _ONLY_WITH,
@@ -138,6 +153,8 @@ INERT = {
     "ray_kwargs": _RAY,
     "transfer_queue": _RAY,
     "skip": _ONLY_WITH,
+    "*.rollout.skip": _ONLY_WITH,
+    "data.continuous_token": "sampled ids are never encoded again, whatever the model's family",
     "distillation": _ONLY_WITH,
     "data.return_raw_chat": _ROWS,
     "data.return_raw_input_ids": _ROWS,
@@ -199,6 +216,17 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "write trainer.total_training_steps: a schedule ends where the run ends",
         (None, -1),
     ),
+    "*optim.min_lr": ("write optim.min_lr_ratio: the final rate as a share of the peak", (None, 0, 0.0)),
+    "*optim.lr_min": ("write optim.min_lr_ratio: the final rate as a share of the peak", (None, 0, 0.0)),
+    "*optim.lr_start": ("delete it: the warm-up rises from 0", (None, 0, 0.0)),
+    "*optim.lr_warmup_init": ("delete it: the warm-up rises from 0", (None, 0, 0.0)),
+    "*optim.lr_decay_steps": (
+        "write optim.lr_decay_ratio: the share of the run, at its end, over which it decays",
+        (None,),
+    ),
+    "*optim.weight_decay_incr_style": ("delete it: the weight decay is constant", (None, "constant")),
+    "*optim.eps": ("delete it: Adam's epsilon is 1e-8", (None, 1e-8)),
+    "*.load_weight": ("delete it: a run starts from the model's weights", (None, True)),
     "*optim.num_cycles": ("delete it: a cosine schedule falls once", (None, 0.5)),
     "*optim.override_optimizer_config": ("write optim.betas, optim.weight_decay …", (None,)),
     "*.override_config": ("delete it, and write the values into config.json of the model's folder", (None, {})),
@@ -290,7 +318,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.audio_key": (_IMAGES_ONLY, (None, "audios")),
     "algorithm.use_pf_ppo": ("delete it: rows are not drawn by weight", _OFF),
     "algorithm.filter_groups.metric": (
-        "delete it: groups whose total rewards are all equal are left out",
+        "delete it: groups whose total rewards are all equal are left out, a length penalty included",
         (None, "reward", "seq_reward", "seq_final_reward", "score"),
     ),
     "algorithm.rollout_correction.rollout_is": ("delete it: there is no importance sampling yet", _OFF),
@@ -305,6 +333,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
     "trainer.v1.trainer_mode": ("delete it: steps are synchronous", (None, "sync")),
     "async_training": ("delete it: steps are synchronous", ()),
+    "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
     "distillation.enabled": ("delete it: there is no distillation here", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),

@@ -11,6 +11,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
+from etude.metrics import Max, Mean, Metrics
+
 
 @dataclass
 class EngineFigures:
@@ -47,18 +49,18 @@ class EngineFigures:
             self.seconds["prefill"] += spent * prefill_share
             self.seconds["decode"] += spent * (1.0 - prefill_share)
 
-    def report(self, max_num_seqs: int) -> dict[str, float]:
+    def report(self, max_num_seqs: int) -> Metrics:
         """The metrics; see `docs/engines.md`."""
-        busy, rows = sum(self.seconds.values()), self.rows / max(self.steps, 1)
+        computed = min(self.prefilled_tokens, self.asked_tokens)
         return {
             "sampled_tokens": float(self.sampled_tokens),
             "prefilled_tokens": float(self.prefilled_tokens),
             "steps": float(self.steps),
-            "rows_per_step": rows,
-            "batch_occupancy": rows / max_num_seqs,
-            "tokens_per_second": self.sampled_tokens / busy if busy else 0.0,
-            "cache_hit_rate": 1.0 - min(self.prefilled_tokens / self.asked_tokens, 1.0) if self.asked_tokens else 0.0,
+            "rows_per_step": Mean(self.rows, self.steps),
+            "batch_occupancy": Mean(self.rows, self.steps * max_num_seqs),
+            "tokens_per_second": Mean(self.sampled_tokens, sum(self.seconds.values())),
+            "cache_hit_rate": Mean(self.asked_tokens - computed, self.asked_tokens),
             "preemptions": float(self.preemptions),
-            "kv_cache_mb": self.kv_bytes / 2**20,
+            "kv_cache_mb": Max(self.kv_bytes / 2**20),
             **{f"seconds_{what}": spent for what, spent in self.seconds.items()},
         }

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from etude.errors import ConfigError, EngineError, one_line
+from etude.errors import ConfigError, EngineError, EtudeError, one_line
 from etude.inference.cache import KVShape, SlabCache, most_tokens
 from etude.inference.figures import EngineFigures
 from etude.inference.layout import StepLayout
@@ -36,6 +36,7 @@ from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
+from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
 from etude.models.loading import torch_dtype
 from etude.models.packable import enable_packing
@@ -94,6 +95,7 @@ class NativeEngine:
         megabytes = self.options.kv_cache_memory_mb
         self._budget = None if megabytes is None else megabytes << 20
         self._limit = self._longest()
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._version = 0
         self._admissions = 0
         self._paused = False
@@ -174,6 +176,7 @@ class NativeEngine:
 
         Raises:
             EngineError: a step failed, for instance for lack of memory.
+            EtudeError: an id is beyond the model's vocabulary.
             ConfigError: images for a model whose images are not supported.
             DataError: images and their placeholders among `prompt_ids` do not agree.
         """
@@ -186,6 +189,8 @@ class NativeEngine:
         limit = min(params.max_tokens, self._limit - len(prompt_ids))
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
+        if max(prompt_ids) >= self._vocabulary:  # a step with it would fail, and every other request with it
+            raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
         stops = self._stop_texts(params)
@@ -249,7 +254,7 @@ class NativeEngine:
             if not was_paused:
                 await self.resume()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """What was done since the last call; names and units are those of `EngineFigures.report`."""
         figures, self._figures = self._figures, EngineFigures()
         figures.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0

@@ -63,7 +63,7 @@ class WeightProbe:
             WeightMismatch: they differ by more than the tolerance, or the tokens bear another version.
             EngineError: the engine failed to sample.
         """
-        outputs = await self._drawn(engine, version)
+        outputs = await self._draw_all(engine, version)
         served = sorted({v for output in outputs for v in output.weight_versions} - {version})
         if served:
             raise WeightMismatch(
@@ -75,16 +75,21 @@ class WeightProbe:
         actual = [value for output in outputs for value in output.log_probs]
         return self._judged(expected, actual, version, name)
 
-    async def _drawn(self, engine: Engine, version: int) -> list[TokenOutput]:
+    async def _draw_all(self, engine: Engine, version: int) -> list[TokenOutput]:
         names = [f"probe/{version}/{place}" for place in range(len(self._prompts))]
         engine.open(names)
         try:
-            return await asyncio.gather(
-                *(engine.generate(name, ids, self._params(name)) for name, ids in zip(names, self._prompts))
-            )
+            return await asyncio.gather(*(self._draw(engine, name, ids) for name, ids in zip(names, self._prompts)))
         finally:
             for name in names:
                 engine.close(name)
+
+    async def _draw(self, engine: Engine, name: str, ids: Sequence[int]) -> TokenOutput:
+        """One prompt's tokens; closed at once, since a deterministic engine waits for the next turn of what is open."""
+        try:
+            return await engine.generate(name, ids, self._params(name))
+        finally:
+            engine.close(name)
 
     def _params(self, name: str) -> SamplingParams:
         seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")

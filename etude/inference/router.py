@@ -25,6 +25,7 @@ from etude.bounded import settle, within
 from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.types import Engine, SamplingParams, TokenOutput
+from etude.metrics import Mean, Metrics, add_metrics
 
 logger = logging.getLogger(__name__)
 
@@ -378,13 +379,11 @@ class Router:
             causes = "; ".join(f"{replica.name}: {replica.cause}" for replica in self._replicas)
             raise EngineError(f"{purpose}: no engine replica is left: {causes}")
 
-    def metrics(self) -> dict[str, float]:
-        """The replicas' counts since the last call, added up; requests asked again, ejections, replicas in."""
+    def metrics(self) -> Metrics:
+        """The replicas' metrics since the last call, added up; requests asked again, ejections, replicas in."""
         counters, self._counters = self._counters, _fresh_counters()
-        for replica in self._replicas:
-            for name, value in replica.engine.metrics().items():
-                counters[name] = counters.get(name, 0.0) + value
-        return counters | {"replicas": float(len(self.replicas))}
+        parts = [replica.engine.metrics() for replica in self._replicas]
+        return add_metrics([counters, *parts]) | {"replicas": Mean(len(self.replicas), 1)}
 
 
 def _group_of(request_id: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 
 from etude.errors import EngineError
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
+from etude.metrics import Metrics
 
 Script = Callable[[str, list[int], int], "list[int] | Exception"]
 
@@ -75,7 +76,7 @@ class ScriptedEngine:
         """Only the version number means anything here."""
         self._version = version
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Tokens played since the last call."""
         tokens, self._tokens = self._tokens, 0
         return {"sampled_tokens": float(tokens)}

@@ -21,6 +21,7 @@ from typing import Any
 from etude.bounded import settle
 from etude.errors import ConfigError
 from etude.inference.types import SamplingParams, TokenOutput
+from etude.metrics import Metrics
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,10 @@ class ServedEngine(ABC):
             if not self._paused:
                 await self._resume()
 
-    def metrics(self) -> dict[str, float]:
+    def metrics(self) -> Metrics:
         """Counts since the last call: requests, tokens of prompts, tokens sampled."""
         counters, self._counters = self._counters, _fresh_counters()
-        return counters
+        return {**counters}
 
     @abstractmethod
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:

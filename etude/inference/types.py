@@ -16,6 +16,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from etude.errors import ConfigError
+from etude.metrics import Metrics
 from etude.registry import Registry, did_you_mean
 
 
@@ -87,6 +88,9 @@ class TokenOutput:
     log_probs: list[float]
     stop_reason: str
     weight_versions: list[int] = field(default_factory=list)
+    num_preempted: int | None = None  # this and the next are what verl's loops ask for; no engine here says them
+    routed_experts: Any = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine(Protocol):
@@ -136,8 +140,8 @@ class Engine(Protocol):
         """Takes new weights from `source` (None: they are shared and changed in place) and calls them `version`."""
         ...
 
-    def metrics(self) -> dict[str, float]:
-        """Counters since the last call: tokens sampled and prefilled, steps, occupancy."""
+    def metrics(self) -> Metrics:
+        """What was done since the last call: tokens sampled and prefilled, steps, occupancy. Bare numbers add up."""
         ...
 
 

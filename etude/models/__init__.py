@@ -1,7 +1,14 @@
 """Models, tokenizers and image processors: loading, saving, the value head, the image part, and the tiny-model factory.
 Nothing here trains."""
 
-from etude.models.loading import check_vocabulary, load_causal_lm, load_tokenizer, load_value_model, save_pretrained
+from etude.models.loading import (
+    check_vocabulary,
+    load_causal_lm,
+    load_tokenizer,
+    load_value_model,
+    save_pretrained,
+    torch_dtype,
+)
 from etude.models.processor import image_input, load_processor
 from etude.models.reader import ImageReader
 from etude.models.tiny import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
@@ -20,4 +27,5 @@ __all__ = [
     "load_tokenizer",
     "load_value_model",
     "save_pretrained",
+    "torch_dtype",
 ]

@@ -22,7 +22,7 @@ from etude.options.training import (
     ModelOptions,
     OptimOptions,
     RefOptions,
-    updates_per_step,
+    has_several_updates,
 )
 from etude.options.tree import SFTOptions, TrainOptions
 
@@ -51,5 +51,5 @@ __all__ = [
     "TrainerOptions",
     "ValSamplingOptions",
     "declarations",
-    "updates_per_step",
+    "has_several_updates",
 ]

@@ -128,7 +128,12 @@ class RunOptions:
         "Length of the run. Null: as long as total_epochs makes it.", default=None, unit="steps"
     )
     project_name: Text = key("First part of the run's name.", default="etude")
-    experiment_name: Text = key("Second part of the run's name.", default="default")
+    experiment_name: Text = key(
+        "Second part of the run's name. By default it ends in eight digits that stand for model, data, tools, reward, "
+        "estimator and seed, so that two experiments do not share a folder.",
+        default="default",
+        written="${etude.experiment:default}",
+    )
     default_local_dir: Text = key(
         "Folder of everything the run leaves: metrics, checkpoints, dumps, report.",
         default="runs/etude/default",
@@ -141,10 +146,21 @@ class RunOptions:
         names=Names("etude.trainer.tracking:TRACKERS"),
     )
     save_freq: CountOrOff = key("Steps between checkpoints. -1: only at the end.", default=-1, unit="steps")
+    resume_mode: Literal["auto", "disable", "resume_path"] = key(
+        "auto: from the last checkpoint in default_local_dir, if any; resume_path: from resume_from_path.",
+        default="auto",
+    )
+    resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
+    max_actor_ckpt_to_keep: CountOrOff | None = key("Checkpoints kept, newest first. Null or -1: all.", default=2)
     deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
     seed: Natural = key("Seed of everything random.", default=1)
     num_threads: Threads | None = key("Torch threads within an operation. Null: torch's own choice.", default=None)
     device: Device = key("auto (a GPU if there is one), cpu, cuda or cuda:N.", default="auto")
+    max_skipped_steps: Count = key(
+        "Training steps in a row whose every gradient was not finite, after which the run stops, with a checkpoint.",
+        default=5,
+        unit="steps",
+    )
 
 
 @options
@@ -161,12 +177,6 @@ class TrainerOptions(RunOptions):
         "Validate before the first step, so that there is a figure to compare with.", default=True, when=VALIDATED
     )
     critic_warmup: Natural = key("Steps in which only the critic learns.", default=0, unit="steps", when=CRITIC)
-    resume_mode: Literal["auto", "disable", "resume_path"] = key(
-        "auto: from the last checkpoint in default_local_dir, if any; resume_path: from resume_from_path.",
-        default="auto",
-    )
-    resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
-    max_actor_ckpt_to_keep: CountOrOff | None = key("Checkpoints kept, newest first. Null or -1: all.", default=2)
     rollout_data_dir: Text | None = key(
         "Folder for one JSON-lines file of rollouts a step. Null: none is written.", default=None, path="output"
     )

@@ -23,8 +23,8 @@ from etude.options.declare import (
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
-_PlainKL = Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"]
-KLKind = Literal[_PlainKL, "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KLKind = Literal["kl", "k1", KLLossKind]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 MUON = When("where name=muon", lambda own, run: own.name == "muon")
@@ -33,21 +33,16 @@ DECAYING = When(
 )
 
 
-def updates_per_step(train_batch_size: int, own: ActorOptions | CriticOptions) -> int:
-    """Optimizer steps that a full batch takes."""
-    return own.ppo_epochs * -(-train_batch_size // own.ppo_mini_batch_size)
+def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
+    """Whether a full batch takes more than one optimizer step."""
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size
 
 
-SEVERAL_UPDATES = When(
-    "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size), or with "
-    "algorithm.rollout_correction.bypass_mode; otherwise each ratio is 1",
-    lambda own, run: (
-        updates_per_step(run.data.train_batch_size, own) > 1 or run.algorithm.rollout_correction.bypass_mode
-    ),
-)
-SEVERAL_UPDATES_OF_VALUES = When(
-    "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size)",
-    lambda own, run: updates_per_step(run.data.train_batch_size, own) > 1,
+_SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size)"
+SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
+RATIOS = When(
+    f"{_SEVERAL}, or with algorithm.rollout_correction.bypass_mode; otherwise each ratio is 1",
+    lambda own, run: SEVERAL_UPDATES.holds(own, run) or run.algorithm.rollout_correction.bypass_mode,
 )
 KL_LOSS = When("with use_kl_loss=true", lambda own, run: own.use_kl_loss)
 MIXED = When(
@@ -72,10 +67,12 @@ class OptimOptions:
         default=10.0,
         when=MUON,
     )
-    lr_warmup_steps: Natural = key("Steps over which the rate rises from 0 to its peak.", default=0)
+    lr_warmup_steps: Natural = key("Training steps over which the rate rises from 0 to its peak.", default=0)
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("After warm-up.", default="constant")
     lr_decay_ratio: PositiveShare = key(
-        "Share of the run, at its end, over which the rate decays; it is held before.", default=1.0, when=DECAYING
+        "Share of the run, at its end, over which the rate decays; it is held before. At most what warm-up leaves.",
+        default=1.0,
+        when=DECAYING,
     )
     min_lr_ratio: Share = key("Final rate as a share of the peak.", default=0.0, when=DECAYING)
     clip_grad: Positive | None = key(
@@ -110,7 +107,9 @@ class ModelOptions:
         "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.", default=None, path="model"
     )
     dtype: Precision = key(
-        "Type of the weights and of the arithmetic. float32: the exact and, on CPUs, quick choice.", default="float32"
+        "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
+        "CPUs, quick choice.",
+        default="float32",
     )
     trust_remote_code: Flag = key(
         "Run Python code that comes with the model. False: such a model is refused.", default=False
@@ -140,17 +139,18 @@ class ActorOptions:
         unit="tokens",
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
-    clip_ratio: NonNegative = key("Clip range of the probability ratio, both sides.", default=0.2, when=SEVERAL_UPDATES)
-    clip_ratio_low: BelowOne | None = key("Lower clip range. Null: clip_ratio.", default=None, when=SEVERAL_UPDATES)
-    clip_ratio_high: NonNegative | None = key("Upper clip range. Null: clip_ratio.", default=None, when=SEVERAL_UPDATES)
+    clip_ratio: NonNegative = key("Clip range of the probability ratio, both sides.", default=0.2, when=RATIOS)
+    clip_ratio_low: BelowOne | None = key("Lower clip range. Null: clip_ratio.", default=None, when=RATIOS)
+    clip_ratio_high: NonNegative | None = key("Upper clip range. Null: clip_ratio.", default=None, when=RATIOS)
     clip_ratio_c: AboveOne = key(
-        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=SEVERAL_UPDATES
+        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=RATIOS
     )
     entropy_coeff: Number = key("Weight of the entropy bonus; below 0, entropy is a cost.", default=0.0)
     use_kl_loss: Flag = key("Add the KL distance from the reference policy to the loss.", default=False)
     kl_loss_coef: NonNegative = key("Weight of that term.", default=0.001, when=KL_LOSS)
-    kl_loss_type: KLKind = key(
-        "Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3); with a trailing + the k2 gradient.",
+    kl_loss_type: KLLossKind = key(
+        "Its estimator: abs, mse (k2), low_var_kl (k3); with a trailing + (kl+, k3+ …) the k2 gradient. kl (k1) alone has "
+        "none in expectation.",
         default="low_var_kl",
         when=KL_LOSS,
     )
@@ -158,7 +158,7 @@ class ActorOptions:
         "How token losses become one number. token-mean weighs every sampled token alike.", default="token-mean"
     )
     loss_scale_factor: Positive | None = key(
-        "Divisor of seq-mean-token-sum-norm. Null: the response width.",
+        "Divisor of seq-mean-token-sum-norm. Null: rollout.response_length, the longest answer allowed.",
         default=None,
         unit="tokens",
         when=When(
@@ -221,9 +221,7 @@ class CriticOptions:
     ppo_max_token_len_per_gpu: Count = key(
         "Size of a micro-batch: bounds memory, changes no result.", default=16384, unit="tokens"
     )
-    cliprange_value: NonNegative = key(
-        "Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES_OF_VALUES
-    )
+    cliprange_value: NonNegative = key("Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES)
     loss_agg_mode: LossAggMode = key(
         "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
     )

@@ -7,6 +7,7 @@ made; nothing is guessed (no text becomes a boolean, no fraction a whole number)
 from __future__ import annotations
 
 import dataclasses
+import json
 import typing
 from collections.abc import Mapping
 from typing import Any, TypeVar
@@ -140,3 +141,13 @@ def value_of(options: Any, key: str) -> Any:
     for name in key.split(".") if key else ():
         options = getattr(options, name)
     return options
+
+
+def yaml_text(value: Any) -> str:
+    """A value as YAML writes it in a line."""
+    if isinstance(value, tuple):
+        return f"[{', '.join(map(yaml_text, value))}]"
+    if isinstance(value, float):
+        mantissa, e, exponent = repr(value).partition("e")
+        return f"{mantissa if '.' in mantissa or not e else mantissa + '.0'}{e}{exponent.replace('-0', '-')}"
+    return value if isinstance(value, str) else json.dumps(value)

@@ -87,6 +87,8 @@ calls = {
     "chroot": lambda: libc.chroot(b"/tmp"),
     "personality": lambda: libc.personality(0xFFFFFFFF),
     "memfd_create": lambda: libc.memfd_create(b"x", 0),
+    "inotify_init": lambda: libc.inotify_init1(0),
+    "vmsplice": lambda: libc.vmsplice(1, None, 0, 0),
 }
 seen["calls"] = [name for name, call in calls.items() if call() >= 0]
 
@@ -144,6 +146,8 @@ for _ in range(4):
         time.sleep(60)
 time.sleep(60)
 """
+
+MEMORY_OF_SOCKETS = "import socket, time\nheld = [socket.socket() for _ in range(400)]\ntime.sleep(60)\n"
 
 OUTPUT = "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 10000)\n"
 

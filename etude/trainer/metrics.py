@@ -21,6 +21,9 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from etude.algorithms import rollout_mismatch
+from etude.errors import TrainingStopped
+from etude.metrics import finish_metrics
 from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -53,6 +56,7 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
 
     `critic/score` and `critic/rewards` are sums a rollout; the token columns are taken where `response_mask` is 1.
+    The actor's log-probs are held against the engine's unless meta_info says that an update does it (`compare_rollout`).
     `response_length` counts all tokens after the prompt, those of tools included. Where a rollout has several rows
     (column `main_sequence`), its main one stands for it; tokens are those of all rows.
     """
@@ -72,22 +76,11 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
         metrics["critic/vf_explained_var"] = _explained_variance(
             columns["values"][valid][mask].double(), columns["returns"][valid][mask].double()
         )
-    if {"old_log_probs", "rollout_log_probs"} <= columns.keys():
-        actor, engine = (columns[key][valid][mask] for key in ("old_log_probs", "rollout_log_probs"))
-        if not torch.equal(actor, engine):  # equal to the last bit: bypass mode, where one is the other
-            metrics |= _mismatch(actor, engine)
+    if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
+        found = rollout_mismatch(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
+        metrics |= finish_metrics(found)
     metrics |= _length_metrics(columns["attention_mask"][rollouts], mask.shape[-1], max_response_length)
     return metrics
-
-
-def _mismatch(actor: torch.Tensor, engine: torch.Tensor) -> Metrics:
-    """How far the actor's probabilities of the sampled tokens lie from those the engine drew them with: (tokens,) log-probs.
-
-    More than rounding means that actor and engine do not run the same model on the same context.
-    """
-    difference = (actor.double().exp() - engine.double().exp()).abs()
-    name = "training/rollout_probs_diff"
-    return {f"{name}_mean": difference.mean().item(), f"{name}_max": difference.max().item()}
 
 
 def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
@@ -220,12 +213,13 @@ def reward_source_metrics(
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
 
 
-def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
+def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:
     """Where the time of a step went.
 
     Args:
         timings: seconds by activity; `step` is the whole step (default: the sum of the others).
         num_tokens: prompt and response tokens that the step processed.
+        response_tokens: the responses' alone, tools' answers included; `timing_per_token_ms/gen` is per one of these.
 
     `perf/throughput` is in tokens a second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
     """
@@ -233,8 +227,10 @@ def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
     metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     metrics |= {"perf/total_num_tokens": num_tokens, "perf/time_per_step": total}
     metrics["perf/cpu_memory_used_gb"] = _resident_bytes() / 2**30
-    if num_tokens > 0:
-        metrics |= {f"timing_per_token_ms/{name}": 1000.0 * s / num_tokens for name, s in timings.items()}
+    for name, seconds in timings.items():
+        per = response_tokens if name == "gen" else num_tokens
+        if per > 0:
+            metrics[f"timing_per_token_ms/{name}"] = 1000.0 * seconds / per
     if total > 0:
         metrics["perf/throughput"] = num_tokens / total
     return metrics
@@ -246,6 +242,30 @@ def _resident_bytes() -> int:
         return int(statm.read_text().split()[1]) * resource.getpagesize()
     unit = 1 if sys.platform == "darwin" else 1024  # the peak, where the present size cannot be read
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+class SkippedSteps:
+    """Ends a run whose last `limit` training steps taught nothing because every gradient of a model was not finite."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit, self._in_a_row = limit, 0
+
+    def note(self, metrics: Metrics) -> None:
+        """Counts a training step by its metrics; one that needed no update counts neither way.
+
+        Raises:
+            TrainingStopped: there were too many in a row.
+        """
+        taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
+        if not any(taken.values()):
+            return
+        skipped = [role for role, count in taken.items() if count and metrics[f"{role}/skipped_steps"] >= count]
+        self._in_a_row = self._in_a_row + 1 if skipped else 0
+        if self._in_a_row >= self._limit:
+            raise TrainingStopped(
+                f"the gradients of the {' and the '.join(skipped)} were not finite in the last {self._in_a_row} training "
+                "steps (trainer.max_skipped_steps), and nothing was learned; look at rewards, rates and model.dtype"
+            )
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
@@ -266,40 +286,57 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
     return low, high
 
 
-def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores: Sequence[float]) -> Metrics:
+def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores: Sequence[float | None]) -> Metrics:
     """`val-core/{data_source}/reward/…` from one score a sample; `uids` tells which samples share a prompt.
 
-    With N the most samples that a prompt of the source has: `mean@N` is the mean over prompts of a prompt's mean;
-    `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K samples drawn without replacement
-    (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has. For scores that are all 0 or
-    1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one prompt are not independent.
+    A score of None is missing: `missing` counts them, where there are any, and all else is over the others, and the
+    prompts that have any. With N the most samples that a prompt of the source has, missing ones included: `mean@N` is the
+    mean over prompts of a prompt's mean; `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K
+    samples drawn without replacement (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has.
+    For scores that are all 0 or 1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one
+    prompt are not independent.
 
     Raises:
         ValueError: the sequences differ in length.
     """
     if not len(data_sources) == len(uids) == len(scores):
         raise ValueError(f"{len(data_sources)} data sources, {len(uids)} uids, {len(scores)} scores")
-    grouped: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
+    grouped: dict[str, dict[str, list[float | None]]] = defaultdict(lambda: defaultdict(list))
     for source, uid, score in zip(data_sources, uids, scores):
-        grouped[str(source)][str(uid)].append(float(score))
+        grouped[str(source)][str(uid)].append(None if score is None else float(score))
     metrics: Metrics = {}
     for source, prompts in sorted(grouped.items()):
         metrics |= _source_metrics(f"val-core/{source}/reward", list(prompts.values()))
     return metrics
 
 
-def _source_metrics(prefix: str, prompts: Sequence[Sequence[float]]) -> Metrics:
-    most = max(len(samples) for samples in prompts)
-    means = [float(np.mean(samples)) for samples in prompts]
-    metrics: Metrics = {f"{prefix}/mean@{most}": float(np.mean(means))}
-    if all(score in (0.0, 1.0) for samples in prompts for score in samples):
-        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+def _source_metrics(prefix: str, asked: Sequence[Sequence[float | None]]) -> Metrics:
+    most = max(len(samples) for samples in asked)
+    found = [[score for score in samples if score is not None] for samples in asked]
+    prompts = [samples for samples in found if samples]
+    missing = sum(map(len, asked)) - sum(map(len, prompts))
+    metrics: Metrics = {f"{prefix}/missing": missing} if missing else {}
+    if not prompts:
+        return metrics
+    mean, low, high = prompt_mean(prompts)
+    metrics[f"{prefix}/mean@{most}"] = mean
+    if low is not None and high is not None:
         metrics |= {f"{prefix}/mean@{most}/ci95_low": low, f"{prefix}/mean@{most}/ci95_high": high}
     powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
     for k in [*powers, most] if most > 1 else []:
         best = [expected_best(samples, min(k, len(samples))) for samples in prompts]
         metrics[f"{prefix}/best@{k}/mean"] = float(np.mean(best))
     return metrics
+
+
+def prompt_mean(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None, float | None]:
+    """(mean over prompts of a prompt's mean, low, high): for values that are all 0 or 1 with a 95 % Wilson interval that
+    counts prompts, since samples of one prompt are not independent; it is never too narrow, however alike they are."""
+    means = [float(np.mean(samples)) for samples in prompts]
+    low = high = None
+    if all(value in (0.0, 1.0) for samples in prompts for value in samples):
+        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+    return float(np.mean(means)), low, high
 
 
 def expected_best(samples: Sequence[float], k: int) -> float:

@@ -15,40 +15,49 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
 from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
-from etude.options import ActorOptions, CriticOptions, updates_per_step
+from etude.metrics import add_metrics, finish_metrics
+from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.display import Display
-from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import data_metrics, timing_metrics
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, mean_figures, spread_groups, survivors
+from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
+from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup, config_yaml
+from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
 
 logger = logging.getLogger(__name__)
 
-Metrics = dict[str, float]
-
 
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` is the whole run."""
 
     def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and opens nothing else.
+        """Reads the data and what a checkpoint says of its run, and opens nothing else.
 
         Raises:
-            ConfigError, DataError: no training files, or something wrong in one.
+            ConfigError, DataError: no training files, or something wrong in one; or a checkpoint to go on from was made
+                with a configuration that is not this one's.
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
+        rollout = setup.roles.rollout
+        if not rollout.do_sample or rollout.temperature == 0 or rollout.top_k == 1:
+            raise ConfigError(
+                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false, temperature=0 and top_k=1 "
+                "give the likeliest one every time, and its log-probs no ratio to learn from"
+            )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
@@ -61,10 +70,15 @@ class PPOTrainer:
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.kl = KLController(**vars(self.algorithm.kl_ctrl))
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
+        self.used_config = used_values(setup.config, self.resumption)
         self.global_step = self._saved_at = 0
+        self._updating = False
+        if self.resumption is not None:
+            self._restore_loop(self.resumption)
         self._batches = self.loader.endless()
         self._state = self._loop_state()
-        self._updating = False
+        self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
     def _warn_of_two_judges(self, train: RLDataset) -> None:
         if self.setup.roles.reward.enable and len(train):
@@ -77,22 +91,22 @@ class PPOTrainer:
 
     def init_workers(self) -> None:
         """Starts the groups and loads the models."""
-        roles = replace(self.setup.roles, total_steps=self.total_steps * self._updates_per_step(self.setup.roles.actor))
+        first = self.options.critic_warmup if self.algorithm.needs_critic else 0
+        roles = replace(self.setup.roles, total_steps=self.total_steps, actor_first_step=first)
         self.policy_wg: WorkerGroup = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, self.setup.parts)
         self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
         self.critic_wg: WorkerGroup | None = None
         self.policy_wg.init_model()
         self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
         if self.algorithm.needs_critic:
-            updates = self._updates_per_step(roles.critic)
-            self.critic_wg = InProcessWorkerGroup(
-                CriticWorker, 1, replace(roles, total_steps=self.total_steps * updates)
-            )
+            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, roles)
             self.critic_wg.init_model()
 
-    def _updates_per_step(self, options: ActorOptions | CriticOptions) -> int:
-        """Optimizer steps a full batch takes: the unit of the learning-rate schedules."""
-        return updates_per_step(self.setup.data.train_batch_size, options)
+    @property
+    def _needs_old_log_probs(self) -> bool:
+        """Whether a forward pass before the update is needed: for several updates, or for the KL in the reward."""
+        several = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size)
+        return several or self.algorithm.use_kl_in_reward
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -104,16 +118,16 @@ class PPOTrainer:
             TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
             CheckpointError: a checkpoint could not be written or read.
         """
-        resumed = self._resume()
-        with written_atomically(self.run_dir / "config.yaml") as file:
-            file.write(config_yaml(self.setup.config).encode())
+        resumed = None if self.resumption is None else self._restore_weights(self.resumption)
+        if self.global_step < self.total_steps:
+            write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         console = "console" in self.options.logger
         with Display(self.total_steps, experiment, enabled=console) as display, Interrupts(display.note) as interrupts:
             self.policy_wg.set_progress(display.rollout_progress)
             if resumed is not None:
-                display.note(self._resume_note(resumed))
+                display.note(resumed)
             try:
                 return self._loop(tracking, display, interrupts)
             finally:
@@ -167,6 +181,7 @@ class PPOTrainer:
         finally:  # the step is done, whatever became of its validation
             tracking.log(metrics | validated, self.global_step)
             display.step(self.global_step, metrics | validated)
+        self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
         return validated
@@ -201,7 +216,7 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
-                    self._add_advantages(batch)
+                    metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length)
             learned = self._learned(batch)
             kept = int(main_rows(learned).sum())
@@ -214,8 +229,9 @@ class PPOTrainer:
                     metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
-        tokens = int(batch.batch["attention_mask"].sum())
-        metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
+        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+        tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
@@ -224,22 +240,27 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        all_figures: list[Metrics] = []
+        results: list[RolloutResult] = []
+        engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
-            rolled, figures = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
-            all_figures.append(figures)
+            rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
+            results += results_of(rolled)
+            engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             if sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size:
                 break
-        return joined(parts), mean_figures(all_figures)
+        return joined(parts), self.rollouts.figures(results) | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`, unless the batch gets a single update: then that update's own values are the old ones."""
-        if self.algorithm.rollout_correction.bypass_mode:
+        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and no
+        KL in its reward, needs none: that update's own values are the old ones."""
+        bypass = self.algorithm.rollout_correction.bypass_mode
+        if bypass:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif self._updates_per_step(self.setup.roles.actor) > 1:
+        elif self._needs_old_log_probs:
             batch = batch.union(self.policy_wg.compute_log_prob(batch))
+        batch.meta_info["compare_rollout"] = bypass or not self._needs_old_log_probs
         return batch
 
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
@@ -248,16 +269,18 @@ class PPOTrainer:
     def _with_values(self, batch: DataProto) -> DataProto:
         return batch if self.critic_wg is None else batch.union(self.critic_wg.compute_values(batch))
 
-    def _add_advantages(self, batch: DataProto) -> None:
-        """Adds `token_level_rewards`, `advantages` and `returns`."""
+    def _add_advantages(self, batch: DataProto) -> Metrics:
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
         columns, algorithm = batch.batch, self.algorithm
         mask, episodes = columns["response_mask"], algorithm.needs_critic
-        rewards = sequence_scores(batch, episodes=episodes)
+        rewards, metrics = sequence_scores(batch, episodes=episodes), Metrics()
         if algorithm.use_kl_in_reward:
-            old = columns.get("old_log_probs", columns["rollout_log_probs"])
-            penalty = kl_penalty(old, columns["ref_log_prob"], algorithm.kl_penalty) * mask
-            rewards = rewards - self.kl.kl_coef * penalty
-            self.kl.update(float(masked_mean(penalty, mask)), n_steps=int(main_rows(batch).sum()))
+            old, ref = columns["old_log_probs"].double(), columns["ref_log_prob"].double()
+            penalty = torch.where(mask > 0, kl_penalty(old, ref, algorithm.kl_penalty), 0.0)
+            distance, coefficient = float(masked_mean(penalty, mask)), self.kl.kl_coef
+            rewards = rewards - coefficient * penalty
+            self.kl.update(distance, n_steps=int(main_rows(batch).sum()))
+            metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
         columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
             algorithm.adv_estimator,
             batch,
@@ -267,6 +290,7 @@ class PPOTrainer:
             lam=algorithm.lam,
             norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
         )
+        return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:
         """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
@@ -276,11 +300,11 @@ class PPOTrainer:
         return batch.select_idxs([row for rows in groups for row in rows])
 
     def _update_critic(self, batch: DataProto) -> Metrics:
-        return {} if self.critic_wg is None else mean_figures(self.critic_wg.update_critic(batch))
+        return {} if self.critic_wg is None else finish_metrics(add_metrics(self.critic_wg.update_critic(batch)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         warming_up = self.critic_wg is not None and self.global_step < self.options.critic_warmup
-        return {} if warming_up else mean_figures(self.policy_wg.update_actor(batch))
+        return {} if warming_up else finish_metrics(add_metrics(self.policy_wg.update_actor(batch)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
@@ -293,51 +317,45 @@ class PPOTrainer:
 
     def save(self) -> Path:
         """Writes the checkpoint of the last finished step."""
-        folder = self.checkpoints.save(self.global_step, self._state, self._write_roles)
+        state = self._state | {"config": self.used_config}
+        folder = self.checkpoints.save(self.global_step, state, self._write_roles)
         self._saved_at = self.global_step
         return folder
 
     def _loop_state(self) -> dict[str, Any]:
-        return {"loader": self.loader.state_dict(), "kl_coef": self.kl.kl_coef}
+        adapted = self.kl.kl_coef if self.kl.type == "adaptive" else None  # a fixed one is the configuration's
+        return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
         self.policy_wg.save_checkpoint(folder)
         if self.critic_wg is not None:
             self.critic_wg.save_checkpoint(folder)
 
-    def _resume(self) -> Path | None:
-        """Restores everything from the checkpoint that `trainer.resume_mode` names, if there is one; its folder."""
-        if self.options.resume_mode == "disable":
-            return None
-        given = self.options.resume_from_path if self.options.resume_mode == "resume_path" else None
-        folder = Path(given) if given else self.checkpoints.latest()
-        if folder is None:
-            return None
-        state = Checkpoints.read_state(folder)
-        try:
-            self._restore(folder, state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"
-            raise CheckpointError(f"{folder} does not fit this configuration: {one_line(error)}; {advice}") from error
-        return folder
+    def _restore_loop(self, resumption: Resumption) -> None:
+        with resumption.restoring() as state:
+            self.loader.load_state_dict(state["loader"])
+            if self.kl.type == "adaptive" and state["kl_coef"] is not None:
+                self.kl.kl_coef = float(state["kl_coef"])
+            self.global_step = self._saved_at = state["step"]
+        if self.algorithm.needs_critic and not (resumption.folder / "critic").is_dir():
+            raise ConfigError(
+                f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "
+                "one: set the estimator back, or trainer.default_local_dir for a run of its own"
+            )
 
-    def _resume_note(self, folder: Path) -> str:
+    def _restore_weights(self, resumption: Resumption) -> str:
+        """Weights and optimizers as in the checkpoint; returns what to tell of it."""
+        with resumption.restoring():
+            self.policy_wg.load_checkpoint(str(resumption.folder))
+            if self.critic_wg is not None:
+                self.critic_wg.load_checkpoint(str(resumption.folder))
         if self.global_step < self.total_steps:
-            return f"resumed from {folder}"
+            resumption.announce()
+            return f"resumed from {resumption.folder}"
         return (
-            f"{folder} is already at the last step: raise trainer.total_training_steps, or set "
-            "trainer.default_local_dir to start another run"
+            f"{resumption.folder} is already at the last step, and nothing is done: raise trainer.total_training_steps, or "
+            "set trainer.default_local_dir to start another run"
         )
-
-    def _restore(self, folder: Path, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state["loader"])
-        self._batches = self.loader.endless()
-        self.kl.kl_coef = float(state["kl_coef"])
-        self._state = self._loop_state()
-        self.policy_wg.load_checkpoint(str(folder))
-        if self.critic_wg is not None:
-            self.critic_wg.load_checkpoint(str(folder))
-        self.global_step = self._saved_at = state["step"]
 
 
 def _due(frequency: int, step: int) -> bool:

@@ -16,10 +16,12 @@ import torch
 
 from etude.agents import RolloutResult, token_level_scores
 from etude.agents.batch import IMAGES, rows_of, with_images
+from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset, collate
 from etude.distributed import WorkerGroup
-from etude.errors import TrainingStopped
+from etude.errors import DataError, TrainingStopped
+from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
@@ -31,6 +33,7 @@ from etude.trajectory import StopReason, Trajectory
 Figures = dict[str, float]
 
 _LOST = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)  # broken, or given up for what was
+MAX_REWARD = 1e30  # beyond, the squares that a spread is made of overflow where losses are computed
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
 
@@ -41,8 +44,8 @@ class Rollouts:
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup) -> None:
         self._setup, self._policy, self._reward = setup, policy, reward
 
-    def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Figures]:
-        """`rollout.n` trajectories of each row; `attempt` counts the batches of one step."""
+    def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Metrics]:
+        """`rollout.n` trajectories of each row, and the engine's metrics; `attempt` counts the batches of one step."""
         n = self._setup.roles.rollout.n
         seed = self._seed(step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
@@ -52,14 +55,15 @@ class Rollouts:
         return self._generate(prompts)
 
     def validation(self, dataset: RLDataset) -> DataProto:
-        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same seeds."""
+        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
+        seeds, whatever the batches."""
         size = self._setup.data.val_batch_size or len(dataset)
-        n = self._setup.roles.rollout.val_kwargs.n
+        n, seed = self._setup.roles.rollout.val_kwargs.n, self._seed(0, 0)
         parts = []
         for start in range(0, len(dataset), size):
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-            seed = self._seed(0, 0) + start
-            parts.append(self._generate(rollout_batch(rows, n=n, label=f"val.{start}", seed=seed, validate=True))[0])
+            prompts = rollout_batch(rows, n=n, label=f"val.{start}", seed=seed, validate=True, first=start * n)
+            parts.append(self._generate(prompts)[0])
         return joined(parts)
 
     def validate(self, dataset: RLDataset) -> tuple[DataProto, Figures]:
@@ -67,44 +71,51 @@ class Rollouts:
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
-        kept = batch.select_idxs([i for i, r in enumerate(results_of(batch)) if r.trajectory is not None])
+        results = results_of(batch)
+        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
         figures = validation_metrics(
-            kept.non_tensor_batch["data_source"].tolist(),
-            kept.non_tensor_batch["uid"].tolist(),
-            kept.batch["token_level_scores"].sum(dim=1).tolist(),
+            batch.non_tensor_batch["data_source"].tolist(),
+            batch.non_tensor_batch["uid"].tolist(),
+            [None if result.trajectory is None else total for result, total in zip(results, totals)],
         )
-        overall = {k: v for k, v in self._figures(batch).items() if not k.startswith("tool/")}
+        overall = {k: v for k, v in self.figures(results).items() if not k.startswith("tool/")}
         figures |= {f"val/{name}": value for name, value in overall.items()}
         return batch, figures | {"timing_s/testing": timings.seconds["testing"]}
 
-    def _generate(self, prompts: DataProto) -> tuple[DataProto, Figures]:
+    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len)."""
         rolled: DataProto = self._policy.generate_sequences(prompts)
-        engine = rolled.meta_info.pop("metrics", {})  # gathered over ranks: a list a name
+        gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list a name
+        engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
         batch = prompts.union(rolled)
         if self._setup.roles.rollout.mode == "sync":  # lock-step: the whole batch first, then its scores
             batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
-        return batch, self._figures(batch) | {f"engine/{name}": float(np.mean(v)) for name, v in engine.items()}
+        return batch, engine
 
-    def _figures(self, batch: DataProto) -> Figures:
-        reward, trajectories = self._setup.roles.reward, trajectories_of(batch)
-        broken = [call for result in results_of(batch) for call in result.broken_calls]
-        figures = failure_metrics(batch) | sequence_metrics(batch) | tool_metrics(trajectories, broken)
+    def figures(self, results: Sequence[RolloutResult]) -> Figures:
+        """The figures of rollouts, of one batch or several: counts of all, means over all."""
+        reward = self._setup.roles.reward
+        trajectories = [result.trajectory for result in results if result.trajectory is not None]
+        broken = [call for result in results for call in result.broken_calls]
+        figures = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
         return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
 
     def _seed(self, step: int, attempt: int) -> int:
         return (self._setup.roles.rollout.seed * 1_000_003 + step) * 64 + attempt
 
 
-def rollout_batch(rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool) -> DataProto:
-    """Rows to roll out: each repeated `n` times side by side, with `uid` (one a prompt) and `rollout_index`."""
+def rollout_batch(
+    rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
+) -> DataProto:
+    """Rows to roll out: each repeated `n` times side by side, with `uid` (one a prompt) and `rollout_index`, from `first`:
+    what a trajectory's random numbers follow from, beside `seed`."""
     batch = collate(rows)
     batch.pop(batch_keys=_PROMPT_TENSORS)
     batch.non_tensor_batch["uid"] = _objects([f"{label}-{i}" for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
-    batch.non_tensor_batch["rollout_index"] = _objects(range(len(batch)))
+    batch.non_tensor_batch["rollout_index"] = _objects(range(first, first + len(batch)))
     batch.meta_info = {"seed": seed, "validate": validate}
     return batch
 
@@ -119,25 +130,26 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     return [result.trajectory for result in results_of(batch) if result.trajectory is not None]
 
 
-def failure_metrics(batch: DataProto) -> Figures:
+def failure_metrics(results: Sequence[RolloutResult]) -> Figures:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
-    few of their group were left among them), for a long prompt, or for what the chat template does not write."""
-    results = results_of(batch)
+    few of their group were left among them), for a long prompt, or for what the chat template does not write; of the
+    others, those without a sampled token, which nothing can be learnt from, and the tools that were not released."""
+    kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
         "rollout/dropped": float(sum(r.dropped in _LOST for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
-        "rollout/unwritable_answers": float(
-            sum(t.metrics.get("unwritable_answers", 0.0) for t in trajectories_of(batch))
-        ),
+        "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in kept)),
+        "rollout/release_failures": float(sum(t.metrics.get("release_failures", 0.0) for t in kept)),
+        "rollout/unwritable_answers": float(sum(t.metrics.get("unwritable_answers", 0.0) for t in kept)),
         "rollout/context_refused": float(sum(r.dropped is StopReason.CONTEXT_REFUSED for r in results)),
     }
 
 
-def sequence_metrics(batch: DataProto) -> Figures:
+def sequence_metrics(results: Sequence[RolloutResult]) -> Figures:
     """How many sequences a rollout that was not dropped left: 1 where no agent rewrote its history."""
-    counts = [1 + len(result.earlier) for result in results_of(batch) if result.trajectory is not None]
+    counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
     return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
 
 
@@ -164,11 +176,22 @@ def first_cause(results: Sequence[RolloutResult]) -> str:
 
 
 def place_scores(batch: DataProto, options: RewardOptions) -> None:
-    """Adds the column `token_level_scores` (batch, response_len)."""
-    width = batch.batch["response_mask"].shape[1]
-    batch.batch["token_level_scores"] = token_level_scores(
-        results_of(batch), width, options.tool_reward_weight, options.score_weight
-    )
+    """Adds the column `token_level_scores` (batch, response_len), float64.
+
+    Raises:
+        DataError: a reward is not finite, or so large that nothing can be computed with it; names its row.
+    """
+    width, results = batch.batch["response_mask"].shape[1], results_of(batch)
+    scores = token_level_scores(results, width, options.tool_reward_weight, options.score_weight)
+    for row, result in enumerate(results):
+        if result.trajectory is not None and not bool((scores[row].abs() <= MAX_REWARD).all()):
+            columns, rewards = batch.non_tensor_batch, result.trajectory.rewards
+            names = {name: columns[name][row] for name in ("data_source", "index", "uid") if name in columns}
+            raise DataError(
+                f"row {names}: rewards must be finite and at most {MAX_REWARD:g} in size: steps {rewards.steps}, "
+                f"final {rewards.final}, score {rewards.score}"
+            )
+    batch.batch["token_level_scores"] = scores
 
 
 def main_rows(batch: DataProto) -> torch.Tensor:
@@ -186,7 +209,7 @@ def spread_groups(batch: DataProto) -> list[list[int]]:
     for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
         groups.setdefault(uid, []).append(row)
     scored = [(rows, [totals[row] for row in rows if main[row]]) for rows in groups.values()]
-    return [rows for rows, scores in scored if max(scores) - min(scores) > 1e-8]
+    return [rows for rows, scores in scored if not equal_scores(torch.tensor(scores, dtype=torch.float64))]
 
 
 def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:
@@ -237,12 +260,6 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
             tail = 0 if name == "prompts" else right
             part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
     return DataProto.concat(parts)
-
-
-def mean_figures(several: Sequence[Figures]) -> Figures:
-    """Figures of several ranks or batches, averaged by name."""
-    names = dict.fromkeys(name for figures in several for name in figures)
-    return {name: float(np.mean([f[name] for f in several if name in f])) for name in names}
 
 
 def _objects(values: Any) -> np.ndarray:

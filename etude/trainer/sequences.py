@@ -38,7 +38,7 @@ def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
     if not earlier:
         return batch
     added = to_batch([RolloutResult(sequence) for sequence in earlier], pad_token_id)
-    added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"])
+    added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"], dtype=torch.float64)
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name != IMAGES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
     added.meta_info = batch.meta_info

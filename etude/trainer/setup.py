@@ -91,7 +91,7 @@ class RunSetup:
             max_samples=max_samples,
         )
         reward = self.roles.reward
-        if reward.enable and reward.reward_manager == "naive" and self.roles.custom_reward.path is None:
+        if reward.enable and reward.reward_manager in ("naive", "dapo") and self.roles.custom_reward.path is None:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
@@ -261,8 +261,3 @@ def plain_config(config: DictConfig) -> dict[str, Any]:
     container = OmegaConf.to_container(config, resolve=True)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
-
-
-def config_yaml(config: DictConfig) -> str:
-    """The resolved configuration as YAML, for the run's folder."""
-    return OmegaConf.to_yaml(config, resolve=True)

@@ -5,6 +5,7 @@ from etude.training.log_probs import token_log_probs
 from etude.training.optim import OptimizerSet
 from etude.training.partitions import balanced_partitions, token_budget_batches
 from etude.training.policy import LossScale, PolicyEngine
+from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
 from etude.training.value import ValueEngine
 
@@ -16,6 +17,7 @@ __all__ = [
     "ValueEngine",
     "balanced_partitions",
     "demonstrations_to_batch",
+    "round_weights",
     "sft_step",
     "token_budget_batches",
     "token_log_probs",

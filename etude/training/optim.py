@@ -1,50 +1,76 @@
 """Optimizers, learning-rate schedules and gradient clipping.
 
 `muon` uses Muon for the matrices of the transformer blocks, and AdamW for everything else (embeddings,
-norms, heads), as its authors advise. One `OptimizerSet` hides the difference.
+norms, heads), as its authors advise. One `OptimizerSet` hides the difference, and the precision that the model computes in:
+what it moves is float32 (see `precision.py`).
 """
 
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.options import OptimOptions
 from etude.training.muon import Muon
+from etude.training.precision import DynamicLossScale, MasterWeights
 
 
 class OptimizerSet:
-    """One or two optimizers over a model, their schedule and the number of steps done."""
+    """One or two optimizers over a model, and their schedule.
 
-    def __init__(self, model: nn.Module, options: OptimOptions, total_steps: int | None) -> None:
-        """`total_steps` is the length of the schedule; a decaying one needs it."""
+    `training_step` is the caller's to set: the number, from 0, of the training step under way, which the schedule counts
+    however many optimizer steps it takes.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        options: OptimOptions,
+        total_steps: int | None,
+        *,
+        first_step: int = 0,
+        exact: Mapping[nn.Parameter, Tensor] | None = None,
+    ) -> None:
+        """The schedule is that of the training steps from `first_step` until `total_steps`, which a decaying one needs.
+        `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`)."""
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
-        self.options, self.total_steps, self.steps = options, total_steps or 0, 0
-        self._parameters = [p for p in model.parameters() if p.requires_grad]
-        self._optimizers = _build(model, options)
+        self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
+        self.training_step = first_step
+        self._model_parameters = [p for p in model.parameters() if p.requires_grad]
+        self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model)
+        self._parameters = [self._masters.of(p) for p in self._model_parameters]
+        self._optimizers = _build(model, options, self._masters)
 
     @property
     def lr(self) -> float:
-        """Learning rate of the next step (AdamW's, where there are two)."""
+        """Learning rate of the training step (AdamW's, where there are two)."""
         return self.options.lr * self._factor()
 
     def _factor(self) -> float:
-        o, step = self.options, self.steps
-        warm = min(1.0, (step + 1) / o.lr_warmup_steps) if o.lr_warmup_steps else 1.0
+        o, step, steps = self.options, self.training_step - self.first_step, self.total_steps - self.first_step
+        if step < o.lr_warmup_steps:
+            return (step + 1) / o.lr_warmup_steps
         if o.lr_scheduler_type == "constant":
-            return warm
-        decay_steps = max(1, round(self.total_steps * o.lr_decay_ratio))
-        progress = min(1.0, max(0.0, (step - (self.total_steps - decay_steps)) / decay_steps))
+            return 1.0
+        start = max(o.lr_warmup_steps, steps - round(steps * o.lr_decay_ratio))
+        progress = min(1.0, max(0.0, (step - start) / max(steps - start, 1)))
         shape = 1 - progress if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
-        return warm * (o.min_lr_ratio + (1 - o.min_lr_ratio) * shape)
+        return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
+
+    def backward(self, loss: Tensor) -> None:
+        """Adds the gradients of a part of the loss to those that the next `step` takes."""
+        (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def step(self) -> float:
         """Clips, steps, clears gradients; returns the gradient norm before clipping. Not-finite gradients skip the step."""
+        if self._loss_scale is not None:
+            self._loss_scale.unscale(self._parameters)
         limit = self.options.clip_grad or math.inf
         norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
         if math.isfinite(norm):
@@ -53,41 +79,50 @@ class OptimizerSet:
                 for group in optimizer.param_groups:
                     group["lr"] = base * factor
                 optimizer.step()
-        self.steps += 1
+            self._masters.publish()
+        if self._loss_scale is not None:
+            self._loss_scale.note(math.isfinite(norm))
         self.zero_grad()
         return norm
 
     def zero_grad(self) -> None:
         """Drops all gradients."""
-        for parameter in self._parameters:
+        for parameter in (*self._model_parameters, *self._parameters):
             parameter.grad = None
 
     def state_dict(self) -> dict[str, Any]:
         """Everything a bit-exact continuation needs."""
-        return {"steps": self.steps, "optimizers": [o.state_dict() for o, _ in self._optimizers]}
+        scale = None if self._loss_scale is None else self._loss_scale.state()
+        optimizers = [o.state_dict() for o, _ in self._optimizers]
+        return {"optimizers": optimizers, "weights": self._masters.state(), "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`'s result.
+        """Restores the moments and the number of steps; decay, betas and rates stay those that the options ask for.
 
         Raises:
-            CheckpointError: it was saved by another kind of optimizer or for another model.
+            CheckpointError: it was saved by another kind of optimizer, for another model or for another precision.
         """
         held, saved = [o for o, _ in self._optimizers], state["optimizers"]
         try:
             if len(held) != len(saved):
                 raise ValueError(f"{len(saved)} optimizers saved, {len(held)} in use")
             for optimizer, part in zip(held, saved):
+                asked = [{**group, "params": None} for group in optimizer.param_groups]
                 optimizer.load_state_dict(part)
+                for group, options in zip(optimizer.param_groups, asked):
+                    group.update({**options, "params": group["params"]})
+            self._masters.restore(state.get("weights", ()))
         except ValueError as error:
             raise CheckpointError(
                 f"the saved optimizer does not fit optim.name={self.options.name} and this model: {one_line(error)}"
             ) from error
-        self.steps = state["steps"]
+        if self._loss_scale is not None:
+            self._loss_scale.load(state["loss_scale"])
 
 
-def _build(model: nn.Module, o: OptimOptions) -> list[tuple[torch.optim.Optimizer, float]]:
+def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tuple[torch.optim.Optimizer, float]]:
     """The optimizers that have something to optimise, each with its peak learning rate."""
-    named = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
+    named = [(n, masters.of(p)) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError("the model has no trainable parameters: nothing to optimise")
     built: list[tuple[torch.optim.Optimizer, float]] = []

@@ -7,14 +7,15 @@ gradient only by rounding, because losses are normalised by the whole mini-batch
 from __future__ import annotations
 
 import math
-from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from etude.algorithms import loss_count
+from etude.metrics import Max, Mean, Metric, Metrics, add_metrics
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
 from etude.models.vision import Vision
@@ -28,32 +29,48 @@ from etude.training.packing import PackedRows, pack
 
 @dataclass(frozen=True)
 class LossScale:
-    """Counts of the whole mini-batch, for `agg_loss`."""
+    """Counts of the whole mini-batch, for `agg_loss`, and the mode that it is asked for."""
 
     batch_num_tokens: float
     global_batch_size: float
+    loss_agg_mode: str = "token-mean"
 
-    def as_mean(self, part: Tensor, response_mask: Tensor) -> float:
-        """A micro-batch's part of a sum over the mini-batch, as a figure whose mean over scored tokens is that sum."""
-        return float(part.detach()) * self.batch_num_tokens / max(float(response_mask.sum()), 1.0)
+    @classmethod
+    def of(cls, response_mask: Tensor, loss_agg_mode: str) -> LossScale:
+        """Of a mini-batch's mask."""
+        return cls(float(response_mask.sum()), float(response_mask.any(dim=1).sum()), loss_agg_mode)
+
+    def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
+        """A micro-batch's part of a loss: all parts together are the mini-batch's loss, weighed by what divides it."""
+        count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
+        share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
+        return Mean(float(part.detach()) * count, count * share)
 
 
-# (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and figures to average over tokens.
-MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, dict[str, float]]"]
+# (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
+# micro-batch's scored tokens).
+MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
 def accumulate(
-    batch: DataProto, max_tokens: int, step: Callable[[list[int]], dict[str, float]], vision: Vision | None = None
-) -> dict[str, float]:
-    """Runs `step` on the micro-batches of the scored rows; figures are averaged by scored tokens."""
+    batch: DataProto, max_tokens: int, step: Callable[[list[int]], Mapping[str, Metric]], vision: Vision | None = None
+) -> Metrics:
+    """Runs `step` on the micro-batches of the scored rows and adds up its metrics; bare numbers are means over tokens."""
     tokens = batch.batch["response_mask"].sum(dim=1)
-    totals: dict[str, float] = defaultdict(float)
+    parts: list[Metrics] = []
     for chosen in micro_batches(batch, max_tokens, vision):
         weight = float(tokens[chosen].sum())
-        for name, value in step(chosen).items():
-            totals[name] += value * weight
-    scored = max(float(tokens.sum()), 1.0)
-    return {name: value / scored for name, value in totals.items()}
+        metrics = step(chosen).items()
+        parts.append({n: m if isinstance(m, Mean | Max) else Mean(m * weight, weight) for n, m in metrics})
+    return add_metrics(parts)
+
+
+def step_metrics(optimizer: OptimizerSet) -> Metrics:
+    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, of gradients that were not finite
+    and taught nothing, `skipped_steps`."""
+    lr, norm = optimizer.lr, optimizer.step()
+    skipped = float(not math.isfinite(norm))
+    return {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "optimizer_steps": 1.0, "skipped_steps": skipped}
 
 
 class PolicyEngine:
@@ -85,7 +102,7 @@ class PolicyEngine:
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
         entropy = torch.zeros_like(result)
 
-        def step(rows: list[int]) -> dict[str, float]:
+        def step(rows: list[int]) -> Metrics:
             packed = pack(batch, rows, self._device, self._vision)
             values, entropies = self._forward(packed, temperature)
             result[rows] = packed.scatter(values).cpu()
@@ -96,30 +113,27 @@ class PolicyEngine:
         return result, entropy
 
     def update(
-        self, batch: DataProto, loss_of: MicroLoss, temperature: float, entropy_grad: bool = False
-    ) -> dict[str, float]:
-        """One optimizer step on a mini-batch; returns the loss's figures, `grad_norm`, `lr`, and `skipped_steps`: 1 where
-        the gradient was not finite and nothing was learned."""
-        assert self.optimizer is not None
+        self,
+        batch: DataProto,
+        loss_of: MicroLoss,
+        temperature: float,
+        entropy_grad: bool = False,
+        loss_agg_mode: str = "token-mean",
+    ) -> Metrics:
+        """One optimizer step on a mini-batch; returns the loss's metrics, `loss`, and those of `step_metrics`."""
+        optimizer = self.optimizer
+        assert optimizer is not None
         check_images(batch, self.model.config)
-        self.optimizer.zero_grad()  # a step that failed half-way may have left some
+        optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
-        mask = batch.batch["response_mask"]
-        scale = LossScale(float(mask.sum()), float(mask.any(dim=1).sum()))
-        total = 0.0
+        scale = LossScale.of(batch.batch["response_mask"], loss_agg_mode)
 
-        def step(rows: list[int]) -> dict[str, float]:
-            nonlocal total
+        def step(rows: list[int]) -> Metrics:
             packed = pack(batch, rows, self._device, self._vision)
             values, entropies = self._forward(packed, temperature, entropy_grad)
             micro = batch.select_idxs(rows).to(self._device)
             loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
-            loss.backward()
-            total += float(loss.detach())
-            return metrics
+            optimizer.backward(loss)
+            return {**metrics, "loss": scale.as_mean(loss, micro.batch["response_mask"])}
 
-        lr = self.optimizer.lr
-        metrics = accumulate(batch, self._max_tokens, step, self._vision)
-        norm = self.optimizer.step()
-        skipped = float(not math.isfinite(norm))
-        return metrics | {"loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
+        return accumulate(batch, self._max_tokens, step, self._vision) | step_metrics(optimizer)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import agg_loss
+from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.training.policy import LossScale, PolicyEngine
 from etude.trajectory import Provenance
@@ -36,10 +37,10 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
     )
 
 
-def sft_step(engine: PolicyEngine, batch: DataProto) -> dict[str, float]:
+def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
     """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns.
 
-    Returns the figures `loss`, `grad_norm`, `lr`, `skipped_steps`.
+    Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.
     """
 
     def loss(log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, dict[str, float]]:

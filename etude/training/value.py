@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from etude.algorithms import value_loss
+from etude.metrics import Metrics
 from etude.models.packable import enable_packing
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
-from etude.training.policy import accumulate
+from etude.training.policy import LossScale, accumulate, step_metrics
 
 
 class ValueEngine:
@@ -36,24 +36,28 @@ class ValueEngine:
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
 
-        def step(rows: list[int]) -> dict[str, float]:
+        def step(rows: list[int]) -> Metrics:
             result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
             return {}
 
         accumulate(batch, self._max_tokens, step, self._vision)
         return result
 
-    def update(self, batch: DataProto, *, cliprange_value: float, loss_agg_mode: str) -> dict[str, float]:
-        """One optimizer step towards `returns`; needs the columns `values` and `returns`."""
+    def update(
+        self,
+        batch: DataProto,
+        *,
+        cliprange_value: float,
+        loss_agg_mode: str,
+        loss_scale_factor: float | None = None,
+    ) -> Metrics:
+        """One optimizer step towards `returns`; needs the columns `values` and `returns`. Metrics are named `critic/*`."""
         check_images(batch, self.model.config)
         self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
-        mask = batch.batch["response_mask"]
-        tokens, sequences = float(mask.sum()), float(mask.any(dim=1).sum())
-        total = 0.0
+        scale = LossScale.of(batch.batch["response_mask"], loss_agg_mode)
 
-        def step(rows: list[int]) -> dict[str, float]:
-            nonlocal total
+        def step(rows: list[int]) -> Metrics:
             micro = batch.select_idxs(rows).to(self._device).batch
             loss, metrics = value_loss(
                 vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
@@ -62,16 +66,12 @@ class ValueEngine:
                 response_mask=micro["response_mask"],
                 cliprange_value=cliprange_value,
                 loss_agg_mode=loss_agg_mode,
-                batch_num_tokens=tokens,
-                global_batch_size=sequences,
+                batch_num_tokens=scale.batch_num_tokens,
+                global_batch_size=scale.global_batch_size,
+                loss_scale_factor=loss_scale_factor,
             )
-            loss.backward()
-            total += float(loss.detach())
-            return metrics
+            self.optimizer.backward(loss)
+            return {**metrics, "critic/vf_loss": scale.as_mean(loss, micro["response_mask"])}
 
-        lr = self.optimizer.lr
         metrics = accumulate(batch, self._max_tokens, step, self._vision)
-        norm = self.optimizer.step()
-        skipped = float(not math.isfinite(norm))
-        figures = {"vf_loss": total, "grad_norm": norm, "lr": lr, "skipped_steps": skipped}
-        return metrics | {f"critic/{name}": value for name, value in figures.items()}
+        return metrics | {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}

@@ -7,9 +7,10 @@ from typing import Any
 
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
-from etude.models import load_value_model, save_pretrained
+from etude.metrics import Metrics
+from etude.models import load_value_model, save_pretrained, torch_dtype
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, ValueEngine
+from etude.training import OptimizerSet, ValueEngine, round_weights
 from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.minibatches import update_epochs
 from etude.workers.options import RoleOptions
@@ -29,10 +30,9 @@ class CriticWorker(Worker):
         path = critic.model.path or model.path
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
-        self.model = load_value_model(
-            path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
-        self._optimizer = OptimizerSet(self.model, critic.optim, self.options.total_steps)
+        self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
+        exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
+        self._optimizer = OptimizerSet(self.model, critic.optim, self.options.total_steps, exact=exact)
         self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
@@ -41,13 +41,17 @@ class CriticWorker(Worker):
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_critic(self, data: DataProto) -> dict[str, float]:
-        """Epochs over mini-batches towards `returns`; mean figures, names `critic/*`."""
+    def update_critic(self, data: DataProto) -> Metrics:
+        """Epochs over mini-batches towards `returns`; metrics named `critic/*`."""
         critic, actor = self.options.critic, self.options.actor
+        self._optimizer.training_step = data.meta_info["global_step"]
         return update_epochs(
             data,
             lambda mini: self._engine.update(
-                mini, cliprange_value=critic.cliprange_value, loss_agg_mode=critic.loss_agg_mode
+                mini,
+                cliprange_value=critic.cliprange_value,
+                loss_agg_mode=critic.loss_agg_mode,
+                loss_scale_factor=self.options.rollout.response_length,
             ),
             epochs=critic.ppo_epochs,
             groups=critic.ppo_mini_batch_size,

@@ -31,6 +31,7 @@ from etude.inference import (
     WeightProbe,
     check_takes_images,
 )
+from etude.metrics import Max, Metrics
 from etude.models import save_pretrained
 from etude.models.loading import DTYPES
 from etude.models.vision import Vision
@@ -137,7 +138,7 @@ class EngineLink:
         if self._actor is not None and self._handed != self._version:
             await self.push(self._version)
 
-    async def push(self, version: int) -> dict[str, float]:
+    async def push(self, version: int) -> Metrics:
         """Hands over the present weights as `version`, and probes.
 
         Returns:
@@ -153,7 +154,7 @@ class EngineLink:
         try:
             source = await self._source(version)
             await within(self._rollout.weight_sync_timeout, self.engine.update_weights, source, version)
-            figures = await self._probed(version)
+            metrics = await within(self._rollout.weight_sync_timeout, self._run_probe, version)
         except Exception as error:
             if not is_infrastructure(error):
                 raise
@@ -162,9 +163,9 @@ class EngineLink:
                 "mend it and start again: the run goes on from its last checkpoint"
             ) from error
         self._handed = version
-        return {"weight_sync/seconds": time.perf_counter() - started} | figures
+        return {"weight_sync/seconds": Max(time.perf_counter() - started)} | metrics
 
-    async def _probed(self, version: int) -> dict[str, float]:
+    async def _run_probe(self, version: int) -> Metrics:
         if self._probe is None:
             return {}
         probe = self._probe
@@ -175,7 +176,7 @@ class EngineLink:
             results, probed = [await probe.check(self.engine, version)], [self.engine]
         for engine in probed:
             engine.metrics()  # the probe's tokens are none of the next rollout's
-        return {"weight_sync/largest_difference": max(result.largest for result in results)}
+        return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
 
     def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
         assert self._actor is not None

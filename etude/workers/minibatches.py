@@ -6,12 +6,12 @@ differ in size by at most one group, so that no update rests on a handful of row
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from etude.metrics import Metrics, add_metrics
 from etude.protocol import DataProto
 
 
@@ -30,26 +30,18 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
             yield data.select_idxs(rows)
 
 
-COUNTS = ("skipped_steps",)  # figures that are counts: summed where the others are averaged
-
-
 def update_epochs(
     data: DataProto,
-    update: Callable[[DataProto], dict[str, float]],
+    update: Callable[[DataProto], Metrics],
     *,
     epochs: int,
     groups: int,
     shuffle: bool,
     seed: int,
-) -> dict[str, float]:
-    """Calls `update` on every mini-batch of every epoch; needs meta_info `global_step`. Returns its figures' means."""
-    collected: dict[str, list[float]] = defaultdict(list)
+) -> Metrics:
+    """Calls `update` on every mini-batch of every epoch; needs meta_info `global_step`. Returns its metrics, added up."""
+    parts: list[Metrics] = []
     for epoch in range(epochs):
         order = (seed, data.meta_info["global_step"], epoch)
-        for mini in mini_batches(data, groups, shuffle=shuffle, seed=order):
-            for name, value in update(mini).items():
-                collected[name].append(value)
-    return {
-        name: sum(values) if name.rpartition("/")[2] in COUNTS else sum(values) / len(values)
-        for name, values in collected.items()
-    }
+        parts += [update(mini) for mini in mini_batches(data, groups, shuffle=shuffle, seed=order)]
+    return add_metrics(parts)

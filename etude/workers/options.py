@@ -23,9 +23,10 @@ from etude.options import (
 class RoleOptions:
     """Everything the workers of one run are built from.
 
-    `total_steps` is the length of the learning-rate schedules in optimizer steps' batches (training steps); `needs_ref`
-    says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed on to
-    users' agent loops and read by nothing of ours.
+    The learning-rate schedules count training steps: they end after `total_steps`, and the actor's begins at
+    `actor_first_step` (after a critic's warm-up). A policy that does not train (`trains`) has no optimizer.
+    `needs_ref` says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed
+    on to users' agent loops and read by nothing of ours.
 
     Raises:
         ConfigError: the rollout section does not go with its engine, or with the device; names the key.
@@ -40,6 +41,8 @@ class RoleOptions:
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     total_steps: int | None = None
+    actor_first_step: int = 0
+    trains: bool = True
     needs_ref: bool = False
     deterministic: bool = False
     device: str = "cpu"

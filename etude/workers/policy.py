@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from contextlib import suppress
+from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
@@ -16,16 +17,17 @@ from torch import Tensor
 
 from etude.agents import AgentContext, AgentLoopManager, AgentParts, RolloutOptions, Sampling, to_batch
 from etude.agents.batch import rows_of
-from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss
+from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
 from etude.chat import ToolParser
 from etude.data import active_tools
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import ConfigError
 from etude.inference import evaluates_only
-from etude.models import check_vocabulary, load_causal_lm, save_pretrained
+from etude.metrics import Metrics
+from etude.models import check_vocabulary, load_causal_lm, save_pretrained, torch_dtype
 from etude.protocol import DataProto
 from etude.trace import Tracer
-from etude.training import LossScale, OptimizerSet, PolicyEngine, sft_step
+from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.minibatches import update_epochs
@@ -64,14 +66,26 @@ class ActorRolloutRefWorker(Worker):
             self._init_evaluation()
             return
         self._reading = load_reading(options.model, options.chat_template_kwargs)
-        self.tokenizer, self.model = self._reading.tokenizer, self._load_model()
-        optimizer = OptimizerSet(self.model, options.actor.optim, options.total_steps)
+        self.tokenizer, dtype = self._reading.tokenizer, options.model.dtype
+        self.model = self._load_model("float32" if options.trains else dtype)
+        optimizer = self._build_optimizer() if options.trains else None
         self._actor = PolicyEngine(self.model, max_tokens=options.actor.ppo_max_token_len_per_gpu, optimizer=optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            self._ref = PolicyEngine(self._load_model(), max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+            self._ref = PolicyEngine(self._load_model(dtype), max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self._manager = self._build_manager(options.rollout, self.model)
         self._link = self._build_link(self._actor)
+
+    def _build_optimizer(self) -> OptimizerSet:
+        """Of the model in float32, which from here on computes in `model.dtype`."""
+        options = self.options
+        return OptimizerSet(
+            self.model,
+            options.actor.optim,
+            options.total_steps,
+            first_step=options.actor_first_step,
+            exact=round_weights(self.model, torch_dtype(options.model.dtype)),
+        )
 
     def _init_evaluation(self) -> None:
         """An engine that samples from a model of its own needs our tokenizer, and no weights of ours."""
@@ -84,12 +98,10 @@ class ActorRolloutRefWorker(Worker):
         context, options = self._manager.context, self.options
         return EngineLink(self._manager.engine, options.rollout, context.chat, actor, options.model.dtype)
 
-    def _load_model(self) -> Any:
+    def _load_model(self, dtype: str) -> Any:
         model = self.options.model
         assert model.path is not None
-        network = load_causal_lm(
-            model.path, dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
+        network = load_causal_lm(model.path, dtype=dtype, device=self.device, trust_remote_code=model.trust_remote_code)
         check_vocabulary(self._reading.tokenizer, network)
         return network
 
@@ -174,15 +186,20 @@ class ActorRolloutRefWorker(Worker):
         return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_actor(self, data: DataProto) -> dict[str, float]:
-        """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`. Returns mean figures, names `actor/*`."""
+    def update_actor(self, data: DataProto) -> Metrics:
+        """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`, and `compare_rollout`: whether the first
+        update's own log-probs are compared with the engine's. Returns metrics named `actor/*`."""
         actor, temperature = self.options.actor, data.meta_info["temperature"]
+        self._actor_optimizer.training_step = data.meta_info["global_step"]
+        before_any_update = [self._compared_loss] if data.meta_info.get("compare_rollout") else []
+        losses = chain(before_any_update, repeat(self._loss))
 
-        def update(mini: DataProto) -> dict[str, float]:
-            figures = self._actor.update(mini, self._loss, temperature, entropy_grad=actor.entropy_coeff != 0)
-            return {name if "/" in name else f"actor/{name}": value for name, value in figures.items()}
+        def update(mini: DataProto) -> Metrics:
+            entropy_grad = actor.entropy_coeff != 0
+            metrics = self._actor.update(mini, next(losses), temperature, entropy_grad, actor.loss_agg_mode)
+            return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-        figures = update_epochs(
+        metrics = update_epochs(
             data,
             update,
             epochs=actor.ppo_epochs,
@@ -192,19 +209,26 @@ class ActorRolloutRefWorker(Worker):
         )
         self._updates += 1
         synced = self._run(self._link.push(self._updates))
-        return figures | synced
+        return metrics | synced
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
-    def update_sft(self, data: DataProto) -> dict[str, float]:
-        """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`)."""
-        figures = sft_step(self._actor, data)
+    def update_sft(self, data: DataProto) -> Metrics:
+        """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`); meta_info:
+        `global_step`."""
+        self._actor_optimizer.training_step = data.meta_info["global_step"]
+        metrics = sft_step(self._actor, data)
         self._updates += 1
         self._link.changed(self._updates)
-        return {f"sft/{name}": value for name, value in figures.items()}
+        return {f"sft/{name}": metric for name, metric in metrics.items()}
 
-    def _loss(
+    def _compared_loss(
         self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale
-    ) -> tuple[Tensor, dict[str, float]]:
+    ) -> tuple[Tensor, Metrics]:
+        loss, metrics = self._loss(log_probs, entropy, micro, scale)
+        columns = micro.batch
+        return loss, metrics | rollout_mismatch(log_probs, columns["rollout_log_probs"], columns["response_mask"])
+
+    def _loss(self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, Metrics]:
         """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
         actor, columns = self.options.actor, micro.batch
         assert columns is not None
@@ -212,11 +236,11 @@ class ActorRolloutRefWorker(Worker):
         scaling: dict[str, Any] = {
             "batch_num_tokens": scale.batch_num_tokens,
             "global_batch_size": scale.global_batch_size,
-            "loss_scale_factor": actor.loss_scale_factor,
+            "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
         }
         # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
-        loss, metrics = policy_loss(
+        loss, figures = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,
             log_prob=log_probs,
@@ -229,7 +253,7 @@ class ActorRolloutRefWorker(Worker):
             clip_ratio_c=actor.clip_ratio_c,
             **scaling,
         )
-        metrics["pg_loss"] = scale.as_mean(loss, mask)
+        metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)

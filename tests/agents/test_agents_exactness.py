@@ -16,6 +16,7 @@ from exact_stage import BUDGET, TEMPLATES, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.metrics import finish_metrics
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine, policy
 from etude.training.packing import pack
 from etude.trajectory import Provenance
@@ -142,7 +143,7 @@ def update(made, batch):
     optimizer = Recorder(model, OptimOptions(lr=1e-2), None)
     worker._actor = PolicyEngine(model, max_tokens=200, optimizer=optimizer)
     try:
-        [figures] = made.group.update_actor(batch)
+        figures = finish_metrics(made.group.update_actor(batch)[0])
     finally:
         worker._actor = actor
     figures = {name: value for name, value in figures.items() if name.startswith("actor/")}  # not how long it took

@@ -32,9 +32,19 @@ def test_kinds_are_their_formulas(kind):
     values, slopes = penalty_and_slope(kind, DIFFERENCES)
     assert values == pytest.approx([formula(d) for d in DIFFERENCES], rel=1e-12, abs=1e-15)
     for d, slope in zip(DIFFERENCES, slopes):
-        if d != 0:  # |d| has a corner there
+        if d != 0 and not (formula is FORMULAS["k3"] and formula(d) == 10):  # |d| has a corner at 0; see the next test
             numeric = (formula(d + 1e-6) - formula(d - 1e-6)) / 2e-6
             assert slope == pytest.approx(numeric, rel=1e-4, abs=1e-6)
+
+
+def test_k3_draws_a_far_policy_back_as_at_its_bound():
+    """The value stops at 10, the slope, 1 − exp(−d), stays what it is there."""
+    far = [-30.0, -3.0, -2.7, 11.1, 25.0]
+    values, slopes = penalty_and_slope("k3", far)
+    assert values == [10.0] * 5
+    assert slopes == pytest.approx([-12.6108686] * 3 + [0.9999833] * 2, rel=1e-7)
+    (_, near), (_, beyond) = (penalty_and_slope("k3", [-2.6108686 + e]) for e in (1e-6, -1e-6))
+    assert near == pytest.approx(beyond, rel=1e-4)
 
 
 @pytest.mark.parametrize("kind", ALIASES)

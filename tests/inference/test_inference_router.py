@@ -21,6 +21,7 @@ from etude.inference import (
 )
 from etude.inference.http import HttpServer
 from etude.inference.sglang import SGLangEngine
+from etude.metrics import finish_metrics
 
 FAST = RouterOptions(check_every=0.1, check_timeout=0.5, request_timeout=60.0, sync_timeout=10.0)
 PROMPT = [3, 1, 4]
@@ -87,7 +88,7 @@ def test_a_trajectory_stays_where_it_began_and_the_least_busy_gets_the_next():
     assert homes == [{"t0", "t3"}, {"t1", "t4"}, {"t2", "t5"}]
     assert replicas[0].opened == ["t0", "t3", "new0", "new1"]
     assert replicas[0].closed == ["t0", "t3"]
-    assert router.metrics() == {"retries": 0, "ejections": 0, "replicas": 3.0, "sampled_tokens": 20.0}
+    assert finish_metrics(router.metrics()) == {"retries": 0, "ejections": 0, "replicas": 3.0, "sampled_tokens": 20.0}
 
 
 def test_a_failed_replica_is_ejected_its_requests_asked_elsewhere_and_it_comes_back_with_new_weights():
@@ -98,7 +99,7 @@ def test_a_failed_replica_is_ejected_its_requests_asked_elsewhere_and_it_comes_b
         replicas[0].broken, replicas[0].well = True, False
         outputs = await asyncio.gather(*(router.generate(name, PROMPT, {}) for name in "ab"))
         await router.update_weights("folder", 7)
-        during = (list(router.replicas), router.metrics())
+        during = (list(router.replicas), finish_metrics(router.metrics()))
         replicas[0].broken, replicas[0].well = False, True
         slow = [router.generate(f"s{i}", PROMPT, {}) for i in range(2)]
         replicas[1]._latency = 1.0  # keeps a request under way, and so the watch

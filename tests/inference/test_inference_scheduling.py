@@ -17,6 +17,7 @@ from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 from etude.inference.cache import KVShape, SlabCache, capacity_for, most_tokens
 from etude.inference.prefixes import PrefixStore
 from etude.inference.sampling import restrict
+from etude.metrics import finish_metrics
 
 SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=8, dtype=torch.float32, device=torch.device("cpu"))
 
@@ -108,7 +109,7 @@ def test_a_small_budget_preempts_and_changes_nothing(model, tokens, options):
     reference = conversations(NativeEngine(model), 9)
     engine = engine_with(model, tokens, **options)
     results = conversations(engine, 9)
-    metrics = engine.metrics()
+    metrics = finish_metrics(engine.metrics())
     assert_same(results, reference)
     assert metrics["kv_cache_mb"] <= tokens * engine._shape.token_bytes / 2**20
     assert metrics["preemptions"] > 0
@@ -268,7 +269,7 @@ def test_a_group_admitted_bit_by_bit_computes_its_prompt_once(model):
         return await asyncio.gather(*(talk(engine, f"g{i}", PROMPT, 1, i) for i in range(6)))
 
     results = asyncio.run(main())
-    metrics = engine.metrics()
+    metrics = finish_metrics(engine.metrics())
     assert metrics["prefilled_tokens"] == len(PROMPT) + 4  # later members feed the last token for its logits
     assert metrics["cache_hit_rate"] == pytest.approx(1 - (len(PROMPT) + 4) / (6 * len(PROMPT)))
     for ids, probs, mask in results:
@@ -476,7 +477,7 @@ def test_metrics_add_up(model):
         return await asyncio.gather(*(engine.generate(f"r{i}", p, params) for i, p in enumerate(prompts)))
 
     asyncio.run(main())
-    metrics = engine.metrics()
+    metrics = finish_metrics(engine.metrics())
     assert metrics["sampled_tokens"] == 40
     assert metrics["prefilled_tokens"] == 80
     assert metrics["cache_hit_rate"] == 0.0

@@ -53,7 +53,10 @@ def weights(net):
         ({"lr_scheduler_type": "linear"}, [1, 0.75, 0.5, 0.25, 0, 0]),
         ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1, 0.8, 0.6, 0.4, 0.2, 0.2]),
         ({"lr_scheduler_type": "linear", "lr_decay_ratio": 0.5}, [1, 1, 1, 0.5, 0, 0]),
-        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2}, [0.5, 0.75, 0.5, 0.25, 0, 0]),
+        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2}, [0.5, 1, 1, 0.5, 0, 0]),
+        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2, "lr_decay_ratio": 0.25}, [0.5, 1, 1, 1, 0, 0]),
+        ({"lr_scheduler_type": "linear", "lr_warmup_steps": 2, "lr_decay_ratio": 0.75}, [0.5, 1, 1, 0.5, 0, 0]),
+        ({"lr_scheduler_type": "cosine", "lr_warmup_steps": 9}, [i / 9 for i in range(1, 7)]),
         ({"lr_scheduler_type": "cosine"}, [1, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0, 0]),
         (
             {"lr_scheduler_type": "cosine", "min_lr_ratio": 0.5},
@@ -64,11 +67,41 @@ def weights(net):
 def test_schedules_by_hand(net, options, expected):
     optimizer = OptimizerSet(net, OptimOptions(lr=0.01, **options), total_steps=4)
     seen = []
-    for _ in range(6):
+    for step in range(6):
+        optimizer.training_step = step
+        for _ in range(step):  # however many optimizer steps it takes, one rate
+            set_gradients(net, 0)
+            optimizer.step()
         seen.append(optimizer.lr / 0.01)
-        set_gradients(net, 0)
-        optimizer.step()
     assert seen == pytest.approx(expected, abs=1e-7)
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_after_its_warm_up_a_schedule_is_that_of_transformers(net, kind):
+    """Shifted by one: the first step of theirs has the rate 0."""
+    import transformers
+
+    theirs = torch.optim.SGD(net.parameters(), lr=1.0)
+    schedule = getattr(transformers, f"get_{kind}_schedule_with_warmup")(theirs, 10, 20)
+    ours = OptimizerSet(net, OptimOptions(lr=1.0, lr_scheduler_type=kind, lr_warmup_steps=10), total_steps=20)
+    seen, expected = [], []
+    for step in range(20):
+        ours.training_step = step
+        seen.append(ours.lr)
+        expected.append(theirs.param_groups[0]["lr"])
+        theirs.step()
+        schedule.step()
+    assert max(seen) == 1
+    assert seen[10:] == pytest.approx(expected[10:])
+    assert seen[:9] == pytest.approx(expected[1:10])
+
+
+def test_a_schedule_that_begins_late_has_its_whole_shape_in_what_remains(net):
+    options = OptimOptions(lr=1.0, lr_scheduler_type="linear", lr_warmup_steps=2, min_lr_ratio=0.1)
+    late, whole = OptimizerSet(net, options, 11, first_step=5), OptimizerSet(net, options, 6)
+    for step in range(6):
+        late.training_step, whole.training_step = step + 5, step
+        assert late.lr == whole.lr
 
 
 @pytest.mark.parametrize("name", ["adamw", "muon"])
@@ -76,7 +109,7 @@ def test_the_schedule_reaches_the_weights(net, name):
     """A step at learning rate 0 moves nothing; the one before did."""
     optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01, lr_scheduler_type="linear"), total_steps=1)
     steps = [weights(net)]
-    for _ in range(2):
+    for optimizer.training_step in range(2):
         set_gradients(net, 0)
         optimizer.step()
         steps.append(weights(net))
@@ -124,7 +157,6 @@ def test_a_gradient_that_is_not_finite_moves_nothing_and_shows(net, name, poison
     assert not math.isfinite(optimizer.step())
     assert all(torch.equal(a, b) for a, b in zip(before, weights(net)))
     assert str(optimizer.state_dict()["optimizers"]) == str(state)
-    assert optimizer.steps == 2
     assert all(p.grad is None for p in net.parameters())
     set_gradients(net, 2)
     assert math.isfinite(optimizer.step())
@@ -137,6 +169,7 @@ def test_a_saved_and_restored_run_ends_with_the_same_bits(net, name):
 
     def train(net, optimizer, seeds):
         for seed in seeds:
+            optimizer.training_step = seed
             set_gradients(net, seed)
             optimizer.step()
 
@@ -148,8 +181,6 @@ def test_a_saved_and_restored_run_ends_with_the_same_bits(net, name):
     file.seek(0)
     restored, fresh = (OptimizerSet(n, options, total_steps=8) for n in (resumed, forgetful))
     restored.load_state_dict(torch.load(file, weights_only=True))
-    fresh.steps = restored.steps
-    assert restored.lr == optimizer.lr
     for each in ((net, optimizer), (resumed, restored), (forgetful, fresh)):
         train(*each, range(3, 6))
     assert all(torch.equal(a, b) for a, b in zip(weights(net), weights(resumed)))
@@ -159,11 +190,9 @@ def test_a_saved_and_restored_run_ends_with_the_same_bits(net, name):
 @pytest.mark.parametrize(("saved", "used"), [("adamw", "muon"), ("muon", "adamw")])
 def test_the_state_of_another_optimizer_is_refused(net, saved, used):
     state = OptimizerSet(net, OptimOptions(name=saved), None).state_dict()
-    state["steps"] = 5
     optimizer = OptimizerSet(net, OptimOptions(name=used), None)
     with pytest.raises(CheckpointError, match=f"optim.name={used}"):
         optimizer.load_state_dict(state)
-    assert optimizer.steps == 0
 
 
 def test_the_state_of_another_model_is_refused(net):

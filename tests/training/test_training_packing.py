@@ -8,6 +8,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.metrics import finish_metrics
 from etude.models import ValueModel
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.protocol import DataProto
@@ -44,7 +45,7 @@ def update(model, batch, max_tokens, kind="adamw"):
     step = optimizer.step
     optimizer.step = lambda: gradients.extend(p.grad.clone() for p in twin.parameters()) or step()
     figures = PolicyEngine(twin, max_tokens=max_tokens, optimizer=optimizer).update(batch, weighted, 0.9, True)
-    return figures, gradients
+    return finish_metrics(figures), gradients
 
 
 @given(st.lists(st.lists(st.integers(0, 2), min_size=1, max_size=14), min_size=1, max_size=9), st.integers(1, 4))

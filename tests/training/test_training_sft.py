@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from etude.errors import DataError
+from etude.metrics import finish_metrics
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine, demonstrations_to_batch, sft_step
 from etude.trajectory import Provenance
 
@@ -52,15 +53,15 @@ def test_the_loss_is_the_mean_over_sampled_tokens(model):
             log_probs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         expected += [-float(log_probs[i - 1, ids[i]]) for i in range(len(ids)) if scored[i]]
     batch = demonstrations_to_batch(EXAMPLES, pad_token_id=0)
-    figures = sft_step(engine_of(model), batch)
+    figures = finish_metrics(sft_step(engine_of(model), batch))
     assert figures["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
-    assert set(figures) == {"loss", "grad_norm", "lr", "skipped_steps"}
+    assert set(figures) == {"loss", "grad_norm", "lr", "optimizer_steps", "skipped_steps"}
 
 
 @pytest.mark.parametrize(("name", "lr"), [("adamw", 0.003), ("muon", 0.002)])
 def test_a_few_steps_learn_by_heart(model, name, lr):
     engine, batch = engine_of(model, name, lr), demonstrations_to_batch(EXAMPLES, pad_token_id=0)
-    losses = [sft_step(engine, batch)["loss"] for _ in range(40)]
+    losses = [finish_metrics(sft_step(engine, batch))["loss"] for _ in range(40)]
     assert losses[-1] < 0.1 < 2 < losses[0]
 
 

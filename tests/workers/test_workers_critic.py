@@ -6,6 +6,7 @@ from workers_stage import learnable, policy, prompts, roles, weights_of
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
+from etude.metrics import finish_metrics
 from etude.workers import CriticWorker
 
 
@@ -41,7 +42,7 @@ def test_a_new_head_values_nothing_and_updates_approach_the_returns(model_path, 
     assert not group.compute_values(batch).batch["values"].any()
     errors = [distance(group, batch)]
     for _ in range(6):
-        (figures,) = group.update_critic(with_values(group, batch))
+        figures = finish_metrics(group.update_critic(with_values(group, batch))[0])
         errors.append(distance(group, batch))
     assert {"critic/vf_loss", "critic/grad_norm", "critic/lr"} <= figures.keys()
     assert errors[-1] < 0.5 * errors[0]

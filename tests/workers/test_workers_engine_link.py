@@ -1,5 +1,6 @@
 """The link between worker and engine: weights handed over and probed, for engines in this process and behind HTTP."""
 
+import asyncio
 import copy
 import gc
 import os
@@ -14,6 +15,7 @@ from workers_stage import learnable, policy, prompts, roles
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
+from etude.metrics import finish_metrics
 from etude.scratch import Scratch
 from etude.workers import engine_link
 from etude.workers.engine_link import WeightSyncError, _memory_folder, build_engine
@@ -33,11 +35,11 @@ def served(model_path, url, **rollout):
 
 def test_after_an_update_the_native_engine_is_probed(model_path):
     group, _ = policy(model_path)
-    (figures,) = group.update_actor(learnable(group, prompts()))
+    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
     assert figures["weight_sync/largest_difference"] < 1e-4
     assert figures["weight_sync/seconds"] > 0
     unprobed, _ = policy(model_path, rollout={"weight_probe": False})
-    (figures,) = unprobed.update_actor(learnable(unprobed, prompts()))
+    figures = finish_metrics(unprobed.update_actor(learnable(unprobed, prompts()))[0])
     assert "weight_sync/largest_difference" not in figures
 
 
@@ -56,6 +58,31 @@ def test_the_probe_changes_no_rollout_and_no_figure(model_path):
         for m in (metrics, other_metrics)
     ]
     assert tokens[0] == tokens[1]
+
+
+@pytest.mark.parametrize("engine", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 16}])
+def test_in_the_deterministic_mode_a_small_engine_is_probed_and_rolls_out(model_path, engine):
+    group, _ = policy(model_path, rollout={"weight_sync_timeout": 20.0, **engine}, deterministic=True)
+    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
+    assert figures["weight_sync/largest_difference"] < 1e-4
+
+
+def test_a_probe_that_is_not_answered_stops_the_run(model_path):
+    @ENGINES.register("workers_test_mute")
+    class Mute(NativeEngine):
+        async def generate(self, request_id, *arguments, **options):
+            if request_id.startswith("probe/"):
+                await asyncio.get_running_loop().create_future()
+            return await super().generate(request_id, *arguments, **options)
+
+    try:
+        group, _ = policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
+        with pytest.raises(
+            WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"
+        ):
+            group.generate_sequences(prompts())
+    finally:
+        ENGINES._items.pop("workers_test_mute")
 
 
 def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
@@ -87,7 +114,7 @@ def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_p
             version for t in trajectories for segment in t.segments for version in segment.weight_versions or ()
         }
         assert versions == {step}
-        (figures,) = group.update_actor(batch)
+        figures = finish_metrics(group.update_actor(batch)[0])
         assert figures["weight_sync/largest_difference"] < 1e-4
         assert state.version == str(step + 1)
     folder = worker._link._folder.folder
@@ -138,7 +165,7 @@ def test_memory_is_free_between_rollouts(model_path, server):
     group, _ = served(model_path, url, free_cache_engine=True)
     batch = learnable(group, prompts())
     assert state.asleep
-    (figures,) = group.update_actor(batch)  # wakes it for the new weights
+    figures = finish_metrics(group.update_actor(batch)[0])  # wakes it for the new weights
     assert not state.asleep
     assert figures["weight_sync/largest_difference"] < 1e-4
 

@@ -12,6 +12,7 @@ from etude.agents.batch import rows_of
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
 from etude.inference import ENGINES, NativeEngine
+from etude.metrics import finish_metrics
 from etude.options import ActorOptions
 from etude.trajectory import Provenance, StopReason
 from etude.workers import ActorRolloutRefWorker, CriticOptions
@@ -72,7 +73,7 @@ def test_an_update_changes_the_weights_and_the_engine_samples_from_the_new_ones(
     before = weights_of(worker.model)
     batch = learnable(group, prompts())
     ref = group.compute_ref_log_prob(batch).batch["ref_log_prob"]
-    (figures,) = group.update_actor(batch)
+    figures = finish_metrics(group.update_actor(batch)[0])
     assert {"actor/loss", "actor/grad_norm", "actor/lr", "actor/entropy", "actor/pg_clipfrac"} <= figures.keys()
     assert figures["actor/grad_norm"] > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())
@@ -243,7 +244,7 @@ def test_a_registered_engine_is_the_one_that_samples(model_path):
 def test_the_policy_gradients_part_of_the_loss_is_reported_by_itself(model_path, max_tokens):
     """Whole or cut into micro-batches: what is left of the loss is the entropy bonus."""
     group, _ = policy(model_path, actor=ActorOptions(entropy_coeff=0.25, ppo_max_token_len_per_gpu=max_tokens))
-    (figures,) = group.update_actor(learnable(group, prompts()))
+    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
     assert figures["actor/loss"] == pytest.approx(
         figures["actor/pg_loss"] - 0.25 * figures["actor/entropy"], rel=1e-4, abs=1e-5
     )
@@ -255,6 +256,6 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(model_path):
     batch = learnable(group, prompts())
     batch.batch["advantages"] = torch.full_like(batch.batch["advantages"], float("nan"))
     before = weights_of(worker.model)
-    (figures,) = group.update_actor(batch)
+    figures = finish_metrics(group.update_actor(batch)[0])
     assert figures["actor/skipped_steps"] == 2  # of two mini-batches
     assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())

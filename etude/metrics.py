@@ -1,0 +1,65 @@
+"""Metrics on their way to a training step's figures: sums with their counts, divided once when all parts are added.
+
+Invariant: how work was cut (into micro-batches, mini-batches, refills, ranks) changes no figure but by rounding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+
+@dataclass(frozen=True, slots=True)
+class Mean:
+    """A mean: `sum` over `count` things, of any weight."""
+
+    sum: float
+    count: float
+
+
+@dataclass(frozen=True, slots=True)
+class Max:
+    """The largest of several."""
+
+    value: float
+
+
+Metric: TypeAlias = Mean | Max | float
+"""A bare number is a count: it adds up."""
+
+Metrics: TypeAlias = dict[str, Metric]
+
+
+def add_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
+    """The metrics of all parts together.
+
+    Raises:
+        TypeError: parts that mean different kinds of metric by one name.
+    """
+    total: Metrics = {}
+    for part in parts:
+        for name, metric in part.items():
+            total[name] = _add(name, total[name], metric) if name in total else metric
+    return total
+
+
+def _add(name: str, one: Metric, other: Metric) -> Metric:
+    if isinstance(one, Mean) and isinstance(other, Mean):
+        return Mean(one.sum + other.sum, one.count + other.count)
+    if isinstance(one, Max) and isinstance(other, Max):
+        return Max(max(one.value, other.value))
+    if isinstance(one, Mean | Max) or isinstance(other, Mean | Max):
+        raise TypeError(f"metric '{name}' is a {type(one).__name__} here and a {type(other).__name__} there")
+    return one + other
+
+
+def finish_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
+    """The figures; a mean of nothing has none."""
+    return {name: _figure(metric) for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+
+
+def _figure(metric: Metric) -> float:
+    if isinstance(metric, Mean):
+        return metric.sum / metric.count
+    return float(metric.value if isinstance(metric, Max) else metric)

@@ -1,0 +1,121 @@
+"""Mixed precision: a model that computes in bfloat16 or float16 beside the float32 weights that an optimizer moves.
+
+Invariant: a step too small for the model's precision is not lost: it is kept in the float32 weights, which the model's are
+rounded from. Gradients are added up in float32: of one backward pass alone are they the model's type.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_HALF = (torch.bfloat16, torch.float16)
+_MAX_SCALE = 2.0**24
+
+
+def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Rounds the weights of `module` to `dtype` in place, and returns those that learn as they were. Buffers (rotary
+    frequencies) stay as they are."""
+    exact = {}
+    for parameter in module.parameters():
+        if parameter.requires_grad:
+            exact[parameter] = parameter.data
+        parameter.data = parameter.data.to(dtype)
+    return exact
+
+
+class MasterWeights:
+    """The float32 weights of those parameters of `model` that learn in a lower precision; the others are their own."""
+
+    def __init__(self, model: nn.Module, exact: Mapping[nn.Parameter, Tensor] | None = None) -> None:
+        """`exact`: the parameters' values before rounding (see `round_weights`)."""
+        self._masters: dict[nn.Parameter, nn.Parameter] = {}
+        for parameter in model.parameters():
+            if parameter.requires_grad and parameter.dtype in _HALF:
+                value = (exact or {}).get(parameter, parameter.detach())
+                master = nn.Parameter(value.to(torch.float32, copy=value.dtype in _HALF))
+                self._masters[parameter] = master
+                parameter.register_post_accumulate_grad_hook(_add_to(master))
+
+    def of(self, parameter: nn.Parameter) -> nn.Parameter:
+        """What the optimizer moves for `parameter`."""
+        return self._masters.get(parameter, parameter)
+
+    @torch.no_grad()
+    def publish(self) -> None:
+        """Rounds the float32 weights into the model."""
+        for parameter, master in self._masters.items():
+            parameter.copy_(master)
+
+    def state(self) -> list[Tensor]:
+        """The float32 weights, in the model's order; none where the model computes in float32."""
+        return [master.detach() for master in self._masters.values()]
+
+    @torch.no_grad()
+    def restore(self, state: Iterable[Tensor]) -> None:
+        """Takes the weights of another's `state`, and publishes them.
+
+        Raises:
+            ValueError: they are of another model, or one of another precision.
+        """
+        saved = list(state)
+        if [tuple(tensor.shape) for tensor in saved] != [tuple(master.shape) for master in self._masters.values()]:
+            raise ValueError(
+                f"{len(saved)} float32 weights saved, {len(self._masters)} in use: was model.dtype changed?"
+            )
+        for master, tensor in zip(self._masters.values(), saved):
+            master.copy_(tensor)
+        self.publish()
+
+
+def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
+    def add(parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = parameter.grad.to(torch.float32)
+        master.grad = gradient if master.grad is None else master.grad.add_(gradient)
+        parameter.grad = None
+
+    return add
+
+
+@dataclass
+class DynamicLossScale:
+    """The factor that keeps small gradients within float16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2):
+    halved by a gradient that is not finite, doubled after `interval` that were in a row."""
+
+    value: float = 2.0**16
+    interval: int = 2_000
+    finite_steps: int = 0
+
+    @staticmethod
+    def for_model(model: nn.Module) -> DynamicLossScale | None:
+        """None: nothing of the model learns in float16."""
+        learns = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        return DynamicLossScale() if any(parameter.dtype == torch.float16 for parameter in learns) else None
+
+    def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
+        """Divides gradients by the factor."""
+        for parameter in parameters:
+            if parameter.grad is not None:
+                parameter.grad.div_(self.value)
+
+    def note(self, finite: bool) -> None:
+        """Adapts the factor after a step."""
+        if not finite:
+            self.value, self.finite_steps = max(self.value / 2, 1.0), 0
+            return
+        self.finite_steps += 1
+        if self.finite_steps >= self.interval:
+            self.value, self.finite_steps = min(self.value * 2, _MAX_SCALE), 0
+
+    def state(self) -> dict[str, Any]:
+        """What `load` takes."""
+        return {"value": self.value, "finite_steps": self.finite_steps}
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restores another's `state`."""
+        self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

@@ -1,0 +1,108 @@
+"""What the comparison of the two trainers draws: configurations away from their defaults, and shapes of batches."""
+
+from hypothesis import strategies as st
+from reference_stage import Shape
+
+AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+
+
+def _optimizer(section):
+    return {
+        f"{section}.name": ["muon"],
+        f"{section}.lr": [1e-2],
+        f"{section}.betas": ["[0.8,0.95]"],
+        f"{section}.weight_decay": [0.3],
+        f"{section}.muon_lr_multiplier": [2.0],
+        f"{section}.lr_warmup_steps": [1, 2],
+        f"{section}.lr_scheduler_type": ["linear", "cosine"],
+        f"{section}.lr_decay_ratio": [0.5],
+        f"{section}.min_lr_ratio": [0.2],
+        f"{section}.clip_grad": [0.05, 50.0],
+    }
+
+
+# Values beside the default (of the configuration, or of the stage where that sets the key).
+CHOICES = {
+    "algorithm.adv_estimator": ["grpo"],
+    "algorithm.gamma": [0.9],
+    "algorithm.lam": [0.8],
+    "algorithm.norm_adv_by_std_in_grpo": ["false"],
+    "algorithm.use_kl_in_reward": ["true"],
+    "algorithm.kl_penalty": ["abs", "mse", "k3", "k1", "k2", "low_var_kl", "k3+"],
+    "algorithm.kl_ctrl.type": ["adaptive"],
+    "algorithm.kl_ctrl.kl_coef": [0.3],
+    "algorithm.kl_ctrl.horizon": [20],
+    "algorithm.kl_ctrl.target_kl": [0.01],
+    "algorithm.filter_groups.enable": ["true"],
+    "algorithm.filter_groups.max_num_gen_batches": [3],
+    "algorithm.rollout_correction.bypass_mode": ["true"],
+    f"{ACTOR}.ppo_mini_batch_size": [1, 2],
+    f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
+    f"{ACTOR}.ppo_epochs": [2],
+    f"{ACTOR}.clip_ratio": [0.05],
+    f"{ACTOR}.clip_ratio_low": [0.01],
+    f"{ACTOR}.clip_ratio_high": [0.4],
+    f"{ACTOR}.clip_ratio_c": [1.1],
+    f"{ACTOR}.entropy_coeff": [0.05],
+    f"{ACTOR}.use_kl_loss": ["true"],
+    f"{ACTOR}.kl_loss_coef": [0.5],
+    f"{ACTOR}.kl_loss_type": ["mse", "k2", "k3", "k3+", "kl+"],
+    f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
+    f"{ACTOR}.loss_scale_factor": [7],
+    f"{ACTOR}.shuffle": ["false"],
+    f"{ACTOR}.data_loader_seed": [7],
+    f"{ACTOR}.policy_loss.loss_mode": ["reference_recorded"],
+    **_optimizer(f"{ACTOR}.optim"),
+    "critic.model.path": ["{folder}/other"],
+    "critic.ppo_mini_batch_size": [1],
+    "critic.ppo_epochs": [2],
+    "critic.ppo_max_token_len_per_gpu": [40],
+    "critic.cliprange_value": [0.02],
+    "critic.loss_agg_mode": AGGREGATIONS,
+    **_optimizer("critic.optim"),
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": [40],
+    f"{ROLLOUT}.mode": ["sync"],
+    f"{ROLLOUT}.n": [2, 4],
+    f"{ROLLOUT}.temperature": [0.7, 1.3],
+    f"{ROLLOUT}.top_p": [0.8],
+    f"{ROLLOUT}.top_k": [20],
+    "reward_model.enable": ["false"],
+    "reward_model.tool_reward_weight": [0.5],
+    "reward_model.score_weight": [2.0],
+    "trainer.critic_warmup": [1],
+    "trainer.total_training_steps": [2, 3],
+    "data.train_batch_size": [2],
+}
+
+
+@st.composite
+def overrides(draw):
+    """A configuration as {key: value}, without what keeps its default."""
+    drawn = {key: draw(st.sampled_from([None, *values])) for key, values in CHOICES.items()}
+    chosen = {key: value for key, value in drawn.items() if value is not None}
+    return allowed(chosen)
+
+
+def allowed(chosen):
+    """`chosen` without what is refused together with the rest of it (docs/training.md says why)."""
+    if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
+        chosen.pop(f"{ROLLOUT}.top_p", None)
+        chosen.pop(f"{ROLLOUT}.top_k", None)
+    if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
+    if "reward_model.enable" in chosen:
+        chosen["custom_reward_function.path"] = "null"
+    return chosen
+
+
+shapes = st.builds(
+    Shape,
+    seed=st.integers(0, 1000),
+    sequences=st.sampled_from([1, 3]),
+    holes=st.sampled_from([0.0, 0.3]),
+    silent=st.sampled_from([0.0, 0.2]),
+    broken=st.sampled_from([0.0, 0.4]),
+    levels=st.sampled_from([(0.0, 0.25, 1.25), (0.0, 0.1, 0.7, 3.0), (1.1,)]),
+    tool_rewards=st.booleans(),
+)

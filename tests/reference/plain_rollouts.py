@@ -1,0 +1,101 @@
+"""What a step of the plain trainer is given, and what is reported of it before anything is learned."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+
+import numpy as np
+
+
+@dataclass
+class Sequence:
+    """One context: the prompt, and what followed it, token by token.
+
+    `mask` is 1 for the tokens that the policy sampled; `engine_log_probs` are the engine's for those; `turns` counts the
+    assistant's turns."""
+
+    prompt: list[int]
+    response: list[int]
+    mask: list[int]
+    engine_log_probs: list[float]
+    turns: list[int]
+
+    @property
+    def sampled(self) -> list[int]:
+        """Places of the sampled tokens in the whole context."""
+        return [len(self.prompt) + place for place, flag in enumerate(self.mask) if flag]
+
+
+@dataclass
+class Rollout:
+    """One answer to the prompt `uid`. The last of its sequences, in time order, is the main one; none: it was dropped."""
+
+    uid: str
+    sequences: list[Sequence] = field(default_factory=list)
+    step_rewards: list[tuple[int, str, float]] = field(default_factory=list)  # (turn, tool, value)
+    final_rewards: dict[str, float] = field(default_factory=dict)
+    score: float | None = None
+    accuracy: float | None = None  # as the scorer reports it
+    num_turns: int = 0
+    stop_reason: str = ""
+    failures: int = 0  # of infrastructure
+    attempts_allowed: int = 2
+
+    @property
+    def main(self) -> Sequence:
+        """The sequence that lengths, rewards and turns are those of."""
+        return self.sequences[-1]
+
+
+def spread(name, values):
+    """mean, max and min; nothing of nothing."""
+    values = [float(value) for value in values]
+    if not values:
+        return {}
+    return {f"{name}/mean": float(np.mean(values)), f"{name}/max": max(values), f"{name}/min": min(values)}
+
+
+def total_reward(rollout, weights):
+    """w_tool · (Σ step rewards + Σ final rewards) + w_score · score."""
+    tools = sum(value for _, _, value in rollout.step_rewards) + sum(rollout.final_rewards.values())
+    return weights["tool_reward_weight"] * tools + weights["score_weight"] * (rollout.score or 0.0)
+
+
+def rollout_figures(asked, config):
+    """What came of the rollouts, before anything is learned from them."""
+    weights = config["reward_model"]
+    there = [r for r in asked if r.sequences]
+    gone = [r for r in asked if not r.sequences]
+    figures = {
+        "rollout/infrastructure_failures": sum(r.failures for r in asked),
+        "rollout/dropped": len(gone),
+        "rollout/given_up": sum(r.failures < r.attempts_allowed for r in gone),
+        "rollout/nothing_sampled": sum(not r.main.sampled for r in there),
+        **dict.fromkeys(("rollout/prompt_too_long", "rollout/unwritable_answers", "rollout/context_refused"), 0),
+    }
+    if not there:
+        return figures
+    sources = {
+        "step": [sum(value for _, _, value in r.step_rewards) for r in there],
+        "final": [sum(r.final_rewards.values()) for r in there],
+        "score": [r.score for r in there if r.score is not None],
+        "total": [total_reward(r, weights) for r in there],
+        "success": [(total_reward(r, weights) if r.accuracy is None else r.accuracy) >= 1 for r in there],
+    }
+    figures |= {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+    figures["rollout/sequences/mean"] = float(np.mean([len(r.sequences) for r in there]))
+    figures |= spread("num_turns", [r.num_turns for r in there])
+    figures |= spread("tool_call_counts", [0 for _ in there])
+    figures |= dict.fromkeys(("rollout/tool_use_rate", "rollout/malformed_calls"), 0)
+    figures |= dict.fromkeys(("rollout/calls_not_executed", "rollout/unknown_tool_calls"), 0)
+    for reason in {r.stop_reason for r in there}:
+        figures[f"rollout/stop_reason/{reason}"] = float(np.mean([r.stop_reason == reason for r in there]))
+    given = defaultdict(list)
+    for r in there:
+        tools = defaultdict(float, r.final_rewards)
+        for _, tool, value in r.step_rewards:
+            tools[tool] += value
+        for tool, value in tools.items():
+            given[tool].append(value)
+    return figures | {f"tool/{tool}/reward": float(np.mean(values)) for tool, values in given.items()}

@@ -1,0 +1,481 @@
+"""The plain trainer: one step of PPO or GRPO as the papers write it, to hold the real one against.
+
+float64, Hugging Face's eager model, one row at a time; no padding, packing, caches, micro-batches, workers or options
+classes. Its input is the resolved configuration (a plain dict), the rollouts of a step and the folder of the starting
+weights; its output are weights, advantages and every figure that a step reports.
+
+It imports nothing of what it checks, and knows of the product only what the documentation says. Every vector `(T,)` is
+over the *sampled* tokens of one sequence: what a tool or a template wrote is context, and nowhere else.
+
+    DeepSeekMath  arXiv 2402.03300   GRPO                 PPO         arXiv 1707.06347   the clipped ratio
+    DAPO          arXiv 2503.14476   clip-higher, filter  Dual clip   arXiv 1912.09729   the bound for A < 0
+    Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
+    AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
+    KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import torch
+from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
+from safetensors.torch import load_file
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM
+
+
+class Row:
+    """A sequence on its way through a step; its vectors are (T,)."""
+
+    def __init__(self, rollout: Rollout, sequence: Sequence) -> None:
+        self.rollout, self.sequence = rollout, sequence
+        self.is_main = sequence is rollout.main
+        self.ids = torch.tensor([sequence.prompt + sequence.response])
+        self.sampled = torch.tensor(sequence.sampled)
+        flagged = [value for value, flag in zip(sequence.engine_log_probs, sequence.mask) if flag]
+        self.engine = torch.tensor(flagged, dtype=torch.float64)
+        self.turns = [turn for turn, flag in zip(sequence.turns, sequence.mask) if flag]
+        zero = torch.zeros(len(self.sampled), dtype=torch.float64)
+        self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
+        self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
+
+    def __len__(self) -> int:
+        return len(self.sampled)
+
+
+# -- formulas ----------------------------------------------------------------------------------------------------
+
+K3_IS_TEN = (-2.61086864, 10.99998330)  # where exp(−d) − 1 + d = 10
+
+
+def kl_estimate(kind, log_probs, ref):
+    """KL(π ‖ π_ref) a token from samples of π; a trailing `+` keeps the value and takes the gradient of k2."""
+    d = log_probs - ref
+    base = kind.removesuffix("+")
+    if base in ("kl", "k1"):
+        value = d
+    elif base == "abs":
+        value = d.abs()
+    elif base in ("mse", "k2"):
+        value = d**2 / 2
+    else:  # low_var_kl, k3: at most 10, where the gradient stays that at the bound
+        exact = (torch.exp(-d.clamp(-20, 20)) - 1 + d.clamp(-20, 20)).clamp(max=10)
+        slope = 1 - torch.exp(-d.clamp(*K3_IS_TEN))
+        value = exact.detach() + slope.detach() * (d - d.detach())
+    if kind.endswith("+"):
+        return value.detach() + d**2 / 2 - (d**2 / 2).detach()
+    return value
+
+
+def clipped_surrogate(log_probs, row, actor):
+    """PPO eq. 7 with DAPO's two bounds, and the dual clip where A < 0. Returns losses and two flags, each (T,)."""
+    low = actor["clip_ratio"] if actor["clip_ratio_low"] is None else actor["clip_ratio_low"]
+    high = actor["clip_ratio"] if actor["clip_ratio_high"] is None else actor["clip_ratio_high"]
+    ratio = torch.exp((log_probs - row.old).clamp(-20, 20))
+    unclipped = ratio * row.advantages
+    clipped = ratio.clamp(1 - low, 1 + high) * row.advantages
+    surrogate = torch.minimum(unclipped, clipped)
+    bounded = torch.maximum(surrogate, actor["clip_ratio_c"] * row.advantages)
+    negative = row.advantages < 0
+    return -torch.where(negative, bounded, surrogate), clipped < unclipped, negative & (bounded > surrogate)
+
+
+def token_weights(mode, rows, scale):
+    """The weight of each row's tokens such that Σ weight · loss is the aggregate over the mini-batch `rows`."""
+    tokens, sequences = sum(map(len, rows)), len(rows)
+    return {
+        "token-mean": [1 / tokens for _ in rows],
+        "token-sum": [1.0 for _ in rows],
+        "seq-mean-token-sum": [1 / sequences for _ in rows],
+        "seq-mean-token-sum-norm": [1 / sequences / scale for _ in rows],
+        "seq-mean-token-mean": [1 / sequences / len(row) for row in rows],
+    }[mode]
+
+
+def gae(rewards, values, gamma, lam):
+    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, along the sampled tokens."""
+    advantages = torch.zeros_like(values)
+    following_value = following_advantage = 0.0
+    for t in range(len(values) - 1, -1, -1):
+        delta = rewards[t] + gamma * following_value - values[t]
+        advantages[t] = following_advantage = delta + gamma * lam * following_advantage
+        following_value = values[t]
+    return advantages
+
+
+def newton_schulz(matrix):
+    """Towards U Vᵀ of matrix = U S Vᵀ: five steps of Muon's quintic iteration."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / max(float(x.norm()), 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Optimizer:
+    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by their global norm."""
+
+    def __init__(self, model, options):
+        self.options, self.updates = options, 0
+        self.norms: list[float] = []  # of the gradients so far, before clipping
+        self.parameters = dict(model.named_parameters())
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def step(self, lr):
+        """One update at the rate `lr`; returns the norm of the gradient before clipping."""
+        self.updates += 1
+        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
+        self.norms.append(norm)
+        limit = self.options["clip_grad"]
+        scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        for name, p in self.parameters.items():
+            if self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
+                self._muon(name, p, p.grad * scale, lr * self.options["muon_lr_multiplier"])
+            else:
+                self._adamw(name, p, p.grad * scale, lr)
+            p.grad = None
+        return norm
+
+    def _adamw(self, name, p, g, lr):
+        (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g**2)
+        m_hat, v_hat = m / (1 - beta1**self.updates), v / (1 - beta2**self.updates)
+        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
+
+    def _muon(self, name, p, g, lr):
+        m = self.first[name]
+        m.copy_(0.95 * m + 0.05 * g)
+        nesterov = 0.05 * g + 0.95 * m
+        update = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(nesterov)
+        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * update)
+
+
+def schedule(options, step, steps):
+    """The learning rate of training step `step` = 0 … `steps` − 1: warm-up, then decay that would end after the last."""
+    lr, warmup, floor = options["lr"], options["lr_warmup_steps"], options["min_lr_ratio"]
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    begin = max(warmup, steps - round(steps * options["lr_decay_ratio"]))
+    progress = max(0.0, (step - begin) / (steps - begin)) if steps > begin else 0.0
+    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return lr * (floor + (1 - floor) * shape[options["lr_scheduler_type"]])
+
+
+# -- models ------------------------------------------------------------------------------------------------------
+
+
+def load_policy(folder):
+    """The causal LM of `folder`, eager, in float64."""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+
+
+class Critic(nn.Module):
+    """The body of a language model with a scalar head; a head that was never trained is 0."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self.backbone = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=torch.float64)
+        trained = Path(folder) / "value_head.safetensors"
+        zeros = {"weight": torch.zeros_like(self.head.weight), "bias": torch.zeros_like(self.head.bias)}
+        self.head.load_state_dict(load_file(trained) if trained.is_file() else zeros)
+
+    def values(self, row):
+        """(T,) the value of the context before each sampled token."""
+        hidden = self.backbone(input_ids=row.ids, use_cache=False).last_hidden_state[0]
+        return self.head(hidden[row.sampled - 1]).squeeze(-1)
+
+
+def log_probs_and_entropy(model, row, temperature):
+    """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
+    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
+    log_p = torch.log_softmax(logits[row.sampled - 1] / temperature, dim=-1)
+    chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
+    return chosen, -(log_p.exp() * log_p).sum(dim=-1)
+
+
+# -- the step ----------------------------------------------------------------------------------------------------
+
+
+class PlainTrainer:
+    """Holds the weights, the optimizers and the KL coefficient between steps."""
+
+    def __init__(self, config, noise=0.0):
+        """`noise`: a relative error of every starting weight, to see what rounding makes of the steps."""
+        self.config = config
+        part = config["actor_rollout_ref"]
+        self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
+        self.temperature = part["rollout"]["temperature"]
+        self.policy = load_policy(part["model"]["path"])
+        self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
+        self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
+        self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        self.has_critic = self.algorithm["adv_estimator"] == "gae"
+        if self.has_critic:
+            self.critic = Critic(self.critic_options["model"]["path"])
+            self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
+        dice = torch.Generator().manual_seed(0)
+        for model in filter(None, [self.policy, self.reference, getattr(self, "critic", None)]):
+            for weight in model.parameters():
+                weight.data *= 1 + noise * torch.randn(weight.shape, generator=dice)
+        self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
+        self.steps = 0  # finished
+        self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
+
+    def named_weights(self):
+        """(role and name, parameter) of what is trained."""
+        roles = {"actor": self.policy} | ({"critic": self.critic} if self.has_critic else {})
+        return [(f"{role} {name}", p) for role, model in roles.items() for name, p in model.named_parameters()]
+
+    def step(self, asked: list[Rollout]) -> dict[str, float]:
+        """One training step on all rollouts that were asked for, in order, the dropped ones included; its figures."""
+        figures = rollout_figures(asked, self.config)
+        rollouts = [r for r in asked if r.sequences and r.main.sampled]
+        rows = [Row(r, s) for r in rollouts for s in reversed(r.sequences) if s.sampled]
+        learned = []
+        warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]
+        if rows:
+            figures |= self.judge(rows) | self.describe(rows)
+            learned = self.filter(rows)
+            if self.needs_old_log_probs:
+                figures |= mismatch(rows)
+            elif learned and not warming_up:
+                figures |= mismatch(next(self.mini_batches(learned, self.actor)))
+        figures["training/filter_groups/kept"] = sum(row.is_main for row in learned) / max(len(rollouts), 1)
+        if learned and self.has_critic:
+            figures |= self.update_critic(learned)
+        if learned and not warming_up:
+            figures |= self.update_actor(learned)
+        self.steps += 1
+        figures["training/global_step"] = self.steps
+        figures["perf/total_num_tokens"] = sum(row.ids.numel() for row in rows)
+        return figures
+
+    @property
+    def needs_old_log_probs(self):
+        """Whether old log-probs are a forward pass over the batch, rather than the single update's own or the engine's."""
+        several = (
+            self.actor["ppo_epochs"] > 1
+            or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
+            or self.algorithm["use_kl_in_reward"]
+        )
+        return several and not self.algorithm["rollout_correction"]["bypass_mode"]
+
+    # -- advantages ----------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def judge(self, rows):
+        """Old and reference log-probs, values, rewards, advantages and returns of every row."""
+        bypass = self.algorithm["rollout_correction"]["bypass_mode"]
+        for row in rows:
+            current, _ = log_probs_and_entropy(self.policy, row, self.temperature)
+            row.current, row.old = current, row.engine if bypass else current
+            if self.needs_reference:
+                row.ref, _ = log_probs_and_entropy(self.reference, row, self.temperature)
+            if self.has_critic:
+                row.values = self.critic.values(row)
+            self.place_rewards(row)
+        figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
+        if self.has_critic:
+            self.gae_advantages(rows)
+        else:
+            self.grpo_advantages(rows)
+        return figures
+
+    def place_rewards(self, row):
+        """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
+        critic), an earlier one ends in the rollout's total."""
+        weights = self.config["reward_model"]
+        tool, score = weights["tool_reward_weight"], weights["score_weight"]
+        rollout = row.rollout
+        if not row.is_main:
+            row.rewards[-1] = total_reward(rollout, weights) if self.has_critic else 0.0
+            return
+        for turn, _, value in rollout.step_rewards:
+            places = [place for place, its_turn in enumerate(row.turns) if its_turn == turn]
+            row.rewards[places[-1] if places else -1] += tool * value
+        row.rewards[-1] += tool * sum(rollout.final_rewards.values()) + score * (rollout.score or 0.0)
+
+    def charge_kl(self, rows):
+        """r_t − β KL_t, then the controller's step towards the target."""
+        control = self.algorithm["kl_ctrl"]
+        for row in rows:
+            row.kl = kl_estimate(self.algorithm["kl_penalty"], row.old, row.ref)
+            row.rewards = row.rewards - self.kl_coef * row.kl
+        measured = float(torch.cat([row.kl for row in rows]).mean())
+        charged = self.kl_coef
+        if control["type"] == "adaptive":
+            error = max(-0.2, min(0.2, measured / control["target_kl"] - 1))
+            self.kl_coef *= 1 + error * sum(row.is_main for row in rows) / control["horizon"]
+        return {"actor/reward_kl_penalty": measured, "actor/reward_kl_penalty_coeff": charged}
+
+    def gae_advantages(self, rows):
+        """GAE in each sequence, whitened over all tokens of the batch; returns are those before whitening, plus V."""
+        gamma, lam = self.algorithm["gamma"], self.algorithm["lam"]
+        raw = [gae(row.rewards, row.values, gamma, lam) for row in rows]
+        every = torch.cat(raw)
+        variance = ((every - every.mean()) ** 2).sum() / max(len(every) - 1, 1)
+        for row, advantages in zip(rows, raw):
+            row.returns = advantages + row.values
+            row.advantages = (advantages - every.mean()) / (variance + 1e-8).sqrt()
+
+    def grpo_advantages(self, rows):
+        """(R − mean) / (std + ε) within the rollouts of a prompt, for every token of all their sequences."""
+        totals, groups = defaultdict(float), defaultdict(dict)
+        for row in rows:
+            totals[id(row.rollout)] += float(row.rewards.sum())
+            groups[row.rollout.uid][id(row.rollout)] = row.rollout
+        for row in rows:
+            scores = [totals[member] for member in groups[row.rollout.uid]]
+            worth = 0.0
+            if len(scores) > 1 and not are_equal(scores):
+                worth = totals[id(row.rollout)] - float(np.mean(scores))
+                if self.algorithm["norm_adv_by_std_in_grpo"]:
+                    worth /= float(np.std(scores, ddof=1)) + 1e-6
+            row.advantages = row.returns = torch.full((len(row),), worth, dtype=torch.float64)
+
+    def filter(self, rows):
+        """Without groups whose scores are all equal, and never more groups than a batch has."""
+        if not self.algorithm["filter_groups"]["enable"]:
+            return rows
+        scores = defaultdict(list)
+        for row in rows:
+            if row.is_main:
+                scores[row.rollout.uid].append(total_reward(row.rollout, self.config["reward_model"]))
+        spread = [uid for uid, given in scores.items() if not are_equal(given)]
+        kept = spread[: self.config["data"]["train_batch_size"]]
+        return [row for row in rows if row.rollout.uid in kept]
+
+    # -- updates -------------------------------------------------------------------------------------------------
+
+    def mini_batches(self, rows, options):
+        """For each epoch, mini-batches of at most `ppo_mini_batch_size` prompts, as equal in size as can be."""
+        groups = defaultdict(list)
+        for row in rows:
+            groups[row.rollout.uid].append(row)
+        groups = list(groups.values())
+        for epoch in range(options["ppo_epochs"]):
+            order = np.arange(len(groups))
+            if self.actor["shuffle"]:
+                np.random.default_rng([self.actor["data_loader_seed"], self.steps, epoch]).shuffle(order)
+            for part in np.array_split(order, math.ceil(len(groups) / options["ppo_mini_batch_size"])):
+                yield [row for number in part for row in groups[number]]
+
+    def rate(self, options, first):
+        """The learning rate of this step, where `first` is the first step that updates the model."""
+        return schedule(options, self.steps - first, self.config["trainer"]["total_training_steps"] - first)
+
+    def update_actor(self, rows):
+        """The policy's epochs."""
+        actor, meter = self.actor, Meter()
+        scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
+        lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
+        for batch in self.mini_batches(rows, actor):
+            total = pg_total = 0.0
+            for row, weight in zip(batch, token_weights(actor["loss_agg_mode"], batch, scale)):
+                log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
+                losses, clipped, dual = clipped_surrogate(log_probs, row, actor)
+                self.trained_advantages += row.advantages.tolist()
+                pg_total += weight * float(losses.detach().sum())
+                losses = losses - actor["entropy_coeff"] * entropy
+                if actor["use_kl_loss"]:
+                    kl = kl_estimate(actor["kl_loss_type"], log_probs, row.ref)
+                    losses = losses + actor["kl_loss_coef"] * kl
+                    meter.add(kl_loss=kl)
+                (weight * losses.sum()).backward()
+                total += weight * float(losses.detach().sum())
+                meter.add(pg_clipfrac=clipped, pg_clipfrac_lower=dual, entropy=entropy)
+                meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
+            meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
+            meter.add(counted_by(actor["loss_agg_mode"], batch), loss=total, pg_loss=pg_total)
+        return meter.means("actor")
+
+    def update_critic(self, rows):
+        """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
+        options, meter = self.critic_options, Meter()
+        reach, scale = options["cliprange_value"], self.config["data"]["max_response_length"]
+        for batch in self.mini_batches(rows, options):
+            total = 0.0
+            for row, weight in zip(batch, token_weights(options["loss_agg_mode"], batch, scale)):
+                values = self.critic.values(row)
+                near = torch.clamp(values, row.values - reach, row.values + reach)
+                plain, bounded = (values - row.returns) ** 2, (near - row.returns) ** 2
+                loss = weight * 0.5 * torch.maximum(plain, bounded).sum()
+                loss.backward()
+                total += float(loss.detach())
+                meter.add(vf_clipfrac=bounded > plain, vpred_mean=values)
+            lr = self.rate(options["optim"], 0)
+            meter.add(grad_norm=self.critic_optimizer.step(lr), lr=lr)
+            meter.add(counted_by(options["loss_agg_mode"], batch), vf_loss=total)
+        return meter.means("critic")
+
+    # -- figures -------------------------------------------------------------------------------------------------
+
+    def describe(self, rows):
+        """Scores and rewards a rollout, the rest a token; lengths of main sequences."""
+        main = [row for row in rows if row.is_main]
+        figures = spread("critic/score", [total_reward(row.rollout, self.config["reward_model"]) for row in main])
+        figures |= spread("critic/rewards", self.seen_rewards(rows))
+        for name in ("advantages", "returns", *(["values"] if self.has_critic else [])):
+            figures |= spread(f"critic/{name}", torch.cat([getattr(row, name) for row in rows]).tolist())
+        if self.has_critic:
+            returns, values = (torch.cat([getattr(row, name) for row in rows]) for name in ("returns", "values"))
+            residual = (returns - values).var(unbiased=False) / (returns.var(unbiased=False) + 1e-5)
+            figures["critic/vf_explained_var"] = 1 - float(residual)
+        lengths = [len(row.sequence.response) for row in main]
+        figures |= spread("response_length", lengths)
+        figures |= spread("prompt_length", [len(row.sequence.prompt) for row in main])
+        limit = self.config["data"]["max_response_length"]
+        figures["response_length/clip_ratio"] = float(np.mean([length >= limit for length in lengths]))
+        return figures
+
+    def seen_rewards(self, rows):
+        """A rollout's reward after the KL penalty: with a critic that of its main sequence's episode."""
+        found = defaultdict(float)
+        for row in rows:
+            found[id(row.rollout)] += float(row.rewards.sum()) if row.is_main or not self.has_critic else 0.0
+        return list(found.values())
+
+
+class Meter:
+    """Sums and counts by name; a figure is their quotient."""
+
+    def __init__(self):
+        self.sums, self.counts = defaultdict(float), defaultdict(float)
+
+    def add(self, weight=1.0, **values):
+        """Numbers, or a vector of one number a token; each counts `weight`."""
+        for name, value in values.items():
+            flat = torch.as_tensor(value, dtype=torch.float64).detach().flatten()
+            self.sums[name] += weight * float(flat.sum())
+            self.counts[name] += weight * len(flat)
+
+    def means(self, prefix):
+        """The figures, and how many optimizer steps they are of."""
+        found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
+        return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
+
+
+def mismatch(rows):
+    """How far the policy's probabilities of the sampled tokens lie from those that the engine drew them with."""
+    gaps = torch.cat([(row.current.exp() - row.engine.exp()).abs() for row in rows])
+    name = "training/rollout_probs_diff"
+    return {f"{name}_mean": float(gaps.mean()), f"{name}_max": float(gaps.max())}
+
+
+def counted_by(mode, rows):
+    """What a mini-batch's loss was normalised by: tokens, sequences, nothing."""
+    return {"token-mean": sum(map(len, rows)), "token-sum": 1}.get(mode, len(rows))
+
+
+def are_equal(scores):
+    """Whether scores differ by rounding alone."""
+    return max(scores) - min(scores) <= 1e-8 * max(1.0, *(abs(score) for score in scores))

@@ -1,0 +1,255 @@
+"""The stage of the plain trainer: a model of a few thousand weights, an agent loop whose rollouts are as ragged as they can
+be, and the real trainer's run on both.
+
+The loop draws every token from the engine, and everything else (runs, holes in the mask, sequences, rewards, failures) from
+a seed. It keeps what it returned: the plain trainer is given those, not what became of them.
+"""
+
+import json
+import random
+from dataclasses import dataclass, field
+
+from omegaconf import OmegaConf
+from plain_rollouts import Rollout, Sequence
+from safetensors.torch import load_file
+
+from etude.agents import AgentLoopBase, register
+from etude.algorithms.losses import POLICY_LOSSES
+from etude.config import compose
+from etude.data.files import write_parquet
+from etude.errors import InfrastructureError
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.trainer.run import train
+from etude.trajectory import Provenance, Trajectory
+
+WIDTH = 20  # data.max_response_length
+VOCABULARY = 265
+
+
+@dataclass(frozen=True)
+class Shape:
+    """How ragged rollouts are; shares are probabilities."""
+
+    seed: int = 0
+    sequences: int = 1  # at most, in a rollout
+    holes: float = 0.0  # share of sampled runs that the agent masks out
+    silent: float = 0.0  # share of rollouts without a sampled token
+    broken: float = 0.0  # share of groups in which infrastructure breaks a rollout for good
+    levels: tuple[float, ...] = (0.0, 0.25, 1.25)  # what a score can be
+    tool_rewards: bool = False
+
+
+@dataclass
+class Ledger:
+    """What the loop was asked for and returned, by (uid, rollout_index)."""
+
+    shape: Shape = Shape()
+    asked: dict[tuple[str, int], Rollout] = field(default_factory=dict)
+    returned: dict[tuple[str, int], list[Trajectory]] = field(default_factory=dict)
+    advantages: list[float] = field(default_factory=list)  # of sampled tokens, as often as the policy loss saw them
+
+
+LEDGER = Ledger()
+
+
+@POLICY_LOSSES.register("reference_recorded")
+def recorded(**given):
+    """The vanilla loss, which leaves in the ledger what advantages it was given."""
+    LEDGER.advantages += given["advantages"][given["response_mask"] > 0].tolist()
+    return POLICY_LOSSES.get("vanilla")(**given)
+
+
+@register("reference_ragged")
+class Ragged(AgentLoopBase):
+    """Rolls out what `LEDGER.shape` and the row's name say."""
+
+    async def run(self, sampling_params, **row):
+        shape, key = LEDGER.shape, (row["uid"], row["rollout_index"])
+        self.dice = random.Random(f"{shape.seed}/{key}")
+        asked = LEDGER.asked.setdefault(key, Rollout(row["uid"]))
+        group = random.Random(f"{shape.seed}/{row['uid']}")
+        n = self.context.options.n
+        if group.random() < shape.broken and row["rollout_index"] % n == group.randrange(n):
+            asked.failures += 1
+            raise InfrastructureError("the stage breaks this one")
+        count = self.dice.randint(1, shape.sequences)
+        sequences = []
+        for number in range(count):
+            last = number == count - 1
+            prompt = self.chat.initial_ids(row["raw_prompt"]) if last else self.words(self.dice.randint(1, 12))
+            made = Trajectory(row["request_id"], prompt)
+            await self.talk(made, sampling_params, silent=last and self.dice.random() < shape.silent)
+            sequences.append(made)
+        if shape.tool_rewards:
+            self.reward(sequences[-1])
+        LEDGER.returned[key] = sequences
+        return [sequence.to_output() for sequence in sequences]
+
+    async def talk(self, made, sampling_params, silent):
+        """Runs of sampled tokens and of others, until the dice or the room say no."""
+        for turn in range(self.dice.randint(1, 4)):
+            if (turn or self.dice.random() < 0.2) and self.room(made) > 1:
+                words = self.words(self.dice.randint(1, min(3, self.room(made) - 1)))
+                made.append(words, self.dice.choice([Provenance.TOOL, Provenance.TEMPLATE, Provenance.USER]))
+                made.user_turns += 1
+            if silent or not self.room(made):
+                continue
+            params = dict(sampling_params, max_tokens=min(self.dice.randint(1, 8), self.room(made)))
+            drawn = await self.server_manager.generate(prompt_ids=made.context_ids(), sampling_params=params)
+            hidden = self.dice.random() < LEDGER.shape.holes
+            kind = Provenance.TOOL if hidden else Provenance.SAMPLED
+            made.append(drawn.token_ids, kind, log_probs=None if hidden else drawn.log_probs)
+            made.assistant_turns += 1
+
+    def words(self, count):
+        return [self.dice.randrange(VOCABULARY) for _ in range(count)]
+
+    def reward(self, made):
+        """One total in several ways: in tenths a turn, or at the end."""
+        total = self.dice.choice([0.0, 1.1, 3.3])
+        for turn in range(made.assistant_turns):
+            if self.dice.random() < 0.5:
+                made.rewards.steps.append((turn, "hammer", total / 3))
+        if self.dice.random() < 0.5:
+            made.rewards.final["saw"] = -total
+
+
+SCORES = '''
+"""Scores that come from a few levels, so that some groups have spread and some have none."""
+
+import zlib
+
+from reference_stage import LEDGER
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    levels = LEDGER.shape.levels
+    return levels[zlib.crc32(solution_str.encode()) % len(levels)]
+'''
+
+
+def build(folder):
+    """Writes models, rows and the scorer into `folder`."""
+    tokenizer = build_tiny_tokenizer([], VOCABULARY)
+    for name, seed in (("policy", 1), ("other", 2)):
+        spec = TinyModelSpec(
+            hidden_size=16,
+            num_layers=1,
+            num_heads=2,
+            num_kv_heads=1,
+            intermediate_size=24,
+            vocab_size=VOCABULARY,
+            max_position_embeddings=256,
+            seed=seed,
+            initializer_range=0.3,
+        )
+        save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / name)
+    (folder / "scores.py").write_text(SCORES)
+    rows = [
+        {
+            "data_source": "stage",
+            "prompt": [{"role": "user", "content": f"{i} is" + " so" * (i % 4)}],
+            "reward_model": {"style": "rule", "ground_truth": ""},
+            "extra_info": {"index": i, "split": "train"},
+        }
+        for i in range(24)
+    ]
+    write_parquet(rows, folder / "rows.parquet")
+    return folder
+
+
+def arguments(folder, run, *overrides):
+    """What every run of the stage has; `overrides` come last."""
+    return [
+        f"data.train_files={folder}/rows.parquet",
+        "data.train_batch_size=3",
+        "data.max_prompt_length=96",
+        f"data.max_response_length={WIDTH}",
+        f"actor_rollout_ref.model.path={folder}/policy",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "critic.optim.lr=1e-3",
+        "actor_rollout_ref.rollout.n=3",
+        "actor_rollout_ref.rollout.weight_probe=false",
+        "actor_rollout_ref.rollout.agent.default_agent_loop=reference_ragged",
+        f"custom_reward_function.path={folder}/scores.py",
+        f"trainer.default_local_dir={run}",
+        "trainer.min_valid_fraction=0",
+        "trainer.total_training_steps=1",
+        "trainer.logger=[jsonl]",
+        "trainer.report=false",
+        "trainer.device=cpu",
+        "trainer.num_threads=1",
+        *overrides,
+    ]
+
+
+@dataclass
+class Outcome:
+    """What a run of the real trainer was given and left: its resolved configuration; rollouts and figures a step; the
+    advantages that its policy loss saw; the last weights by role."""
+
+    config: dict
+    rollouts: list[list[Rollout]]
+    figures: list[dict[str, float]]
+    advantages: list[float]
+    weights: dict[str, dict]
+
+
+def run_product(folder, run, shape, overrides):
+    """A run of the real trainer, from a configuration to files."""
+    LEDGER.__init__(shape)
+    config = compose("ppo_trainer", arguments(folder, run, *overrides))
+    train(config)
+    figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = range(1, config.trainer.total_training_steps + 1)
+    last = run / f"global_step_{steps[-1]}"
+    weights = {part.name: load_weights(part / "huggingface") for part in last.iterdir() if part.is_dir()}
+    resolved = OmegaConf.to_container(config, resolve=True)
+    return Outcome(resolved, [rollouts_of(step, resolved) for step in steps], figures, LEDGER.advantages, weights)
+
+
+def rollouts_of(step, config):
+    """All rollouts that a step asked for, in the batch's order, those of refills behind; an empty one where none came."""
+    size, n = config["data"]["train_batch_size"], config["actor_rollout_ref"]["rollout"]["n"]
+    allowed = config["actor_rollout_ref"]["rollout"]["infrastructure_retries"] + 1
+    found = []
+    for attempt in range(1 + max(int(uid.split("-")[0].split(".")[1]) for uid in uids_of(step))):
+        for number in range(size * n):
+            key = (f"{step}.{attempt}-{number // n}", number)
+            rollout = LEDGER.asked.get(key, Rollout(key[0]))
+            rollout.attempts_allowed = allowed
+            fill(rollout, LEDGER.returned.get(key, []))
+            found.append(rollout)
+    return found
+
+
+def uids_of(step):
+    return [uid for uid, _ in LEDGER.asked if uid.startswith(f"{step}.")]
+
+
+def fill(rollout, sequences):
+    """Puts into `rollout` what the loop returned."""
+    for sequence in sequences:
+        runs = sequence.segments
+        rollout.sequences.append(
+            Sequence(
+                prompt=list(sequence.prompt_ids),
+                response=[token for run in runs for token in run.token_ids],
+                mask=[int(run.provenance is Provenance.SAMPLED) for run in runs for _ in run.token_ids],
+                engine_log_probs=[p for run in runs for p in run.log_probs or [0.0] * len(run.token_ids)],
+                turns=[run.turn for run in runs for _ in run.token_ids],
+            )
+        )
+    if sequences:
+        main = sequences[-1]
+        rollout.step_rewards, rollout.final_rewards = main.rewards.steps, main.rewards.final
+        rollout.score, rollout.accuracy = main.rewards.score, main.rewards.score_info.get("acc")
+        rollout.stop_reason = main.stop_reason.value
+        rollout.num_turns = main.user_turns + main.assistant_turns + 1
+
+
+def load_weights(folder):
+    """The tensors of a saved model, those of a value head beside it included."""
+    head = folder / "value_head.safetensors"
+    tensors = load_file(folder / "model.safetensors")
+    return tensors | ({f"head.{name}": t for name, t in load_file(head).items()} if head.is_file() else {})
