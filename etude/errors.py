@@ -147,9 +147,8 @@ def user_place(error: BaseException) -> str | None:
 def _user_file(name: str) -> str | None:
     """A file of the user's as its path from the working directory, or its full path; None for any other file."""
     path = os.path.realpath(name)
-    installed = [Path(sysconfig.get_path(which)) for which in ("stdlib", "platstdlib", "purelib", "platlib")]
-    folders = Path(path).parents
-    if not os.path.isfile(path) or any(each in folders for each in (*installed, Path(__file__).parent)):
+    roots = [Path(sysconfig.get_paths()[which]) for which in ("stdlib", "platstdlib", "purelib", "platlib")]
+    if not os.path.isfile(path) or any(root in Path(path).parents for root in (*roots, Path(__file__).parent)):
         return None
     relative = os.path.relpath(path)
     return path if relative.startswith("..") else relative

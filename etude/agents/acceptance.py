@@ -66,14 +66,11 @@ def _normalise(output: AgentLoopOutput, name: str) -> None:
 
 def _settle_log_probs(trajectory: Trajectory, output: AgentLoopOutput, client: TrajectoryClient) -> None:
     """Gives every sampled token the engine's log-prob; raises EtudeError where the loop says another."""
-    claimed: list[float | None] = []
-    for segment in trajectory.segments:
-        claimed += segment.log_probs or [None] * len(segment.token_ids)
-    ours = client.log_probs(output, claimed)
-    start = 0
+    ours, start = client.log_probs(output), 0
     for number, segment in enumerate(trajectory.segments):
         end = start + len(segment.token_ids)
-        values = tuple(ours[start:end])
-        if segment.provenance is Provenance.SAMPLED and segment.log_probs != values:
-            trajectory.segments[number] = segment._replace(log_probs=values)
+        if segment.provenance is Provenance.SAMPLED and segment.log_probs != tuple(ours[start:end]):
+            if segment.log_probs is not None:
+                ours[start:end] = client.settled(output, start, segment.log_probs)
+            trajectory.segments[number] = segment._replace(log_probs=tuple(ours[start:end]))
         start = end

@@ -143,30 +143,32 @@ class TrajectoryClient:
                     "sequence claims that draw: mask it out in all but one, or it would be trained on twice"
                 )
 
-    def log_probs(self, output: AgentLoopOutput, claimed: Sequence[float | None] = ()) -> list[float]:
-        """For each response token its log-prob as the engine drew it there; 0.0 for the others.
+    def log_probs(self, output: AgentLoopOutput) -> list[float]:
+        """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
+        found = [0.0] * len(output.response_ids)
+        for place, log_probs, _, _ in self._drawn(output):
+            found[place : place + len(log_probs)] = log_probs
+        return found
 
-        `claimed` are those that the loop gives (None: none), which must be the engine's where the mask is 1. Where it drew
-        the same token after the same ids several times, those of one of the draws.
+    def settled(self, output: AgentLoopOutput, start: int, claimed: Sequence[float]) -> list[float]:
+        """The engine's log-probs of the sampled tokens from response position `start` on, of which the loop says `claimed`.
+
+        Where the engine drew the same token after the same ids several times, it is the draw that the loop means.
 
         Raises:
             EtudeError: one is not the engine's, but for rounding to float32.
         """
-        found = [0.0] * len(output.response_ids)
         draws = [(place, log_probs) for place, log_probs, _, _ in self._drawn(output)]
-        for place, log_probs in draws:
-            found[place : place + len(log_probs)] = log_probs
-        for i, (sampled, value) in enumerate(zip(output.response_mask, claimed)):
-            if not sampled or value is None or value == found[i]:
-                continue
-            drawn = (log_probs[i - place] for place, log_probs in draws if 0 <= i - place < len(log_probs))
+        found = []
+        for i, value in enumerate(claimed, start):
+            drawn = [log_probs[i - place] for place, log_probs in draws if 0 <= i - place < len(log_probs)]
             ours = next((each for each in drawn if math.isclose(each, value, rel_tol=1e-5, abs_tol=1e-6)), None)
             if ours is None:
                 raise EtudeError(
                     f"the agent loop gave response token {i} of {self.request_id} the log-prob {value:.6g}, and the engine "
-                    f"drew it with {found[i]:.6g}: keep log_probs as generate() returned them, or give none"
+                    f"drew it with {drawn[-1]:.6g}: keep log_probs as generate() returned them, or give none"
                 )
-            found[i] = ours
+            found.append(ours)
         return found
 
     def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float], int, int]]:
@@ -208,9 +210,10 @@ def token_ids(given: Any, name: str) -> list[int]:
     Raises:
         EtudeError: it is something else; begins with `name`.
     """
-    ids: Any = given.get("input_ids") if isinstance(given, Mapping) else given
-    if hasattr(ids, "tolist"):
-        ids = ids.tolist()
+    ids: Any = given
+    if type(ids) is not list:
+        ids = ids.get("input_ids") if isinstance(ids, Mapping) else ids
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
     if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):
         ids = ids[0]
     if isinstance(ids, list | tuple):

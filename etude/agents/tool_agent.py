@@ -242,7 +242,8 @@ class ToolAgentLoop(AgentLoopBase):
         """
         if ignore_termination:
             raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
-        data.sampling = SamplingParams.of(given)
+        if given != vars(data.sampling):
+            data.sampling = SamplingParams.of(given)
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""

@@ -6,10 +6,10 @@ silence. What the keys are called and why is the business of `other_frameworks`;
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
 
@@ -17,7 +17,9 @@ from etude.config.keys import KeyTable
 from etude.config.layers import Layer, flatten, plain
 from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED
 
-T = TypeVar("T")
+_Rule = str | tuple[str, tuple[object, ...]]
+"""Why a key has no effect; or what to do about it, and the values with which that need not be done."""
+_RULES: dict[str, _Rule] = {**REPLACED, **INERT}
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -72,32 +74,33 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
             _remove(values, key)
         if table.knows(key):
             continue
-        ours = _our_name(key)
-        advice = _what_to_do(key, value, local_vllm)
-        reason = next(_entries(INERT, key), None)
-        if ours and value is not None and given.get(ours, value) != value:
+        ours, rule = _our_name(key), _rule(key)
+        advice = _what_to_do(key, value, rule, local_vllm)
+        if ours and value is not None and given.get(ours) not in (None, value):
             found.faults.append(f"{key} and {ours} mean the same but are set to different values ({layer.source})")
         elif ours and value is not None:
             _set(values, ours, value)
         elif advice:
             found.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
-        elif ours or reason or next(_entries(REPLACED, key), None):
-            found.inert[key] = reason or "so it is here anyway"
+        elif ours or rule:
+            found.inert[key] = rule if isinstance(rule, str) else "so it is here anyway"
         else:
             continue
         _remove(values, key)
     return replace(layer, values=OmegaConf.create(values)) if dict(flatten(values)) != given else layer
 
 
-def _what_to_do(key: str, value: Any, local_vllm: bool) -> str | None:
+def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> str | None:
     """What to write instead of a key that is not ours; None where nothing need be done, or nothing is known."""
     name = key.removeprefix(f"{_ROLLOUT}.")
     if local_vllm and name in IN_PROCESS_VLLM:
         argument, preset = IN_PROCESS_VLLM[name]
         return None if value == preset else f"write {_ROLLOUT}.engine_kwargs.vllm.{argument}={value}"
-    advice, harmless = next(_entries(REPLACED, key), ("", ()))
+    if rule is None or isinstance(rule, str):
+        return None
+    advice, harmless = rule
     is_filled_in = isinstance(value, str) and value.startswith("${") and bool(harmless)  # a default, copied from a file
-    return None if is_filled_in or value in harmless else advice or None
+    return None if is_filled_in or value in harmless else advice
 
 
 def _our_name(key: str) -> str | None:
@@ -108,11 +111,14 @@ def _our_name(key: str) -> str | None:
     return None
 
 
-def _entries(table: Mapping[str, T], key: str) -> Iterator[T]:
-    """The entries of the patterns that fit `key` or a section that it lies in, those of the longest part first."""
+def _rule(key: str) -> _Rule | None:
+    """What the tables say of `key`, or of the innermost section that it lies in."""
     names = key.split(".")
     for part in (".".join(names[:depth]) for depth in range(len(names), 0, -1)):
-        yield from (entry for pattern, entry in table.items() if fnmatchcase(part, pattern))
+        for pattern, rule in _RULES.items():
+            if fnmatchcase(part, pattern):
+                return rule
+    return None
 
 
 def _remove(values: dict[str, Any], key: str) -> None:

@@ -147,7 +147,14 @@ for _ in range(4):
 time.sleep(60)
 """
 
-MEMORY_OF_SOCKETS = "import socket, time\nheld = [socket.socket() for _ in range(400)]\ntime.sleep(60)\n"
+MEMORY_OF_SOCKETS = """
+import os, socket, time
+for _ in range(7):  # few descriptors each: the host itself may be allowed no more
+    if os.fork() == 0:
+        break
+held = [socket.socket() for _ in range(50)]
+time.sleep(60)
+"""
 
 OUTPUT = "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 10000)\n"
 

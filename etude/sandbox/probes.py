@@ -147,8 +147,7 @@ async def _memory(run: Run) -> None:
     _demand("MemoryError" in result.stderr, "a limit of one process's memory", result.stderr)
     result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_MANY, limits=Limits(memory_mb=128)))
     _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of all processes' memory", result.status)
-    limits = Limits(memory_mb=128, open_files=512)
-    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_SOCKETS, limits=limits))
+    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_SOCKETS, limits=Limits(memory_mb=128)))
     _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of sockets' memory", result.status)
 
 

@@ -52,12 +52,12 @@ class Language(str, Enum):
     """What the code is written in."""
 
     PYTHON = "python"
-    PYTEST = "pytest"
-    """Python whose tests are collected and run by pytest."""
     BASH = "bash"
     JAVASCRIPT = "javascript"
     C = "c"
     CPP = "cpp"
+    PYTEST = "pytest"
+    """Python whose tests pytest collects and runs."""
 
     @classmethod
     def _missing_(cls, value: object) -> Language | None:

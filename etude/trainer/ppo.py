@@ -32,6 +32,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
+from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
@@ -124,12 +125,16 @@ class PPOTrainer:
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         console = "console" in self.options.logger
-        with Display(self.total_steps, experiment, enabled=console) as display, Interrupts(display.note) as interrupts:
+        val = self.setup.roles.rollout.val_kwargs
+        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        view = Display(self.total_steps, experiment, enabled=console, validated=how)
+        with view as display, Interrupts(display.note) as interrupts:
             self.policy_wg.set_progress(display.rollout_progress)
             if resumed is not None:
                 display.note(resumed)
             try:
-                return self._loop(tracking, display, interrupts)
+                with run_record(self.run_dir):
+                    return self._loop(tracking, display, interrupts)
             finally:
                 tracking.close()
                 if self.options.report:

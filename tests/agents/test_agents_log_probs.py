@@ -9,7 +9,7 @@ from etude.agents import (
     AgentLoopOutput,
     SingleTurnAgentLoop,
 )
-from etude.errors import EngineError, EtudeError
+from etude.errors import EtudeError
 from etude.inference import TokenOutput
 from etude.trajectory import StopReason, Trajectory
 
@@ -113,5 +113,4 @@ def test_an_engine_that_draws_with_no_finite_log_prob_is_broken(loop_named):
     loop_named("own", SingleTurnAgentLoop)
     ([result], _) = run("own", engine=Broken([says("4")]), infrastructure_retries=0)
     assert result.dropped is StopReason.INFRASTRUCTURE
-    assert EngineError.__name__ in result.cause
     assert "not finite" in result.cause

@@ -173,6 +173,29 @@ def test_the_reward_section_of_later_versions_means_ours(theirs, ours):
     assert compose("ppo_trainer", [f"+{theirs}=abc"]) == compose("ppo_trainer", [f"{ours}=abc"])
 
 
+def test_dapos_length_penalty_has_two_older_names():
+    for section in ("reward_model", "custom_reward_function"):
+        config = compose(
+            "ppo_trainer", [f"{section}.overlong_buffer.len=4096", f"{section}.overlong_buffer.enable=true"]
+        )
+        assert config.reward_model.reward_kwargs == {"overlong_buffer_cfg": {"len": 4096, "enable": True}}
+
+
+def test_a_file_copied_from_the_other_framework_needs_no_deletion_of_its_defaults(tmp_path, caplog):
+    (tmp_path / "mine.yaml").write_text(
+        """
+reward_model: {reward_manager: null, model: {path: null}}
+reward: {_target_: verl.workers.config.RewardConfig, reward_manager: {source: register, name: naive}}
+critic: {shuffle: "${actor_rollout_ref.actor.shuffle}", enable: null}
+actor_rollout_ref:
+  rollout: {agent: {custom_async_server: {_target_: verl.Config, path: null}}}
+  actor: {optim: {warmup_style: null, lr_warmup_steps_ratio: 0.0}, fsdp_config: {dtype: float32, wrap_policy: {}}}
+"""
+    )
+    assert compose("mine", [], tmp_path) == compose("ppo_trainer")
+    assert len(caplog.messages) == 1
+
+
 def test_other_names_of_the_optimizers_keys():
     config = compose(
         "ppo_trainer", [f"{ACTOR}.grad_clip=0.5", "critic.optim.warmup_style=cosine", "critic.grad_clip=2"]

@@ -167,6 +167,7 @@ def test_the_gradient_of_a_step_is_that_of_the_written_objective(tiny, tmp_path,
     step = Step(tiny, tmp_path, *overrides)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     mask = batch.batch["response_mask"]
+    assert mask.shape[1] != LENGTH  # else the longest answer of the step would do for the longest allowed
     log_probs, entropy = outputs(model, batch, temperature)
     with torch.no_grad():
         reference, _ = outputs(step.reference, batch, temperature)
@@ -221,6 +222,19 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     assert step.figures["training/rollout_probs_diff_mean"] > 0.01
     aggregate(losses, batch.batch["response_mask"], "token-mean").backward()
     assert_gradients(gradients, model)
+
+
+@pytest.mark.parametrize("several", [False, True], ids=["one update", "two updates"])
+def test_the_engine_is_held_against_the_actor_in_every_step(tiny, tmp_path, several):
+    step = Step(tiny, tmp_path, f"{ROLLOUT}.top_p=0.5", f"{ACTOR}.ppo_epochs={1 + several}")
+    (batch,) = step.actor_batches
+    mask = batch.batch["response_mask"].bool()
+    with torch.no_grad():
+        actor = outputs(step.policy, batch)[0][mask].exp()
+    difference = (actor - batch.batch["rollout_log_probs"][mask].double().exp()).abs()
+    assert step.figures["training/rollout_probs_diff_max"] == pytest.approx(float(difference.max()), rel=1e-3)
+    assert step.figures["training/rollout_probs_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-3)
+    assert ("old_log_probs" in batch.batch) == several
 
 
 @pytest.mark.parametrize("kind", ["kl", "low_var_kl"])

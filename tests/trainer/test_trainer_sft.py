@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+import torch
 from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps
 from safetensors.torch import load_file
 from trainer_tools import Moody
@@ -12,8 +13,8 @@ from vision_stage import save_vision_model
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import write_parquet
-from etude.errors import DataError, EtudeError
-from etude.models import load_causal_lm, load_tokenizer
+from etude.errors import DataError, EtudeError, TrainingStopped
+from etude.models import load_causal_lm, load_tokenizer, save_pretrained
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
 from etude.training import demonstrations_to_batch
@@ -269,3 +270,15 @@ def test_a_demonstration_that_is_no_conversation_is_named(tiny, tmp_path):
     path = write_parquet(rows, tmp_path / "twice.parquet")
     with pytest.raises(DataError, match=r"twice\.parquet: row 1: .*assistant"):
         SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={path}"))
+
+
+def test_a_model_whose_gradients_are_never_finite_ends_the_run(tiny, tmp_path):
+    tokenizer, model = load_tokenizer(tiny.model), load_causal_lm(tiny.model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:] = float("inf")
+    save_pretrained(model, tokenizer, tmp_path / "broken")
+    run_dir = tmp_path / "run"
+    with pytest.raises(TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"):
+        fine_tune(config(tiny, run_dir, f"model.path={tmp_path}/broken", "trainer.max_skipped_steps=2"))
+    assert [record["sft/skipped_steps"] for record in metrics(run_dir)] == [1, 1]
+    assert not (run_dir / "huggingface").exists()

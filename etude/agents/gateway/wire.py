@@ -261,7 +261,9 @@ def _validate(body: dict[str, Any]) -> ChatRequest:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"])) or None
         reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        if param in ("presence_penalty", "frequency_penalty") and first["type"].endswith("than_equal"):
+            reason = "penalties are not supported: training needs log-probs of what was sampled from; send 0"
+        elif first["type"] == "extra_forbidden":
             near = did_you_mean(str(first["loc"][0]), ChatRequest.model_fields)
             reason = f"this server knows no such parameter{near}"
         raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error
