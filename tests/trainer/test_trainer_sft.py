@@ -278,7 +278,9 @@ def test_a_model_whose_gradients_are_never_finite_ends_the_run(tiny, tmp_path):
         model.get_input_embeddings().weight[:] = float("inf")
     save_pretrained(model, tokenizer, tmp_path / "broken")
     run_dir = tmp_path / "run"
-    with pytest.raises(TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"):
+    with pytest.raises(
+        TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"
+    ):
         fine_tune(config(tiny, run_dir, f"model.path={tmp_path}/broken", "trainer.max_skipped_steps=2"))
     assert [record["sft/skipped_steps"] for record in metrics(run_dir)] == [1, 1]
     assert not (run_dir / "huggingface").exists()
