@@ -74,7 +74,7 @@ def test_the_roots_differ_where_they_say():
     quickstart = compose("quickstart")
     assert quickstart.trainer.deterministic is True
     assert [Path(p).name for p in quickstart.actor_rollout_ref.rollout.multi_turn.tool_config_path] == [
-        "calculator.yaml"
+        "calculator_terse.yaml"
     ]
     gsm8k = compose("gsm8k_tool")
     assert gsm8k.reward_model.enable is False
