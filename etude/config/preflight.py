@@ -133,8 +133,6 @@ def _context(run: TrainOptions) -> Iterator[Problem]:
         return
     if rollout.max_model_len is not None and rollout.max_model_len > longest:
         yield "actor_rollout_ref.rollout.max_model_len", f"the model has {longest} positions"
-    elif rollout.max_model_len is None and rollout.prompt_length >= longest:
-        yield "data.max_prompt_length", f"the model has {longest} positions, which leaves no room for an answer"
     elif rollout.max_model_len is None and needed > longest:
         logger.warning(
             "data.max_prompt_length=%s and data.max_response_length=%s need %s positions, and the model has %s: "

@@ -52,16 +52,25 @@ def _as_tuple(value: object) -> object:
     return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | float) else value
 
 
-def _readable(value: str) -> str:
-    if not value.strip() or "\0" in value or len(value) > MAX_TEXT:
+def _encodable(value: str) -> str:
+    if not value or "\0" in value or len(value) > MAX_TEXT:
         raise ValueError
     value.encode()  # a UnicodeEncodeError is a ValueError
     return value
 
 
+def _readable(value: str) -> str:
+    if not value.strip():
+        raise ValueError
+    return _encodable(value)
+
+
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict(), AfterValidator(_readable)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
+RawTexts = Annotated[
+    tuple[Annotated[str, Strict(), AfterValidator(_encodable)], ...], BeforeValidator(_as_tuple)
+]  # "\n" is one, too
 Natural = Annotated[int, Strict(), Ge(0), Le(MAX_WHOLE), BeforeValidator(_as_whole)]
 Count = Annotated[int, Strict(), Ge(1), Le(MAX_WHOLE), BeforeValidator(_as_whole)]
 CountOrOff = Annotated[Literal[-1] | Count, BeforeValidator(_as_whole)]

@@ -14,6 +14,7 @@ from etude.options.declare import (
     NonNegative,
     Positive,
     PositiveShare,
+    RawTexts,
     Share,
     Text,
     Texts,
@@ -129,7 +130,7 @@ class OpenAIAgentOptions:
     """What the loop openai_agent runs (docs/gateway.md): an agent written for OpenAI's interface."""
 
     function: Text | None = key("Function of yours, path/to/file.py:name. Null: none.", default=None, path="code")
-    command: Texts = key(
+    command: RawTexts = key(
         "Words of a command of yours, which finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
         default=(),
     )
@@ -224,7 +225,7 @@ class RolloutOptions:
     )
     top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
     do_sample: Flag = key("False: greedy.", default=True)
-    stop: Texts | None = key(
+    stop: RawTexts | None = key(
         'Texts that end a turn, at the token that completes one of them, e.g. ["</search>"]. Null: those of '
         "multi_turn.format (search_r1: </search>, </answer>, </tool_call>; rl_factory: </answer>; others none), in loops "
         "that call tools.",

@@ -124,5 +124,5 @@ def test_stop_texts_reach_a_single_turn_and_must_be_texts():
     asyncio.run(AgentLoopManager(context(stop=("\n\n",)), engine).generate(rows, SAMPLING))
     assert SamplingParams.of(engine.asked[0][2]).stop == ("\n\n",)
     for wrong in (("",), (3,)):
-        with pytest.raises(ConfigError, match=r"rollout\.stop must be a list of texts"):
+        with pytest.raises(ConfigError, match=r"^stop\[0\] must be text"):
             RolloutOptions(stop=wrong)

@@ -65,7 +65,6 @@ def test_a_run_that_has_all_it_needs_may_start(files, tmp_path):
         (f"trainer.default_local_dir={__file__}/run", "is a file, not a folder"),
         (f"trainer.default_local_dir={'x' * 300}", "File name too long"),
         (f"{ROLLOUT}.max_model_len=5000", "the model has 4096 positions"),
-        ("data.max_prompt_length=4096", "leaves no room for an answer"),
     ],
 )
 def test_what_is_missing_is_named(files, override, reason):

@@ -19,6 +19,7 @@ from etude.options.declare import (
     CountOrOff,
     Flag,
     NonNegative,
+    RawTexts,
     Share,
     Text,
     Texts,
@@ -48,6 +49,7 @@ class Outer:
     kind: Literal["fixed", "adaptive"] = key("Kind.", default="fixed")
     files: Texts = key("Files.", default=())
     stop: Texts | None = key("Stops.", default=None)
+    words: RawTexts = key("Words.", default=())
     name: Text = key("Name.", default="x")
     extra: Mapping[str, Any] = key("Anything.", default_factory=dict)
     limit: CountOrOff | None = key("Limit.", default=None)
@@ -121,6 +123,7 @@ def test_an_instance_is_frozen_and_crosses_processes():
         ({"limit": 0}, "outer.limit must be -1 or a whole number of at least 1 or null, got 0"),
         ({"share": 1.01}, "outer.share must be a number from 0 to 1, got 1.01"),
         ({"files": {"a": 1}}, "outer.files must be a list, got {'a': 1}"),
+        ({"words": ["\n", ""]}, "outer.words[1] must be text that is not blank"),
         ({"files": ["a", ""]}, "outer.files[1] must be text that is not blank"),
         ({"name": " "}, "outer.name must be text that is not blank"),
         ({"name": "a\0b"}, "outer.name must be text that is not blank, without NUL"),

@@ -161,7 +161,7 @@ def test_a_wrong_override_is_told_before_anything_is_made(tmp_path, capsys):
 @pytest.mark.parametrize(
     ("override", "wanted"),
     [
-        ("trainer.total_training_steps=0", "trainer.total_training_steps must be at least 1"),
+        ("trainer.total_training_steps=0", "trainer.total_training_steps must be a whole number of at least 1"),
         ("data.train_batch_size=100000", "the number of rows, got 100000"),
         ("actor_rollout_ref.rollout.multi_turn.format=hermess", "did you mean 'hermes'?"),
     ],
