@@ -14,7 +14,7 @@ def _optimizer(section):
         f"{section}.betas": ["[0.8,0.95]"],
         f"{section}.weight_decay": [0.3],
         f"{section}.muon_lr_multiplier": [2.0],
-        f"{section}.lr_warmup_steps": [1, 2],
+        f"{section}.lr_warmup_steps": [2, 3],
         f"{section}.lr_scheduler_type": ["linear", "cosine"],
         f"{section}.lr_decay_ratio": [0.5],
         f"{section}.min_lr_ratio": [0.2],
@@ -33,7 +33,7 @@ CHOICES = {
     "algorithm.kl_ctrl.type": ["adaptive"],
     "algorithm.kl_ctrl.kl_coef": [0.3],
     "algorithm.kl_ctrl.horizon": [20],
-    "algorithm.kl_ctrl.target_kl": [0.01],
+    "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     "algorithm.rollout_correction.bypass_mode": ["true"],
@@ -76,12 +76,68 @@ CHOICES = {
 }
 
 
+CRITIC = {"algorithm.adv_estimator": None}
+GRPO = {"algorithm.adv_estimator": "grpo"}
+KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
+KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
+ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
+MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
+ORDERED = {f"{ACTOR}.ppo_mini_batch_size": 1, "algorithm.filter_groups.enable": None}
+
+
+def _schedule(section):
+    return {f"{section}.lr_scheduler_type": "linear", "trainer.total_training_steps": 3}
+
+
+# What a key needs beside it before it matters; None is the default.
+NEEDS = {
+    "algorithm.gamma": CRITIC,
+    "algorithm.lam": CRITIC,
+    "algorithm.norm_adv_by_std_in_grpo": GRPO,
+    "algorithm.kl_penalty": KL_IN_REWARD,
+    "algorithm.kl_ctrl.type": KL_IN_REWARD,
+    "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
+    "algorithm.kl_ctrl.horizon": ADAPTIVE,
+    "algorithm.kl_ctrl.target_kl": ADAPTIVE,
+    "algorithm.filter_groups.enable": GRPO,
+    "algorithm.filter_groups.max_num_gen_batches": GRPO | {"algorithm.filter_groups.enable": "true"},
+    f"{ACTOR}.clip_ratio": MOVING | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
+    f"{ACTOR}.clip_ratio_low": MOVING,
+    f"{ACTOR}.clip_ratio_high": MOVING,
+    f"{ACTOR}.clip_ratio_c": MOVING,
+    f"{ACTOR}.kl_loss_coef": KL_IN_LOSS,
+    f"{ACTOR}.kl_loss_type": KL_IN_LOSS,
+    f"{ACTOR}.loss_scale_factor": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},
+    f"{ACTOR}.shuffle": ORDERED | {f"{ACTOR}.data_loader_seed": None},
+    f"{ACTOR}.data_loader_seed": ORDERED | {f"{ACTOR}.shuffle": None},
+    **{key: CRITIC for key in CHOICES if key.startswith("critic.")},
+    "critic.cliprange_value": CRITIC | {"critic.ppo_epochs": 2, "critic.optim.lr": 1e-2},
+    "trainer.critic_warmup": CRITIC,
+    "trainer.total_training_steps": _schedule(f"{ACTOR}.optim"),
+    **{
+        f"{section}.{key}": needs | (CRITIC if section == "critic.optim" else {})
+        for section in (f"{ACTOR}.optim", "critic.optim")
+        for key, needs in {
+            "betas": {f"{section}.name": None, "trainer.total_training_steps": 2},
+            "muon_lr_multiplier": {f"{section}.name": "muon"},
+            "lr_scheduler_type": {"trainer.total_training_steps": 3},
+            "lr_decay_ratio": _schedule(section),
+            "min_lr_ratio": _schedule(section),
+        }.items()
+    },
+}
+
+
 @st.composite
 def overrides(draw):
-    """A configuration as {key: value}, without what keeps its default."""
+    """A configuration as {key: value}, without what keeps its default; a few keys have what they need to matter."""
     drawn = {key: draw(st.sampled_from([None, *values])) for key, values in CHOICES.items()}
-    chosen = {key: value for key, value in drawn.items() if value is not None}
-    return allowed(chosen)
+    matter: dict[str, object] = {}
+    for key in draw(st.lists(st.sampled_from(sorted(CHOICES)), max_size=6, unique=True)):
+        wanted = {key: draw(st.sampled_from(CHOICES[key]))} | NEEDS.get(key, {})
+        if all(matter.get(other, value) == value for other, value in wanted.items()):
+            matter |= wanted
+    return allowed({key: value for key, value in (drawn | matter).items() if value is not None})
 
 
 def allowed(chosen):
