@@ -1,0 +1,281 @@
+"""What a training step reports and when it refuses: rates, counts over refills, weights of means, scores, skipped steps."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
+from safetensors.torch import load_file
+from trainer_tools import Moody
+
+from etude.agents import RolloutResult, to_batch
+from etude.algorithms import compute_advantage
+from etude.cli.main import cli
+from etude.cli.main import run as run_command
+from etude.errors import ConfigError, DataError, TrainingStopped
+from etude.trainer.interrupts import Interrupts
+from etude.trainer.metrics import SkippedSteps, validation_metrics
+from etude.trainer.ppo import PPOTrainer
+from etude.trainer.rollouts import failure_metrics, place_scores, results_of, spread_groups
+from etude.trainer.run import train
+from etude.trainer.setup import prepare
+from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.workers.options import RewardOptions
+
+LINEAR = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.lr=1e-3")
+
+
+def ready(tiny, folder, *overrides):
+    trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
+    trainer.init_workers()
+    return trainer
+
+
+def quiet():
+    return Interrupts(lambda text: None)
+
+
+# -- rates -------------------------------------------------------------------------------------------------------
+
+
+def test_the_rate_follows_the_training_steps_whatever_was_updated_in_them(tiny, tmp_path):
+    """Groups without spread are left out, so that steps take none, one or two updates."""
+    several = (f"{ACTOR}.ppo_mini_batch_size=1", "algorithm.filter_groups.enable=true")
+    train(tiny.config(tmp_path, *LINEAR, *several, f"{ACTOR}.optim.lr_warmup_steps=2"))
+    records = [record for record in metrics(tmp_path) if "actor/lr" in record]
+    factors = {1: 1 / 2, 2: 1, 3: 1, 4: 3 / 4, 5: 2 / 4, 6: 1 / 4}
+    assert len(records) >= 3
+    for record in records:
+        assert record["actor/lr"] == pytest.approx(1e-3 * factors[record["step"]])
+        assert record["actor/optimizer_steps"] in (1, 2)
+    assert {record["actor/optimizer_steps"] for record in records} == {1, 2} or len(records) < 6
+
+
+def test_an_actor_that_waits_for_its_critic_has_its_whole_schedule_afterwards(tiny, tmp_path):
+    critic = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "trainer.total_training_steps=5")
+    train(tiny.config(tmp_path, *LINEAR, *critic, "critic.optim.lr_scheduler_type=linear", "critic.optim.lr=1e-3"))
+    records = metrics(tmp_path)
+    assert [record.get("actor/lr") for record in records] == [
+        None,
+        None,
+        *(pytest.approx(1e-3 * i / 3) for i in (3, 2, 1)),
+    ]
+    assert [record["critic/lr"] for record in records] == [pytest.approx(1e-3 * i / 5) for i in (5, 4, 3, 2, 1)]
+
+
+# -- sums and counts ---------------------------------------------------------------------------------------------
+
+
+def test_refilled_batches_are_counted_together(tiny, tmp_path):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    trainer = ready(
+        tiny,
+        tmp_path,
+        f"custom_reward_function.path={tmp_path}/flat.py",
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+    )
+    rolled, training = [], trainer.rollouts.training
+    trainer.rollouts.training = lambda *arguments: (found := training(*arguments), rolled.append(found[0]))[0]
+    figures = trainer.training_step(quiet())
+    assert len(rolled) == 3
+    trajectories = [result.trajectory for batch in rolled for result in results_of(batch)]
+    calls = sum(call.name == "calculator" for trajectory in trajectories for call in trajectory.tool_calls)
+    assert figures["tool/calculator/calls"] == calls > 8
+    assert figures["engine/sampled_tokens"] == sum(sum(trajectory.response_mask) for trajectory in trajectories)
+    turns = [trajectory.num_turns for trajectory in trajectories]
+    assert figures["num_turns/mean"] == pytest.approx(np.mean(turns))
+    assert figures["num_turns/max"] == max(turns)
+
+
+def test_mini_batches_weigh_by_their_tokens(tiny, tmp_path):
+    """At a rate of 0 the figures are those of the whole batch, however it was cut."""
+    trainer = ready(
+        tiny, tmp_path, f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.weight_decay=0"
+    )
+    learned, update = [], trainer.policy_wg.update_actor
+    trainer.policy_wg.update_actor = lambda data: learned.append(data) or update(data)
+    for _ in range(3):
+        figures = trainer.training_step(quiet())
+        columns = learned.pop().batch
+        mask = columns["response_mask"].bool()
+        first, second = mask[:4].sum(), mask[4:].sum()
+        assert figures["actor/optimizer_steps"] == 2
+        assert figures["actor/entropy"] == pytest.approx(float(columns["entropys"][mask].mean()), rel=1e-4)
+        assert figures["actor/pg_loss"] == pytest.approx(-float(columns["advantages"][mask].mean()), abs=1e-5)
+        if first != second:
+            return
+    raise AssertionError("all mini-batches had equally many tokens: the test has seen nothing")
+
+
+# -- scores ------------------------------------------------------------------------------------------------------
+
+
+def scored(*rewards):
+    """A batch of one group whose rollouts have ten turns of one token each."""
+    results = []
+    for each in rewards:
+        trajectory = Trajectory("r", [1, 2], rewards=each)
+        for _ in range(10):
+            trajectory.assistant_turns += 1
+            trajectory.append([5], Provenance.SAMPLED, log_probs=[-0.5])
+        results.append(RolloutResult(trajectory))
+    batch = to_batch(results, 0)
+    for name, values in (("uid", ["g"] * len(results)), ("data_source", ["mine"] * len(results))):
+        batch.non_tensor_batch[name] = np.array(values, dtype=object)
+    return batch
+
+
+def tenths():
+    return Rewards(steps=[(turn, "tool", 1.1) for turn in range(1, 11)])
+
+
+def advantages(batch):
+    found, _ = compute_advantage(
+        "grpo",
+        token_level_rewards=batch.batch["token_level_scores"],
+        response_mask=batch.batch["response_mask"],
+        index=batch.non_tensor_batch["uid"],
+    )
+    return found[:, 0].tolist()
+
+
+def test_equal_totals_are_equal_in_whatever_portions_they_came():
+    assert sum([1.1] * 10) != 11.0
+    batch = scored(tenths(), tenths(), Rewards(final={"tool": 11.0}), Rewards(score=11.0))
+    place_scores(batch, RewardOptions())
+    assert batch.batch["token_level_scores"].dtype == torch.float64
+    assert advantages(batch) == [0.0] * 4
+    assert spread_groups(batch) == []
+
+
+def test_small_differences_of_large_scores_are_seen():
+    batch = scored(*(Rewards(score=1e6 + 0.25 * i) for i in range(3)))  # float32 would round them to multiples of 1/16
+    place_scores(batch, RewardOptions())
+    assert advantages(batch) == pytest.approx([-1, 0, 1], rel=1e-5)
+    assert spread_groups(batch) == [[0, 1, 2]]
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [Rewards(score=1e300), Rewards(final={"tool": float("inf")}), Rewards(steps=[(1, "tool", float("nan"))])],
+)
+def test_a_reward_that_nothing_can_be_computed_with_names_its_row(wrong):
+    with pytest.raises(
+        DataError, match=r"row \{'data_source': 'mine', 'uid': 'g'\}: rewards must be finite and at most 1e\+30"
+    ):
+        place_scores(scored(Rewards(score=1.0), wrong), RewardOptions())
+
+
+def test_rollouts_in_which_nothing_was_sampled_are_counted():
+    silent = Trajectory("r", [1, 2])
+    silent.append([3, 4], Provenance.TOOL)
+    results = [RolloutResult(silent), *results_of(scored(Rewards(score=1.0)))]
+    assert failure_metrics(results)["rollout/nothing_sampled"] == 1
+
+
+# -- validation --------------------------------------------------------------------------------------------------
+
+
+def test_missing_samples_keep_the_name_and_are_counted():
+    found = validation_metrics(["a"] * 6, ["p", "p", "q", "q", "r", "r"], [1.0, None, 0.0, 0.5, None, None])
+    assert found["val-core/a/reward/mean@2"] == pytest.approx((1 + 0.25) / 2)
+    assert found["val-core/a/reward/missing"] == 3
+    assert "val-core/a/reward/mean@1" not in found
+    assert validation_metrics(["a"], ["p"], [None]) == {"val-core/a/reward/missing": 1}
+
+
+def test_a_validation_that_lost_samples_says_so(tiny, tmp_path):
+    tool = Moody(tmp_path / "tool", "raise ConnectionError('down')", good=0)
+    trainer = ready(
+        tiny,
+        tmp_path,
+        tool.override,
+        f"data.val_files={tiny.folder}/data/train.parquet",
+        f"{ROLLOUT}.infrastructure_retries=0",
+        f"{ROLLOUT}.val_kwargs.n=4",
+        f"{ROLLOUT}.val_kwargs.do_sample=true",
+        f"{ROLLOUT}.val_kwargs.temperature=1.0",
+    )
+    batch, figures = trainer.rollouts.validate(trainer.val_set)
+    missing = sum(result.trajectory is None for result in results_of(batch))
+    assert 0 < missing == figures["val-core/etude/arithmetic/reward/missing"] == figures["val/rollout/dropped"]
+    assert "val-core/etude/arithmetic/reward/mean@3" not in figures
+    assert missing < len(batch)
+    assert "val-core/etude/arithmetic/reward/mean@4" in figures
+
+
+def test_how_validation_is_cut_into_batches_changes_no_draw(tiny, tmp_path):
+    sampled = (
+        f"{ROLLOUT}.val_kwargs.n=2",
+        f"{ROLLOUT}.val_kwargs.do_sample=true",
+        f"{ROLLOUT}.val_kwargs.temperature=1.0",
+    )
+    trainer = ready(tiny, tmp_path, f"data.val_files={tiny.folder}/data/val.parquet", *sampled)
+    drawn = []
+    for size in (None, 1, 2):
+        trainer.rollouts._setup = dataclasses.replace(
+            trainer.setup, data=dataclasses.replace(trainer.setup.data, val_batch_size=size)
+        )
+        batch = trainer.rollouts.validation(trainer.val_set)
+        drawn.append([result.trajectory.response_ids for result in results_of(batch)])
+    assert drawn[0] == drawn[1] == drawn[2]
+    assert drawn[0][0] != drawn[0][1]
+
+
+# -- what is refused, and what ends a run ------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("greedy", ["temperature=0", "do_sample=false", "top_k=1"])
+def test_greedy_training_is_refused_before_anything_is_loaded(tiny, tmp_path, greedy):
+    with pytest.raises(ConfigError, match=r"actor_rollout_ref\.rollout: training needs answers that differ"):
+        PPOTrainer(prepare(tiny.config(tmp_path, f"{ROLLOUT}.{greedy}")))
+
+
+@pytest.mark.parametrize("kind", ["kl", "k1"])
+def test_a_kl_loss_without_gradient_is_refused(tiny, tmp_path, kind):
+    with pytest.raises(ConfigError, match=r"kl_loss_type=k.*zero in expectation: set kl_loss_type=kl\+"):
+        prepare(tiny.config(tmp_path, f"{ACTOR}.kl_loss_type={kind}"))
+
+
+def test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on(tiny, tmp_path, capsys):
+    (tmp_path / "broken.py").write_text(
+        "from etude.algorithms import POLICY_LOSSES\n"
+        "@POLICY_LOSSES.register('broken')\n"
+        "def broken(*, log_prob, **_):\n"
+        "    return log_prob.sum() * float('nan'), {}\n"
+    )
+    run = tmp_path / "run"
+    arguments = tiny.arguments(
+        run, f"plugins=[{tiny.folder}/agent.py,{tmp_path}/broken.py]", "trainer.max_skipped_steps=2"
+    )
+    assert run_command(cli, ["train", *arguments, f"{ACTOR}.policy_loss.loss_mode=broken"]) == 2
+    error = capsys.readouterr().err
+    assert (
+        "the gradients of the actor were not finite in the last 2 training steps (trainer.max_skipped_steps)" in error
+    )
+    assert steps(run) == [1, 2]
+    assert [record["actor/skipped_steps"] for record in metrics(run)] == [1, 1]
+    assert same(weights(run, 2), load_file(tiny.model / "model.safetensors"))
+    assert run_command(cli, ["train", *arguments, "trainer.total_training_steps=3"]) == 0
+    assert steps(run) == [1, 2, 3]
+    assert not same(weights(run, 3), weights(run, 2))
+
+
+def test_skipped_steps_count_in_a_row_and_for_each_model():
+    guard = SkippedSteps(3)
+
+    def step(actor, critic=(2, 0)):
+        names = ("optimizer_steps", "skipped_steps")
+        pairs = [("actor", actor), ("critic", critic)]
+        guard.note({f"{role}/{name}": n for role, counts in pairs for name, n in zip(names, counts)})
+
+    step((2, 2))
+    step((2, 2))
+    step((2, 1))  # something was learned
+    step((2, 2))
+    step((2, 2))
+    guard.note({"training/global_step": 7})  # nothing to learn: neither way
+    with pytest.raises(TrainingStopped, match="of the critic were not finite in the last 3"):
+        step((2, 0), critic=(1, 1))
