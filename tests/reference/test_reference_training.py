@@ -111,10 +111,10 @@ class Plain:
         self.start = {name: weight.detach().clone() for name, weight in trainer.named_weights()}
         self.figures = [trainer.step(rollouts) for rollouts in real.rollouts]
         self.advantages = sorted(trainer.trained_advantages)
-        norms = trainer.policy_optimizer.norms + (trainer.critic_optimizer.norms if trainer.has_critic else [])
-        # Whether some gradient is nothing but rounding (the KL of equal policies), which Adam and Muon make as long as any.
-        self.is_noise = any(norm < 1e-4 and (norm or trainer.needs_reference) for norm in norms)
         self.weights = {name: weight.detach() for name, weight in trainer.named_weights()}
+        # Nothing but rounding (the KL of equal policies, alone) where an optimizer or a division makes it as large as any.
+        norms = trainer.policy_optimizer.norms + (trainer.critic_optimizer.norms if trainer.has_critic else [])
+        self.is_noise = trainer.needs_reference and min([*norms, *trainer.spreads], default=1.0) < 1e-4
 
 
 def of_the_step(figures):
