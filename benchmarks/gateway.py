@@ -28,7 +28,6 @@ from etude.agents.gateway import GatewaySession
 from etude.agents.gateway.answer import as_object
 from etude.agents.gateway.clients import Clients
 from etude.agents.gateway.serving import LocalGateway
-from etude.agents.gateway.wire import read_request
 from etude.chat import ChatTemplate, ToolParser
 from etude.inference import SamplingParams, ScriptedEngine
 from etude.models import build_tiny_tokenizer
@@ -78,7 +77,7 @@ async def through_session(number: int, turns: int, client: TrajectoryClient) -> 
     session = GatewaySession(f"s{number}", client, CONTEXT, PARAMS)
 
     async def ask(messages: list[dict[str, Any]]) -> dict[str, Any]:
-        completion = await session.complete(read_request({"messages": messages}))
+        completion = await session.complete(session.read(json.dumps({"messages": messages}).encode()))
         return as_object(completion, TOKENIZER)["choices"][0]["message"]
 
     await conversation(number, turns, ask)

@@ -14,6 +14,12 @@ Classification lives in `is_infrastructure` and nowhere else.
 from __future__ import annotations
 
 import asyncio
+import os
+import sysconfig
+import traceback
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
 
 
 class EtudeError(Exception):
@@ -25,6 +31,13 @@ class EtudeError(Exception):
 
 class ConfigError(EtudeError):
     """A configuration key or file is wrong; names the key or file."""
+
+
+class ConfigErrors(ConfigError):
+    """Several settings are wrong: a line each, so that one look at the message mends them all."""
+
+    def __init__(self, faults: Sequence[str]) -> None:
+        super().__init__("\n".join([f"{len(faults)} settings cannot be taken:", *faults]))
 
 
 class DataError(EtudeError):
@@ -99,3 +112,38 @@ def one_line(error: BaseException, limit: int = 300) -> str:
     """`error` as a single line of at most `limit` characters, for logs and for messages to the model."""
     text = " ".join(str(error).split()) or type(error).__name__
     return text if len(text) <= limit else text[: limit - 1] + "…"
+
+
+def describe_error(error: BaseException, limit: int = 300) -> str:
+    """`KeyError: 'answer' (reward.py:12)`: kind, text, and the line of a user's file where it arose, if it did in one."""
+    kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
+    text, place = f"{kind}{one_line(error, limit)}", user_place(error)
+    return text if place is None or place in text else f"{text} ({place})"
+
+
+def user_place(error: BaseException) -> str | None:
+    """`path:line` of the last frame in a file that is neither ours nor a library's, in the first cause that has one."""
+    causes = [error]
+    while (cause := causes[-1].__cause__) is not None and cause not in causes:
+        causes.append(cause)
+    for each in reversed(causes):
+        for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
+            if place := _user_file(frame.f_code.co_filename):
+                return f"{place}:{line}"
+    return None
+
+
+@cache
+def _user_file(name: str) -> str | None:
+    """A file of the user's as its path from the working directory, or its full path; None for any other file."""
+    path = os.path.realpath(name)
+    roots = [Path(sysconfig.get_paths()[which]) for which in ("stdlib", "platstdlib", "purelib", "platlib")]
+    if not os.path.isfile(path) or any(root in Path(path).parents for root in (*roots, Path(__file__).parent)):
+        return None
+    relative = os.path.relpath(path)
+    return path if relative.startswith("..") else relative
+
+
+def debugging() -> bool:
+    """Whether `ETUDE_DEBUG` asks for the tracebacks of errors."""
+    return os.environ.get("ETUDE_DEBUG", "") not in ("", "0")

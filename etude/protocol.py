@@ -47,8 +47,8 @@ class DataProtoItem:
 class DataProto:
     """Rows of tensors and objects, and settings of the whole.
 
-    Fields: `batch`, tensors (rows, …); `non_tensor_batch`, arrays (rows, …) of dtype object, lists are turned into
-    such; `meta_info`, copied down to its last dict, list, tuple, set, array and tensor whenever rows are picked.
+    Fields: `batch`, tensors (rows, …); `non_tensor_batch`, arrays (rows, …) of dtype object, lists, put there at any time,
+    count as such; `meta_info`, copied down to its last dict, list, tuple, set, array and tensor whenever rows are picked.
     """
 
     batch: Any = None  # TensorDict | None: tensordict has no types that a checker could use
@@ -56,12 +56,19 @@ class DataProto:
     meta_info: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.non_tensor_batch = {key: _object_array(value) for key, value in self.non_tensor_batch.items()}
+        given = {} if self.non_tensor_batch is None else self.non_tensor_batch
+        self.non_tensor_batch = {key: _object_array(value) for key, value in given.items()}
+        self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
     @classmethod
-    def from_single_dict(cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None) -> DataProto:
+    def from_single_dict(
+        cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
+    ) -> DataProto:
         """Columns by type: tensors to `batch`; numpy arrays and lists, one entry a row, to `non_tensor_batch`.
+
+        `auto_padding` is verl's and changes nothing: a batch that the ranks cannot share evenly is always padded for them,
+        and the rows of padding are removed again (`etude.distributed.dispatch`).
 
         Raises:
             ValueError: a column is none of these, or the columns differ in length.
@@ -78,8 +85,11 @@ class DataProto:
         tensors: Mapping[str, torch.Tensor] | None = None,
         non_tensors: Mapping[str, np.ndarray | Sequence[Any]] | None = None,
         meta_info: Mapping[str, Any] | None = None,
+        auto_padding: bool = False,
     ) -> DataProto:
         """A batch of `tensors` (rows, …) and `non_tensors` (one entry a row); without tensors `batch` is None.
+
+        `auto_padding`: see `from_single_dict`.
 
         Raises:
             ValueError: columns differ in length, or a tensor has no dimension; names the column.
@@ -127,7 +137,7 @@ class DataProto:
         for key, tensor in self._tensors().items():
             if not isinstance(tensor, torch.Tensor):
                 raise ValueError(f"column '{key}' of batch is a {type(tensor).__name__}; see from_tensordict")
-        for key, column in self.non_tensor_batch.items():
+        for key, column in self._columns().items():
             if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim == 0:
                 raise ValueError(f"column '{key}' of non_tensor_batch is not an object array with one entry a row")
             if len(column) != len(self):
@@ -224,7 +234,7 @@ class DataProto:
             if unshared:
                 raise ValueError(f"column '{min(unshared)}' is not in every part")
         tensors = {k: _concatenated(k, [part._tensors()[k] for part in data]) for k in data[0]._tensors()}
-        columns = {k: np.concatenate([part.non_tensor_batch[k] for part in data]) for k in data[0].non_tensor_batch}
+        columns = {k: np.concatenate([part._columns()[k] for part in data]) for k in data[0].non_tensor_batch}
         bare = all(part.batch is None for part in data)
         batch = None if bare else TensorDict(tensors, batch_size=[sum(map(len, data))])
         return type(data[0])(batch, columns, _merged_meta([part.meta_info for part in data]))
@@ -319,8 +329,8 @@ class DataProto:
             ValueError: unequal numbers of rows, or a key whose values differ (NaN equals NaN); names the key, and
                 nothing has been added then.
         """
-        mine: dict[str, Any] = {**self._tensors(), **self.non_tensor_batch}
-        theirs: dict[str, Any] = {**other._tensors(), **other.non_tensor_batch}
+        mine: dict[str, Any] = {**self._tensors(), **self._columns()}
+        theirs: dict[str, Any] = {**other._tensors(), **other._columns()}
         if mine and theirs and len(self) != len(other):
             raise ValueError(f"cannot unite {len(self)} rows with {len(other)}")
         for place, ours, added in (("column", mine, theirs), ("meta_info", self.meta_info, other.meta_info)):
@@ -382,7 +392,7 @@ class DataProto:
         lines = [f"DataProto: {len(self)} rows"]
         for key, tensor in self._tensors().items():
             lines.append(f"  {key}: {tuple(tensor.shape)} {tensor.dtype} on {tensor.device}")
-        for key, column in self.non_tensor_batch.items():
+        for key, column in self._columns().items():
             cell = type(column.flat[0]).__name__ if column.size else "nothing"
             lines.append(f"  {key}: {column.shape} objects, the first a {cell}")
         lines += [f"  meta_info '{key}': {type(value).__name__}" for key, value in self.meta_info.items()]
@@ -391,16 +401,21 @@ class DataProto:
     def print_size(self, prefix: str = "") -> str:
         """A line with the bytes of the tensors (what their rows hold, not their storage) and the number of cells."""
         size = sum(tensor.nbytes for tensor in self._tensors().values())
-        cells = sum(column.size for column in self.non_tensor_batch.values())
+        cells = sum(column.size for column in self._columns().values())
         return f"{prefix}{len(self)} rows: {size / 2**20:.3f} MiB of tensors, {cells} objects"
 
     def _tensors(self) -> dict[str, torch.Tensor]:
         return {} if self.batch is None else dict(self.batch.items())
 
+    def _columns(self) -> dict[str, np.ndarray]:
+        """The object columns; a list that a user put in `non_tensor_batch` as an array."""
+        columns = self.non_tensor_batch.items()
+        return {key: _object_array(column) if isinstance(column, list) else column for key, column in columns}
+
     def _rows(self, rows: Slice | torch.Tensor) -> DataProto:
         batch = None if self.batch is None else self.batch[rows]
         positions = rows if isinstance(rows, slice) else rows.numpy()
-        columns = {key: column[positions] for key, column in self.non_tensor_batch.items()}
+        columns = {key: column[positions] for key, column in self._columns().items()}
         return type(self)(batch, columns, _copied(self.meta_info))
 
     def _row_numbers(self, idxs: RowIds) -> torch.Tensor:

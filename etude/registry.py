@@ -18,6 +18,7 @@ from types import ModuleType
 from typing import Any, Generic, TypeVar
 
 from etude.errors import ConfigError, one_line
+from etude.renamed import renamed_imports
 
 T = TypeVar("T")
 
@@ -29,6 +30,17 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     """`"; did you mean 'x'?"` for the nearest of `known`, or an empty string."""
     near = difflib.get_close_matches(name, list(known), n=1, cutoff=0.5)
     return f"; did you mean '{near[0]}'?" if near else ""
+
+
+def one_edit_from(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that one letter more, less, other or exchanged with the next makes of `name`."""
+    return next((other for other in known if _is_one_edit(name, other)), None)
+
+
+def _is_one_edit(a: str, b: str) -> bool:
+    i = next((n for n, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+    exchanged = a[i : i + 2] == b[i : i + 2][::-1] and a[i + 2 :] == b[i + 2 :]
+    return a != b and (exchanged or b[i + 1 :] in (a[i:], a[i + 1 :]) or a[i + 1 :] == b[i:])
 
 
 class Registry(Generic[T]):
@@ -100,7 +112,8 @@ def import_module(target: str) -> ModuleType:
     except ConfigError:
         raise
     except Exception as error:  # whatever a user's module raises while it is imported is theirs to read
-        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}") from error
+        advice = renamed_imports(error) if isinstance(error, ModuleNotFoundError) else ""
+        raise ConfigError(f"cannot import '{target}': {type(error).__name__}: {one_line(error)}{advice}") from error
 
 
 def _import_file(path: Path) -> ModuleType:

@@ -151,7 +151,8 @@ def _fresh_columns() -> tuple[_Column, _Column, _Column]:
 class Trajectory:
     """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
 
-    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them. `images`
+    `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
+    `extra_fields` are what its loop says of it beside: the scorer finds them in `extra_info`. `images`
     are those of its context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of
     `messages`. Where it ended before its last messages were shown (the endings that follow tools or a user) they stand in
     `messages` all the same, in words alone: `[image]` for each image.
@@ -170,6 +171,7 @@ class Trajectory:
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
     _columns: tuple[_Column, _Column, _Column] = field(
         default_factory=_fresh_columns, init=False, repr=False, compare=False
     )
@@ -276,14 +278,35 @@ class Trajectory:
             "num_turns": self.num_turns,
             "timings": self.timings,
             "sampling": self.sampling,
-        } | ({"images": [image.to_record() for image in self.images]} if self.images else {})
+        } | {
+            name: value
+            for name, value in (
+                ("images", [image.to_record() for image in self.images]),
+                ("extra_fields", self.extra_fields),
+            )
+            if value
+        }
+
+
+@dataclass
+class AgentLoopMetrics:
+    """What a loop measured, in seconds; `num_preempted` is what verl's loops say, and is not reported."""
+
+    generate_sequences: float = 0.0
+    tool_calls: float = 0.0
+    compute_score: float = 0.0
+    num_preempted: int = -1
 
 
 @dataclass
 class AgentLoopOutput:
     """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal;
     `images` are those that `generate` was given last. Where there is a `trajectory`, it is what is trained on: the lists
-    and images must be its own, and a `reward_score` becomes its score."""
+    and images must be its own, and a `reward_score` becomes its score.
+
+    `extra_fields` reach the scorer, within `extra_info`, and the dump; `reward_extra_info` among them is reported beside
+    a `reward_score`. The last four are verl's, and must be empty here.
+    """
 
     prompt_ids: list[int]
     response_ids: list[int]
@@ -291,10 +314,14 @@ class AgentLoopOutput:
     response_logprobs: list[float] | None = None
     reward_score: float | None = None
     num_turns: int = 0
-    metrics: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, float] | AgentLoopMetrics = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     trajectory: Trajectory | None = None
     images: tuple[ImageInput, ...] = ()
+    multi_modal_data: dict[str, Any] | None = None
+    mm_processor_kwargs: dict[str, Any] | None = None
+    mm_processor_output: list[dict[str, Any]] | None = None
+    routed_experts: Any = None
 
     def to_trajectory(self, request_id: str) -> Trajectory:
         """The trajectory behind this view; for a view built by hand, one made from runs of equal mask.
@@ -305,14 +332,11 @@ class AgentLoopOutput:
         """
         if self.trajectory is not None:
             self._check_view_of(self.trajectory)
-            if self.reward_score is not None:
-                self.trajectory.rewards.score = self.reward_score
-            return self.trajectory
+            return self._annotated(self.trajectory)
         lengths = {len(self.response_ids), len(self.response_mask), len(self.response_logprobs or self.response_ids)}
         if len(lengths) != 1 or not set(self.response_mask) <= {0, 1}:
             raise ValueError("response_ids, response_mask (0 or 1) and response_logprobs must have equal lengths")
-        made = Trajectory(request_id, list(self.prompt_ids), timings=dict(self.metrics), images=list(self.images))
-        made.rewards.score = self.reward_score
+        made = Trajectory(request_id, list(self.prompt_ids), timings=self._timings(), images=list(self.images))
         position = 0
         for sampled, run in groupby(self.response_mask):
             end = position + len(list(run))
@@ -322,7 +346,18 @@ class AgentLoopOutput:
             made.assistant_turns += sampled
             position = end
         made.user_turns = max(self.num_turns - 1 - made.assistant_turns, 0)
-        return made
+        return self._annotated(made)
+
+    def _annotated(self, trajectory: Trajectory) -> Trajectory:
+        trajectory.extra_fields |= self.extra_fields
+        if self.reward_score is not None:
+            trajectory.rewards.score = self.reward_score
+            trajectory.rewards.score_info |= self.extra_fields.get("reward_extra_info") or {}
+        return trajectory
+
+    def _timings(self) -> dict[str, float]:
+        measured = asdict(self.metrics) if isinstance(self.metrics, AgentLoopMetrics) else self.metrics
+        return {name: value for name, value in measured.items() if name != "num_preempted"}
 
     def _check_view_of(self, trajectory: Trajectory) -> None:
         theirs: dict[str, Sequence[Any]] = {

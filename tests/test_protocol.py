@@ -120,6 +120,39 @@ def test_check_consistency_finds_a_column_replaced_later():
         data.check_consistency()
 
 
+def test_a_plain_list_put_in_later_is_a_column():
+    cells = ["p", [1], {"z": 1}, None]
+
+    def with_list() -> DataProto:
+        data = DataProto.from_dict({"ids": torch.arange(4)})
+        data.non_tensor_batch["x"] = cells
+        return data
+
+    data = with_list()
+    data.check_consistency()
+    assert data[[3, 0]].non_tensor_batch["x"].tolist() == [None, "p"]
+    assert data.repeat(2).non_tensor_batch["x"].tolist() == [cell for cell in cells for _ in range(2)]
+    assert DataProto.concat([data, with_list()]).non_tensor_batch["x"].tolist() == cells * 2
+    assert pad_dataproto_to_divisor(data, 3)[0].non_tensor_batch["x"].tolist() == [*cells, "p", [1]]
+    assert [part.non_tensor_batch["x"].tolist() for part in data.chunk(2)] == [cells[:2], cells[2:]]
+    assert data.union(DataProto.from_dict({}, {"x": cells})).select().non_tensor_batch["x"].tolist() == cells
+    assert "4 objects" in data.print_size()
+    data.reorder([3, 2, 1, 0])
+    assert data.non_tensor_batch["x"].tolist() == cells[::-1]
+    data.non_tensor_batch["x"] = cells[:2]
+    with pytest.raises(ValueError, match="column 'x' has 2 rows, the batch has 4"):
+        data.check_consistency()
+
+
+def test_none_stands_for_nothing_and_auto_padding_for_what_is_always_done():
+    data = DataProto(batch=TensorDict({"ids": torch.arange(3)}, batch_size=[3]), non_tensor_batch=None, meta_info=None)
+    assert (len(data), data.non_tensor_batch, data.meta_info) == (3, {}, {})
+    assert len(DataProto(non_tensor_batch=None)) == 0
+    for padding in (True, False):
+        assert_equal(DataProto.from_dict({"ids": torch.arange(3)}, auto_padding=padding), data)
+        assert_equal(DataProto.from_single_dict({"ids": torch.arange(3)}, auto_padding=padding), data)
+
+
 @pytest.mark.parametrize("n", SIZES)
 def test_tensordict_round_trip(n):
     data = make(n)

@@ -144,6 +144,8 @@ def test_the_site_lists_every_page():
     navigation = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"]
     listed = [name for entry in navigation for name in entry.values()]
     assert sorted(listed) == sorted(page.name for page in PAGES[1:])
+    linked = LINK.findall((ROOT / "docs" / "index.md").read_text(encoding="utf-8"))
+    assert linked == [name for name in listed if name != "index.md"]  # the index has them all, in the same order
 
 
 def leaf_names(section: dict, prefix: str = "") -> Iterator[str]:

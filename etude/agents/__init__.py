@@ -12,7 +12,7 @@ from etude.agents.result import RolloutResult
 from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
 from etude.agents.tool_agent import ToolAgentLoop
-from etude.trajectory import AgentLoopOutput
+from etude.trajectory import AgentLoopMetrics, AgentLoopOutput
 
 __all__ = [
     "AGENT_LOOPS",
@@ -20,6 +20,7 @@ __all__ = [
     "AgentData",
     "AgentLoopBase",
     "AgentLoopManager",
+    "AgentLoopMetrics",
     "AgentLoopOutput",
     "AgentOptions",
     "AgentParts",

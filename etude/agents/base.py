@@ -7,9 +7,11 @@ A loop is written against `server_manager.generate(request_id=â€¦, prompt_ids=â€
 from __future__ import annotations
 
 import asyncio
+import inspect
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 from etude.agents.client import TrajectoryClient
@@ -18,6 +20,7 @@ from etude.agents.options import RolloutOptions
 from etude.agents.pictures import read_row
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
+from etude.errors import ConfigError
 from etude.images import ImageInput
 from etude.models import ImageReader
 from etude.registry import Registry
@@ -64,13 +67,25 @@ class AgentLoopBase(ABC):
 
     Attributes:
         context: the shared parts, `context.options` the rollout section among them.
-        config: the whole configuration, keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`.
+        config: the whole configuration, keys as in YAML: `config.actor_rollout_ref.rollout.multi_turn.format`;
+            `rollout_config` and `data_config` are its sections of these names.
         server_manager: samples tokens.
         tokenizer, chat: for prompts, `chat.initial_ids(messages, tools)`; for what follows an assistant turn,
             `chat.context_ids(messages, after=sampled_ids)`. Neither ever encodes a sampled id again.
         processor: the Hugging Face processor of a vision model, else None.
-        tools: the configured tools by name.
+        tools: the configured tools by name, unless the class has `tools` of its own.
     """
+
+    tools: Mapping[str, BaseTool]
+    _class_initialized = False  # what `init_class` of verl's loops keeps
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        if not any(p.kind is p.VAR_KEYWORD for p in inspect.signature(cls.run).parameters.values()):
+            raise ConfigError(
+                f"agent loop {cls.__qualname__}: declare  async def run(self, sampling_params, **row): the row's columns "
+                "arrive by name, its messages as row['raw_prompt']"
+            )
 
     def __init__(
         self,
@@ -78,15 +93,74 @@ class AgentLoopBase(ABC):
         server_manager: TrajectoryClient,
         tokenizer: Any,
         processor: Any = None,
-        **_: Any,
+        **keywords: Any,
     ) -> None:
         self.context = trainer_config
         self.config = trainer_config.config
+        self.init_class(config=self.config, tokenizer=tokenizer, processor=processor, **keywords)
         self.server_manager = server_manager
         self.tokenizer = tokenizer
         self.processor = processor
         self.chat = trainer_config.chat
-        self.tools = trainer_config.tools
+        self._default(tools=trainer_config.tools)
+
+    @classmethod  # noqa: B027  (a subclass need not have one)
+    def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **keywords: Any) -> None:
+        """Called before each object is made, as in verl: for what a subclass loads once, into its class attributes.
+
+        `keywords` are those of the loop's entry in `agent_loop_config_path`.
+        """
+
+    def _default(self, **values: Any) -> None:
+        """Sets the attributes that the class, or its `init_class`, has not set itself."""
+        for name, value in values.items():
+            if not hasattr(type(self), name):
+                setattr(self, name, value)
+
+    @cached_property
+    def rollout_config(self) -> Any:
+        """`config.actor_rollout_ref.rollout`."""
+        return self.config.actor_rollout_ref.rollout
+
+    @cached_property
+    def data_config(self) -> Any:
+        """`config.data`."""
+        return self.config.data
+
+    async def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[ImageInput] | None = None,
+        videos: Sequence[Any] | None = None,
+        remove_system_prompt: bool = False,
+    ) -> list[int]:
+        """The ids of a prompt; with `remove_system_prompt`, of tool and user messages after an assistant turn that has
+        ended by itself. verl's name for `chat.initial_ids` and `chat.context_ids`.
+
+        Raises:
+            ConfigError: there are videos.
+        """
+        if videos:
+            raise ConfigError("apply_chat_template() takes no videos: models are shown images only")
+        tokens = [image.tokens for image in images or ()]
+        if remove_system_prompt:
+            return [token for ids, _ in self.chat.context_ids(messages, image_tokens=tokens) for token in ids]
+        return self.chat.initial_ids(messages, tools, tokens)
+
+    async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """What verl's loops ask for first: nothing, where no message shows an image.
+
+        Raises:
+            ConfigError: one does.
+        """
+        if any(map(image_count, messages)):
+            raise ConfigError(
+                f"agent loop {type(self).__name__}: take the row's images from  await self.read_images(row)"
+            )
+        return {}
+
+    process_multi_modal_info = process_vision_info
 
     async def read_images(self, row: Mapping[str, Any]) -> list[ImageInput]:
         """The images that the row's `raw_prompt` shows. Their `tokens` go to `chat.initial_ids`, all images of the context
@@ -127,7 +201,7 @@ class AgentLoopBase(ABC):
                 infrastructure broke an earlier run.
 
         Returns:
-            The response's ids with their mask. Where `response_logprobs` is None, those of the engine are filled in. A
+            The response's ids with their mask. `response_logprobs` may be None; others than the engine's are refused. A
             `reward_score` counts where `reward_model.enable=false`; otherwise the reward manager's score replaces it.
             A loop that rewrote its history, so that no one context holds all that was sampled, returns a list in time
             order: the last is the main sequence and alone carries rewards, messages and stop reason.

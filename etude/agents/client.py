@@ -8,6 +8,8 @@ turn or mask one out.
 
 from __future__ import annotations
 
+import math
+from array import array
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -52,7 +54,8 @@ class TrajectoryClient:
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
-            EngineError: the engine failed, or aborted the request.
+            EtudeError: `prompt_ids` are no token ids.
+            EngineError: the engine failed, aborted the request, or drew with a log-prob that is not finite.
             InfrastructureError: the trajectory is over (a loop that outlived its time limit asks on).
         """
         if self._ended:
@@ -60,7 +63,7 @@ class TrajectoryClient:
         params = SamplingParams.of(sampling_params)
         seed = (params.seed * 1_000_003 + 97 * (self._asked if draw is None else draw)) & 0x7FFFFFFFFFFFFFFF
         self._asked += 1  # before the wait: requests under way at once must not draw alike
-        asked, shown = list(prompt_ids), _images(images, media) if images or media else ()
+        asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         given: dict[str, Any] = {"images": shown} if shown else {}  # an engine for text need not know the word
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
@@ -72,6 +75,10 @@ class TrajectoryClient:
                 self._describe(recorded, asked, output)
         if output.stop_reason == "aborted":
             raise EngineError(f"the engine aborted the request of trajectory {self.request_id}")
+        if not all(map(math.isfinite, output.log_probs)):
+            raise EngineError(
+                f"the engine drew a token of trajectory {self.request_id} with a log-prob that is not finite"
+            )
         if not self._histories or not self._histories[-1].grows_to(asked):
             self._histories.append(_History(asked))
         self._histories[-1].add(asked, output, digests(shown))
@@ -143,6 +150,27 @@ class TrajectoryClient:
             found[place : place + len(log_probs)] = log_probs
         return found
 
+    def settled(self, output: AgentLoopOutput, start: int, claimed: Sequence[float]) -> list[float]:
+        """The engine's log-probs of the sampled tokens from response position `start` on, of which the loop says `claimed`.
+
+        Where the engine drew the same token after the same ids several times, it is the draw that the loop means.
+
+        Raises:
+            EtudeError: one is not the engine's, but for rounding to float32.
+        """
+        draws = [(place, log_probs) for place, log_probs, _, _ in self._drawn(output)]
+        found = []
+        for i, value in enumerate(claimed, start):
+            drawn = [log_probs[i - place] for place, log_probs in draws if 0 <= i - place < len(log_probs)]
+            ours = next((each for each in drawn if math.isclose(each, value, rel_tol=1e-5, abs_tol=1e-6)), None)
+            if ours is None:
+                raise EtudeError(
+                    f"the agent loop gave response token {i} of {self.request_id} the log-prob {value:.6g}, and the engine "
+                    f"drew it with {drawn[-1]:.6g}: keep log_probs as generate() returned them, or give none"
+                )
+            found.append(ours)
+        return found
+
     def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float], int, int]]:
         """(response position, log-probs, history, position in it) of every run of tokens that the engine drew there."""
         start = len(output.prompt_ids)
@@ -176,6 +204,33 @@ class _History:
         self.context += output.token_ids
 
 
+def token_ids(given: Any, name: str) -> list[int]:
+    """`given` as a list of token ids: a sequence, an array or tensor of one row, or a tokenizer's `BatchEncoding`.
+
+    Raises:
+        EtudeError: it is something else; begins with `name`.
+    """
+    ids: Any = given
+    if type(ids) is not list:
+        ids = ids.get("input_ids") if isinstance(ids, Mapping) else ids
+        ids = ids.tolist() if hasattr(ids, "tolist") else ids
+    if isinstance(ids, list | tuple) and len(ids) == 1 and isinstance(ids[0], list | tuple):
+        ids = ids[0]
+    if isinstance(ids, list | tuple):
+        try:
+            whole = array("I", ids)  # the quickest way to see that all are whole numbers and none is negative
+            return list(ids) if set(map(type, ids[:1])) <= {int} else whole.tolist()
+        except (TypeError, OverflowError):
+            wrong = next(each for each in ids if not (hasattr(each, "__index__") and 0 <= int(each) < 1 << 32))
+            found = f"{wrong!r:.40} ({type(wrong).__name__})"
+    else:
+        found = type(ids).__name__
+    raise EtudeError(
+        f"{name} must be a list of token ids, and holds {found}: of what a tokenizer returns, take input_ids "
+        "(apply_chat_template with tokenize=True returns a BatchEncoding unless return_dict=False)"
+    )
+
+
 def _flags(mask: Sequence[int]) -> bytes:
     """A mask as zeros and ones, whatever stands for them."""
     if type(mask) is list:  # an array would give its memory
@@ -190,8 +245,9 @@ _ONES = bytes([0]) + bytes([1]) * 255
 
 
 def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:
-    """Images as engines take them; loops written for verl say `image_data`, and hand on None for what there is not."""
-    others = {name: value for name, value in media.items() if value is not None}
+    """Images as engines take them; loops written for verl say `image_data`, and hand on None, or something empty, for what
+    there is not."""
+    others = {name: value for name, value in media.items() if name == "image_data" or not is_empty(value)}
     shown: Sequence[ImageInput] = others.pop("image_data", images) or ()
     if others:
         raise ConfigError(f"generate() takes no '{next(iter(others))}'")
@@ -199,6 +255,15 @@ def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Se
         if not isinstance(image, ImageInput):
             raise ConfigError(f"generate() takes images as `read_images` gives them, not {type(image).__name__}")
     return shown
+
+
+def is_empty(value: Any) -> bool:
+    """Whether `value` is nothing: None, 0, or a container of such alone, as `{"images": None}` is."""
+    if isinstance(value, Mapping):
+        return all(map(is_empty, value.values()))
+    if isinstance(value, list | tuple):
+        return all(map(is_empty, value))
+    return value is None or (isinstance(value, int | float | str) and not value)
 
 
 def digests(images: Sequence[ImageInput]) -> tuple[int, ...]:

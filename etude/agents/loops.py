@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentLoopBase
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError
 from etude.registry import import_beside
 from etude.tools.config_file import read_data_file
 
@@ -56,7 +56,7 @@ def register_agent_loops(path: str | Path) -> list[str]:
             keywords = {key: value for key, value in entry.items() if key not in ("name", "_target_")}
             _register(entry["name"], ConfiguredLoop(found, keywords))
         except ConfigError as error:
-            raise ConfigError(f"{where}: {one_line(error)}") from error
+            raise ConfigError(f"{where}: {error}") from error
         names.append(entry["name"])
     return names
 

@@ -31,7 +31,7 @@ from etude.agents.groups import Groups
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import Scorer, score_result
 from etude.bounded import GRACE_SECONDS, called, result_of
-from etude.errors import ConfigError, is_infrastructure, one_line
+from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.tools import BrokenCall, CallPolicy
 from etude.trace import TraceSpan
@@ -118,13 +118,13 @@ class AgentLoopManager:
             self.on_progress(done, total)
 
     def _log_failure(self, request_id: str, error: BaseException) -> None:
-        """The first failure as a warning with its traceback; the others are counted in the metrics, and seen at INFO."""
+        """The first failure as a warning; the others are counted in the metrics, and seen at INFO."""
         logger.log(
             logging.INFO if self._logged else logging.WARNING,
             "trajectory %s broken by infrastructure: %s",
             request_id,
-            one_line(error),
-            exc_info=None if self._logged else error,
+            describe_error(error),
+            exc_info=error if debugging() and not self._logged else None,
         )
         self._logged = True
 
@@ -225,7 +225,7 @@ class _Run:
                     return RolloutResult(None, attempt + 1, attempt, StopReason.CANCELLED, cause, broken), request_id
                 self._manager._log_failure(request_id, error)
                 broken += [error.record] if isinstance(error, BrokenCall) else []
-                cause = f"{type(error).__name__}: {one_line(error)}"
+                cause = describe_error(error)
                 if self._manager._deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
                     cause += _LOCKSTEP
                 continue

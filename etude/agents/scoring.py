@@ -12,7 +12,7 @@ from typing import Any
 
 from etude.agents.result import RolloutResult
 from etude.bounded import within
-from etude.errors import InfrastructureError, is_infrastructure, one_line
+from etude.errors import InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.trajectory import StopReason, Trajectory
 
 Scorer = Callable[[Trajectory, Mapping[str, Any]], Awaitable[None]]
@@ -46,7 +46,7 @@ async def score_result(
             if not is_infrastructure(error):
                 raise
             result.failures += 1
-            failure = InfrastructureError(f"scoring: {type(error).__name__}: {one_line(error)}")
+            failure = InfrastructureError(f"scoring: {describe_error(error)}")
             failure.__cause__ = error
             result.cause = one_line(failure)
             on_failure(trajectory.request_id, failure)

@@ -21,71 +21,103 @@ answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are 
 7. the answers, with room for `min_answer_tokens` more, do not fit, though the tools' texts are cut as far as they may be →
    `TOOL_RESPONSE_OVERFLOW`.
 
+A subclass may override the handlers of the states, `_handle_*_state`, and `_call_tool`, under the names and with the
+arguments that they have in verl. `agent_data` is a `Conversation`; its token lists are read only.
+
 Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token, and
 tools and interactions are released in every ending.
 """
 
 from __future__ import annotations
 
+import asyncio
+import inspect
+import json
 import logging
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
 from etude.agents.answers import TurnAnswers, malformed_record, unseen, written
-from etude.agents.base import AgentLoopBase, register
+from etude.agents.base import AgentContext, AgentLoopBase, register
+from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
 from etude.agents.interactions import InteractionSession
 from etude.agents.pictures import Answer, answer_of, read_all, shown_text
-from etude.chat import ParsedResponse
+from etude.bounded import called, settle
+from etude.chat import ToolParser
 from etude.chat.labelled import Run
-from etude.chat.placeholders import content_of, image_count
-from etude.errors import ConfigError, DataError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
 from etude.registry import did_you_mean
-from etude.schemas import ToolResponse
+from etude.rewards.number import as_reward
+from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
+from etude.tools.outcome import read_execution
 from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
 logger = logging.getLogger(__name__)
 
 
-@dataclass
-class Conversation:
-    """What one run knows: the growing trajectory, and the turn in hand."""
-
-    trajectory: Trajectory
-    session: ToolSession
-    sampling: SamplingParams
-    tool_schemas: list[dict[str, Any]]
-    user: InteractionSession | None = None
-    token_limit: TokenLimit | None = None  # cuts the tools' answers further, where they leave too little room
-    started: float = field(default_factory=time.perf_counter)
-    parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
-    spoken: dict[int, str] = field(default_factory=dict)  # by the number of the message: what a user hears of a turn
-    tool_answers: set[int] = field(default_factory=set)  # numbers of messages that answer calls, whatever their role
-    sampled: Sequence[int] = ()  # the last turn's ids
-
-    def heard(self) -> list[dict[str, Any]]:
-        """The conversation for an interaction: see `BaseInteraction.generate_response`."""
-        heard = []
-        for number, message in enumerate(self.trajectory.messages):
-            if number in self.spoken:
-                message = {**message, "spoken": self.spoken[number]}
-            elif number in self.tool_answers:
-                message = {**message, "role": "tool"}
-            heard.append(message)
-        return heard
-
-
 @register("tool_agent")
 class ToolAgentLoop(AgentLoopBase):
-    """See the module's docstring."""
+    """See the module's docstring.
+
+    A subclass may also set `max_user_turns`, `max_assistant_turns`, `max_parallel_calls`, `max_tool_response_length`,
+    `tool_response_truncate_side` and `tool_parser`, on the class or the object; without, they are the configuration's.
+    """
+
+    max_user_turns: int | None
+    max_assistant_turns: int | None
+    max_parallel_calls: int
+    max_tool_response_length: int
+    tool_response_truncate_side: str
+    tool_parser: ToolParser
+    _not_called: ClassVar[frozenset[str]] = frozenset(  # what subclasses override in verl
+        {"_build_assistant_message", "_initialize_interactions", "_make_request_id", "_get_mm_processor_kwargs"}
+        | {"_assert_mm_supported", "_cap_text_prompt_length", "build_sglang_video_payload"}
+        | {"ct_build_initial_tokens", "ct_merge_context_msg", "ct_merge_assistant_token"}
+    )
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        for name in vars(cls):
+            handlers = cls._handlers.values()
+            if name in cls._not_called or (name.startswith("_handle_") and name not in handlers):
+                hooks = ", ".join(each for each in (*handlers, "_call_tool", "run") if each not in cls._not_called)
+                raise ConfigError(
+                    f"agent loop {cls.__qualname__}: nothing here calls '{name}'; override {hooks}, or derive from "
+                    "AgentLoopBase"
+                )
+
+    def __init__(self, trainer_config: AgentContext, *args: Any, **kwargs: Any) -> None:
+        super().__init__(trainer_config, *args, **kwargs)
+        limits = trainer_config.options.multi_turn
+        self._default(
+            max_user_turns=limits.max_user_turns,
+            max_assistant_turns=limits.max_assistant_turns,
+            max_parallel_calls=limits.max_parallel_calls,
+            max_tool_response_length=limits.max_tool_response_length,
+            tool_response_truncate_side=limits.tool_response_truncate_side,
+            tool_parser=trainer_config.parser,
+        )
+        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` hands on, by their id()
+        self._broken: InfrastructureError | None = None  # what broke one of them
+
+    @property
+    def prompt_length(self) -> int:
+        """`data.max_prompt_length`."""
+        return self.context.options.prompt_length
+
+    @property
+    def response_length(self) -> int:
+        """`data.max_response_length`."""
+        return self.context.options.response_length
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
         """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown.
@@ -97,10 +129,10 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
         limits = self.context.options.multi_turn
-        in_tokens, longest = limits.tool_response_length_unit == "tokens", limits.max_tool_response_length
+        in_tokens, longest = limits.tool_response_length_unit == "tokens", self.max_tool_response_length
         counted = TokenLimit(
             longest if in_tokens else None,
-            limits.tool_response_truncate_side,
+            self.tool_response_truncate_side,
             self.tokenizer,
             self._tool_tokens,
             None if in_tokens else longest,
@@ -108,29 +140,38 @@ class ToolAgentLoop(AgentLoopBase):
         async with ToolSession(
             active, row.get("tools_kwargs"), request_id=row["request_id"], token_limit=counted
         ) as session:
-            data = Conversation(
+            data = self._data = session.agent_data = Conversation(
                 trajectory,
                 session,
                 self._with_stops(SamplingParams.of(sampling_params)),
                 session.schemas,
-                user,
-                counted,
+                row.get("tools_kwargs") or {},
+                user=user,
+                token_limit=counted,
             )
             async with user or nullcontext():
                 await self.converse(data, row)
             if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
+        trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
         return trajectory.to_output()
 
     async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
         """Goes from state to state until the trajectory has ended."""
         state = AgentState.PENDING
         while state is not AgentState.TERMINATED:
-            state = await getattr(self, self._handlers[state])(data)
+            if not isinstance(state, AgentState):
+                raise EtudeError(
+                    f"agent loop {type(self).__name__}: a handler returned {state!r:.80}, not an AgentState"
+                )
+            handler = getattr(self, self._handlers[state])
+            begins = state in (AgentState.PENDING, AgentState.GENERATING)
+            state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
 
     def _active_tools(self, row: dict[str, Any]) -> dict[str, BaseTool]:
-        names: Sequence[str] = row.get("active_tools", list(self.tools))
+        own = [name for name in self.tools if name not in self.context.tools]  # those of a subclass's class attribute
+        names: Sequence[str] = [*row.get("active_tools", self.context.tools), *own]
         for name in names:
             if name not in self.tools:
                 hint = did_you_mean(name, self.tools)
@@ -150,7 +191,7 @@ class ToolAgentLoop(AgentLoopBase):
             raise DataError(f"row {row['request_id']}: the interaction '{name}' is not configured{hint}")
         return InteractionSession(self.context.interactions[name], kwargs, request_id=row["request_id"])
 
-    async def _handle_pending(self, data: Conversation) -> AgentState:
+    async def _handle_pending_state(self, data: Conversation, sampling_params: Mapping[str, Any]) -> AgentState:
         trajectory = data.trajectory
         for response in data.session.initial_responses:
             await self._greet(data, response)
@@ -175,10 +216,13 @@ class ToolAgentLoop(AgentLoopBase):
         """What reads images for messages of `role`, where model and template show them there."""
         return self.context.images if role in self.chat.image_roles else None
 
-    async def _handle_generating(self, data: Conversation) -> AgentState:
+    async def _handle_generating_state(
+        self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
+    ) -> AgentState:
+        self.set_sampling(data, sampling_params, ignore_termination)
         trajectory = data.trajectory
         output = await self.sample(data)
-        data.parsed = await self.context.parser.parse_ids(output.token_ids, data.tool_schemas or None)
+        data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if output.stop_reason != "stop" or self.room(trajectory) < 1:
             self._note_malformed(data)  # a call cut off by the length limit is no habit worth answering
@@ -189,6 +233,17 @@ class ToolAgentLoop(AgentLoopBase):
         if data.parsed.calls or data.parsed.errors:
             return AgentState.PROCESSING_TOOLS
         return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
+
+    def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
+        """Takes what a handler of generation was called with, by a subclass perhaps.
+
+        Raises:
+            EtudeError: `ignore_termination` is true.
+        """
+        if ignore_termination:
+            raise EtudeError("ignore_termination=True is not supported: a response never exceeds its budget")
+        if given != vars(data.sampling):
+            data.sampling = SamplingParams.of(given)
 
     async def sample(self, data: Conversation) -> TokenOutput:
         """Samples the next assistant turn and adds it to the trajectory."""
@@ -208,14 +263,14 @@ class ToolAgentLoop(AgentLoopBase):
         data.sampled = output.token_ids
         return output
 
-    async def _handle_tools(self, data: Conversation) -> AgentState:
+    async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         turn = trajectory.assistant_turns - 1
         if data.parsed.result_tag is None and not self.chat.answers_tools:
-            data.parsed = replace(data.parsed, result_tag=self.context.parser.result_tag or "tool_response")
+            data.parsed = replace(data.parsed, result_tag=self.tool_parser.result_tag or "tool_response")
         started = time.perf_counter()
-        most = limits.max_parallel_calls
-        outcomes = await data.session.execute(data.parsed.calls[:most], turn)
+        most = self.max_parallel_calls
+        outcomes = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
         pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
         texts = [
@@ -233,12 +288,66 @@ class ToolAgentLoop(AgentLoopBase):
             for answer in pictured.values():
                 trajectory.images += await read_all(self.context.images, answer.pictures)
         trajectory.tool_calls += answers.records(turn)
-        trajectory.rewards.steps += [(turn, each.call.name, each.reward) for each in outcomes if each.error is None]
+        trajectory.rewards.steps += [
+            (turn, each.call.name, each.reward) for each in outcomes if each.error is None or each.reward
+        ]
         if limits.malformed_calls == "penalise":
             unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
             if unreadable:
                 trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
         return state
+
+    async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
+        if type(self)._call_tool is ToolAgentLoop._call_tool:
+            return await data.session.execute(calls, turn)
+        tasks = [asyncio.ensure_future(self._call_own(data, call, turn)) for call in calls]
+        try:
+            return [*await asyncio.gather(*tasks)]
+        finally:
+            await settle(tasks)
+
+    async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
+        """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
+
+        Raises:
+            InfrastructureError: the call was broken, whatever the subclass made of that.
+            EtudeError: it returned something else than response, reward and metrics.
+        """
+        arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
+        kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
+        if inspect.Parameter.VAR_POSITIONAL not in kinds:
+            arguments = arguments[: kinds.count(inspect.Parameter.POSITIONAL_OR_KEYWORD)]
+        started = time.perf_counter()
+        returned = await called(self._call_tool, *arguments)
+        if self._broken is not None:
+            raise self._broken
+        try:
+            response, reward, metrics = read_execution(returned)
+            number = as_reward(reward, "execute")
+        except (TypeError, InfrastructureError) as error:
+            what = one_line(error).replace("execute", "_call_tool")
+            raise EtudeError(f"agent loop {type(self).__name__}: {what}") from error
+        shown = data.session.shown(response)
+        made = self._outcomes.pop(id(call), None) or ToolOutcome(call, turn, shown)
+        seconds = time.perf_counter() - started
+        return replace(made, response=shown, reward=number, metrics=metrics, seconds=seconds)
+
+    async def _call_tool(
+        self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
+    ) -> tuple[ToolResponse, float, dict[str, Any]]:
+        """Runs one call of the turn in hand: (response, step reward, metrics). A subclass may override it.
+
+        Raises:
+            InfrastructureError: as `ToolSession.execute`.
+        """
+        data = self._data
+        try:
+            [outcome] = await data.session.execute([tool_call], data.trajectory.assistant_turns - 1)
+        except InfrastructureError as error:
+            self._broken = error
+            raise
+        self._outcomes[id(tool_call)] = outcome
+        return outcome.response, outcome.reward, dict(outcome.metrics)
 
     async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:
         """The outcomes that are not text alone, by their number; none where the model is not shown images here."""
@@ -252,7 +361,7 @@ class ToolAgentLoop(AgentLoopBase):
         turn = data.trajectory.assistant_turns - 1
         data.trajectory.tool_calls += [malformed_record(turn, error) for error in data.parsed.errors]
 
-    async def _handle_interacting(self, data: Conversation) -> AgentState:
+    async def _handle_interacting_state(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
         assert data.user is not None
         started = time.perf_counter()
@@ -277,9 +386,9 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
         ended = partial(self._end_unseen, data, len(messages))
-        if limits.max_assistant_turns is not None and trajectory.assistant_turns >= limits.max_assistant_turns:
+        if self.max_assistant_turns is not None and trajectory.assistant_turns >= self.max_assistant_turns:
             return ended(StopReason.MAX_ASSISTANT_TURNS)
-        if limits.max_user_turns is not None and trajectory.user_turns >= limits.max_user_turns:
+        if self.max_user_turns is not None and trajectory.user_turns >= self.max_user_turns:
             return ended(StopReason.MAX_USER_TURNS)
         if limits.max_seconds is not None and time.perf_counter() - data.started >= limits.max_seconds:
             return ended(StopReason.TIME_LIMIT)
@@ -322,7 +431,7 @@ class ToolAgentLoop(AgentLoopBase):
 
     def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
         """`sampling` that also ends turns where the format of calls does."""
-        parser = self.context.parser
+        parser = self.tool_parser
         ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
         texts = sampling.stop if sampling.stop or self.context.options.stop is not None else tuple(parser.stop_texts)
         if (ids, texts) == (sampling.stop_token_ids, sampling.stop):
@@ -338,42 +447,17 @@ class ToolAgentLoop(AgentLoopBase):
         return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 
     _handlers: ClassVar[dict[AgentState, str]] = {  # by name, so that a subclass may override one
-        AgentState.PENDING: "_handle_pending",
-        AgentState.GENERATING: "_handle_generating",
-        AgentState.PROCESSING_TOOLS: "_handle_tools",
-        AgentState.INTERACTING: "_handle_interacting",
+        AgentState.PENDING: "_handle_pending_state",
+        AgentState.GENERATING: "_handle_generating_state",
+        AgentState.PROCESSING_TOOLS: "_handle_processing_tools_state",
+        AgentState.INTERACTING: "_handle_interacting_state",
     }
 
 
-def end(data: Conversation, reason: StopReason) -> AgentState:
-    data.trajectory.stop_reason = reason
-    return AgentState.TERMINATED
-
-
-def add_time(trajectory: Trajectory, name: str, started: float) -> None:
-    trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
-
-
-def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
-    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
-
-    Returns the number of images that stand before those.
-    """
-    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
-    if last is None:
-        messages.append({"role": "user", "content": content_of(text, images)})
-        return sum(map(image_count, messages[:-1]))
-    message = messages[last]
-    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
-    if isinstance(content, str) and not images:
-        message["content"] = f"{content}\n{text}"
-    else:
-        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
-        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
-    return before
-
-
-def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
-    trajectory.tool_calls.append(outcome.to_record(text))
-    if outcome.error is None:
-        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))
+def _is_json(value: object) -> bool:
+    """Whether what a tool or subclass keeps may leave the process, to the scorer and the dump."""
+    try:
+        json.dumps(value)
+    except (TypeError, ValueError, RecursionError):
+        return False
+    return True

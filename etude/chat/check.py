@@ -6,7 +6,7 @@ piece by piece, and their ids compared. What `ChatTemplate` refuses at start-up 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,13 @@ if TYPE_CHECKING:
 _USER = {"role": "user", "content": "What is 12 + 7?"}
 _ANSWER = {"role": "assistant", "content": "The answer is 19."}
 _THOUGHT = "I wonder about qzxv."
+_CALL = {"type": "function", "function": {"name": STAND_IN, "arguments": {"city": "Saint-Malo", "days": 3}}}
+_TURNS: dict[str, dict[str, Any]] = {
+    "a call": {"content": "", "tool_calls": [{"id": "call00001", **_CALL}]},
+    "words beside a call": {"content": "I look.", "tool_calls": [{"id": "call00001", **_CALL}]},
+    "reasoning_content": {"content": "It is 19.", "reasoning_content": _THOUGHT},
+}
+"""What demonstrations and histories in prompts may have, and templates may leave out."""
 
 
 @dataclass(frozen=True)
@@ -40,6 +47,8 @@ class TemplateReport:
 
     findings: list[Finding]
     example: list[Run]
+    lost: tuple[str, ...] = ()
+    """What the template leaves out of demonstrations and of histories in prompts."""
 
     @property
     def safe(self) -> bool:
@@ -55,6 +64,7 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
     except EtudeError as error:
         return TemplateReport([Finding("a conversation can be continued exactly", False, one_line(error))], [])
     ends = ", ".join(f"{tokenizer.convert_ids_to_tokens(stop)} ({stop})" for stop in chat.stop_token_ids)
+    lost = tuple(name for name, turn in _TURNS.items() if _lost(chat, turn))
     findings = [
         Finding("an assistant turn ends with a token", True, ends),
         _tried("a user's answer is encoded as in the whole conversation", lambda: _continues(chat, "user", 1)),
@@ -63,10 +73,22 @@ def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> Templa
         _tried("tool schemas are shown to the model", lambda: _shows_tools(chat)),
         _tried("a tool cannot write a control token", lambda: _cannot_forge(chat)),
         _format(tokenizer),
+        Finding("written in demonstrations and prompts", None, _listed(lost)),
         _earlier_reasoning(chat),
         *([_images(chat)] if options.get("processor") is not None else []),
     ]
-    return TemplateReport(findings, _example(chat))
+    return TemplateReport(findings, _example(chat), lost)
+
+
+def _listed(lost: Sequence[str]) -> str:
+    return ", ".join(["words", *(name for name in _TURNS if name not in lost)])
+
+
+def _lost(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
+    try:
+        return chat.lost_of_turn({"role": "assistant", **turn}) is not None
+    except EtudeError:
+        return True
 
 
 def require_answers(chat: ChatTemplate, role: str) -> None:

@@ -25,13 +25,14 @@ from etude.chat.control import ControlTokens
 from etude.chat.decoding import Decoder
 from etude.chat.encoding import Encoder
 from etude.chat.labelled import Run
+from etude.chat.lost_parts import LostParts
 from etude.chat.placeholders import Placeholders
 from etude.chat.prompts import Prompts
 from etude.chat.rendering import Renderer
 from etude.chat.sampled import SampledTurns
 from etude.chat.tails import Tails
 from etude.chat.turns import Turns
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
 if TYPE_CHECKING:
@@ -73,6 +74,7 @@ class ChatTemplate:
         self.answers_tools = abilities.tool_stub is not None
         self.names_calls, self.image_roles = abilities.names_calls, abilities.image_roles
         self._prompts = Prompts(renderer, encoder, turns.answered, images)
+        self._lost = LostParts(renderer)
         self._contexts = Contexts(renderer, turns, tails, abilities, images)
 
     @property
@@ -122,6 +124,16 @@ class ChatTemplate:
         """Number of ids of the prompt."""
         return len(self.initial_ids(messages, tools, image_tokens))
 
+    def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
+        """Refuses a prompt of which the template leaves a part out: a call, words beside one, reasoning. Earlier reasoning
+        that it drops for its place is its policy.
+
+        Raises:
+            DataError: names the message and the part.
+        """
+        if (lost := self._lost.of_prompt(messages, tools)) is not None:
+            raise _lost_part(*lost)
+
     def context_ids(
         self, messages: Sequence[Message], *, after: Sequence[int] | None = None, image_tokens: Sequence[int] = ()
     ) -> list[Run]:
@@ -158,22 +170,33 @@ class ChatTemplate:
         between is as in `context_ids`.
 
         Raises:
-            DataError: the template refuses the messages, or does not begin an assistant turn as its generation prompt
-                does (one that opens a thought, where the message has none).
+            DataError: the template refuses the messages, leaves a part of one out, or does not begin an assistant turn as
+                its generation prompt does (one that opens a thought, where the message has none).
             ValueError: no assistant message, no prompt before the first, two in a row, or messages after the last.
         """
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns or turns[0] == 0 or turns[-1] != len(messages) - 1:
             raise ValueError("a demonstration starts with a prompt and ends with an assistant message")
+        self.require_whole(messages[: turns[0]], tools)
         runs: list[Run] = [(self.initial_ids(messages[: turns[0]], tools), Provenance.TEMPLATE)]
         for turn, following in zip(turns, [*turns[1:], None]):
             answers = messages[turn + 1 : following]
             end = self._contexts.end_before(answers) if answers else self._turns.answered
             written = self._sampled.ids(messages[turn], end)
+            if (lost := self._lost.of_turn(messages[turn])) is not None:
+                raise _lost_part(turn, lost)
             runs.append((written, Provenance.SAMPLED))
             if following is not None:
                 runs += self.context_ids(answers, after=written)
         return runs
+
+    def lost_of_turn(self, message: Message) -> str | None:
+        """The first part of an assistant's message that the template does not write, such as "tool_calls[0]".
+
+        Raises:
+            DataError: the template refuses the message.
+        """
+        return self._lost.of_turn(message)
 
     def rendered(self, messages: Sequence[Message]) -> str:
         """A conversation as text, without a generation prompt.
@@ -186,3 +209,10 @@ class ChatTemplate:
     def decode(self, ids: Sequence[int]) -> str:
         """The text of `ids` for reading: structural special tokens dropped, tool and thought tags kept."""
         return self._decoder.decode(ids)
+
+
+def _lost_part(number: int, name: str) -> DataError:
+    return DataError(
+        f"messages[{number}]: the chat template does not write {name}, so that the model would not see it; take a template "
+        "that does, or put it into content as the model is to write it"
+    )

@@ -37,22 +37,23 @@ def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str
     a small one token by token: green is what the policy would sample, cyan a tool's words, yellow a user's, grey what
     the template writes.
     """
-    from rich.console import Console
-
     from etude.chat.check import check_template
+    from etude.cli.console import open_console
     from etude.models import load_processor, load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)
     whole = (model / "config.json").is_file()
     processor = load_processor(model, trust_remote_code=trust_remote_code) if whole else None
     report = check_template(tokenizer, processor=processor, **template_kwargs(options))
-    console = Console(highlight=False)
+    console = open_console()
     for finding in report.findings:
         _print_finding(console, finding)
     if tokens:
         _print_tokens(console, report.example, tokenizer)
     verdict = "safe for training on several turns" if report.safe else "NOT safe for training on several turns"
-    console.print(f"[bold]{verdict}[/bold]")
+    if report.safe and report.lost:
+        verdict += f", but rows that have {' or '.join(report.lost)} are refused: the template does not write that"
+    console.print(f"[bold]{verdict}[/bold]", soft_wrap=True)
     return int(not report.safe)
 
 

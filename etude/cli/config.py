@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
 
+from etude.cli.completion import complete_key, complete_name
+
 if TYPE_CHECKING:
     from omegaconf import DictConfig
     from rich.text import Text
@@ -26,12 +28,16 @@ PLAIN_SETTINGS = {"ignore_unknown_options": True}
 
 def configuration_arguments(function: F) -> F:
     """Adds what names a configuration: `--config-name`, `--config-path`, then key=value overrides."""
-    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED)(function)
+    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_key)(function)
     function = click.option(
         "-cp", "--config-path", metavar="FOLDER", help="Folder of your YAML file (else ./config, then the current one)."
     )(function)
     return click.option(
-        "-cn", "--config-name", metavar="NAME", help="Your YAML file, or a configuration that comes with Étude."
+        "-cn",
+        "--config-name",
+        metavar="NAME",
+        shell_complete=complete_name,
+        help="Your YAML file, or a configuration that comes with Étude.",
     )(function)
 
 
@@ -59,10 +65,11 @@ def config(
 
 def _print_table(composition: Composition) -> None:
     """Writes the tree, what the user set in green, with its sources in a dim second column (piped: after a tab)."""
-    from rich.console import Console
     from rich.table import Table
 
-    console = Console(highlight=False)
+    from etude.cli.console import open_console
+
+    console = open_console()
     rows = _rows(composition)
     if not console.is_terminal:
         for text, source in rows:

@@ -14,7 +14,7 @@ import click
 _SAMPLE_CHARACTERS = 4000
 
 
-@click.group()
+@click.group(context_settings={"show_default": True})
 def data() -> None:
     """Make parquet files to train on."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -20,7 +21,10 @@ def evaluate(
     output: Path | None,
     dump_folder: Path | None,
 ) -> None:
-    """Roll out a model on data.val_files and score it.
+    """Roll out a model on data.val_files and score it, one data source after another.
+
+    Samples of a prompt count as one: figures are means over prompts, intervals count prompts. Where infrastructure broke
+    more than trainer.min_valid_fraction allows, there are no figures.
 
     Greedy by default; sampled with  actor_rollout_ref.rollout.val_kwargs.do_sample=true
     actor_rollout_ref.rollout.val_kwargs.temperature=1
@@ -36,8 +40,21 @@ def evaluate(
     from etude.trainer.run import evaluate as run
 
     result = run(config, output=output, dump_folder=dump_folder)
-    click.echo(
-        f"success {result['success']:.3f} (95 % interval {result['success_low']:.3f} to {result['success_high']:.3f}), "
-        f"tool use {result['tool_use']:.3f}, mean reward {result['reward']:.3f}, {result['samples']} samples, "
-        f"{result['dropped']} dropped"
+    for source, figures in result["sources"].items():
+        click.echo(f"{source}: {_sentence(figures)}")
+        own = f"val-core/{source}/reward/"
+        core = {name.removeprefix(own): value for name, value in result["metrics"].items() if name.startswith(own)}
+        click.echo("  " + ", ".join(f"{name} {value:.3f}" for name, value in core.items() if "/ci95_" not in name))
+    if len(result["sources"]) > 1:
+        click.echo(f"all: {_sentence(result)}")
+
+
+def _sentence(figures: dict[str, Any]) -> str:
+    counts = f"{figures['prompts']} prompts, {figures['samples']} samples, {figures['dropped']} dropped"
+    if not figures["samples"]:
+        return counts
+    low, high = figures["success_low"], figures["success_high"]
+    return (
+        f"success {figures['success']:.3f} (95 % interval {low:.3f} to {high:.3f}), tool use {figures['tool_use']:.3f}, "
+        f"mean reward {figures['reward']:.3f}; {counts}"
     )

@@ -40,12 +40,11 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     at hand, that a full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence
     is shown and verified, in time order; the last carries the rewards.
     """
-    from rich.console import Console
-
+    from etude.cli.console import open_console
     from etude.trainer.dumps import sequences_of, trajectory_from_record
     from etude.trainer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
 
-    console = Console(highlight=False, soft_wrap=False)
+    console = open_console()
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
     _print_head(console, rollouts, row, record)

@@ -1,8 +1,8 @@
 """`etude`: the group of all commands.
 
 Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that
-a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130 and SIGTERM 143, also where a run
-stopped in good order because of them; anything else keeps its traceback.
+a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where a
+run stopped in good order because of them; anything else keeps its traceback.
 """
 
 from __future__ import annotations
@@ -13,12 +13,13 @@ import logging
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import click
 
 from etude import __version__
-from etude.errors import ConfigError, EtudeError
+from etude.errors import ConfigError, ConfigErrors, EtudeError, debugging, describe_error, user_place
 from etude.registry import did_you_mean
 
 
@@ -119,11 +120,22 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         click.echo("interrupted", err=True)
         return 130
     except EtudeError as error:
-        if os.environ.get("ETUDE_DEBUG", "") not in ("", "0"):
+        if debugging():
             raise
-        click.secho(f"error: {' '.join(str(error).split())}", fg="red", err=True)
+        lines = str(error).splitlines() if isinstance(error, ConfigErrors) else [str(error)]
+        _print_error("\n  ".join(" ".join(line.split()) for line in lines))
         return error.exit_status
+    except Exception as error:
+        if debugging() or user_place(error) is None:  # a fault of ours
+            raise
+        _print_error(f"{describe_error(error)}; ETUDE_DEBUG=1 shows the traceback")
+        return EtudeError.exit_status
     return status if isinstance(status, int) else 0
+
+
+def _print_error(text: str) -> None:
+    with suppress(OSError):  # of a terminal that was closed
+        click.secho(f"error: {text}", fg="red", err=True)
 
 
 def _is_installed(command: LazyCommand) -> bool:

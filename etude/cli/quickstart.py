@@ -34,15 +34,16 @@ def _say(text: str) -> None:
 
 
 def _print(summary: dict[str, Any], folder: Path, report: Path) -> None:
-    from rich.console import Console
     from rich.table import Table
+
+    from etude.cli.console import open_console
 
     table = Table(title=f"{summary['samples']} fresh tasks (95 % intervals)", title_justify="left")
     for column in ("", "before", "after"):
         table.add_column(column, justify="right" if column else "left")
     for name in summary["before"]:
         table.add_row(name, _shown(summary["before"][name]), _shown(summary["after"][name]))
-    console = Console()
+    console = open_console()
     console.print()
     console.print(table)
     total, cpu = sum(summary["seconds"].values()), sum(summary["cpu_seconds"].values())

@@ -32,6 +32,9 @@ def sandbox() -> None:
 @click.option("--queue-seconds", default=60.0, show_default=True, help="Longest wait for a worker.")
 @click.option("--max-run-seconds", default=600.0, show_default=True, help="Longest run_timeout a request may ask for.")
 @click.option(
+    "--max-compile-seconds", default=120.0, show_default=True, help="Longest compile_timeout a request may ask for."
+)
+@click.option(
     "--memory-mb",
     default=1024,
     show_default=True,
@@ -60,6 +63,7 @@ def serve(
     max_concurrency: int | None,
     queue_seconds: float,
     max_run_seconds: float,
+    max_compile_seconds: float,
     memory_mb: int,
     max_request_mb: int,
     isolation: str,
@@ -82,6 +86,7 @@ def serve(
         queue_seconds=queue_seconds,
         token=token,
         max_request_mb=max_request_mb,
+        max_compile_seconds=max_compile_seconds,
         limits=Limits(wall_seconds=max_run_seconds, cpu_seconds=max_run_seconds, memory_mb=memory_mb),
         isolation=Isolation(isolation),
     )

@@ -205,7 +205,7 @@ def _load(config: str, plugins: Sequence[str]) -> list[BaseTool]:
     from etude.tools.builtin import builtin_names
 
     load_plugins(plugins)
-    if not Path(config).exists() and config in builtin_names():
+    if not Path(config).is_file() and config in builtin_names():
         return load_tools(builtin_config(config))
     if not Path(config).exists() and "/" not in config and "." not in config:
         raise ConfigError(f"no file and no built-in tool '{config}' (built in: {', '.join(builtin_names())})")

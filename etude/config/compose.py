@@ -7,6 +7,7 @@ nearest known key. No Hydra output folder, logging set-up or global state is lef
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,10 +29,14 @@ from etude.config.layers import (
     plain,
     root_layers,
 )
+from etude.config.paths import anchor_paths
 from etude.config.provenance import provenance
 from etude.config.resolvers import register_resolvers
+from etude.config.translation import translate
 from etude.errors import ConfigError
 from etude.registry import did_you_mean
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_ROOT = "ppo_trainer"
 
@@ -92,11 +97,16 @@ def compose_with_sources(
         user: list[Layer] = []
     else:
         base, user = _user_layers(name, folder, choices, root)
+        for layer in user:
+            if not layer.is_package:
+                anchor_paths(layer)
     if values:
         user.append(command_line_layer(values))
     table = KeyTable(base)
-    for layer in user:
-        table.check_names(layer)
+    translation = translate(user, table, base)
+    user = translation.layers
+    if translation.inert:
+        logger.warning("%s", translation.inert_line())
     config = _merge([*base, *user])
     sources = provenance([*base, *user])
     _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])

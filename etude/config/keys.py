@@ -12,7 +12,6 @@ from fnmatch import fnmatchcase
 from typing import Any, Literal
 
 from etude.config.layers import Layer, flatten, plain
-from etude.config.refused import why_refused
 from etude.config.values import coerce, mismatch
 from etude.errors import ConfigError
 
@@ -99,25 +98,25 @@ class KeyTable:
         """The free-form section that `key` is or lies in, if any."""
         return next((free for free in self._free if key == free or key.startswith(free + ".")), None)
 
-    def check_names(self, layer: Layer) -> None:
-        """Refuses a layer with a key that does not exist, or with a value where a section belongs.
+    def knows(self, key: str) -> bool:
+        """Whether `key` is one of ours: a key, a section, or within a free-form section."""
+        return key in self._defaults or key in self._sections or self.free_form(key) is not None
 
-        Raises:
-            ConfigError: names the key, the file and the nearest known key.
-        """
-        for key, value in flatten(plain(layer)):
-            free = self.free_form(key)
-            if key in self._sections or key == free:
-                if not isinstance(value, Mapping):
-                    raise _at(layer.source, mismatch(value, dict, key))
-            elif free is None and key not in self._defaults:
-                leaf = next((part for part in _ancestors(key) if part in self._defaults), None)
-                if leaf:
-                    raise _at(layer.source, mismatch("a section", self.kind(leaf), leaf))
-                unknown = self._unknown_part(key)
-                if reason := why_refused(unknown):
-                    raise ConfigError(f"{unknown} does not exist here ({layer.source}): {reason}")
-                raise ConfigError(f"unknown key {unknown} ({layer.source}){self._nearest(key)}")
+    def faults(self, layer: Layer) -> list[str]:
+        """A line for each key of `layer` that does not exist, or holds a value where a section belongs."""
+        faults = dict.fromkeys(self._fault(key, value) for key, value in flatten(plain(layer)))
+        return [f"{fault[0]} ({layer.source}){fault[1]}" for fault in faults if fault]  # a section's keys share a line
+
+    def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
+        """(what is wrong with a key that was set to `value`, what follows the place where it was), if anything."""
+        if key in self._sections or key in self._free:
+            return None if isinstance(value, Mapping) else (str(mismatch(value, dict, key)), "")
+        if self.knows(key):
+            return None
+        leaf = next((part for part in _ancestors(key) if part in self._defaults), None)
+        if leaf:
+            return str(mismatch("a section", self.kind(leaf), leaf)), ""
+        return f"unknown key {self._unknown_part(key)}", self._nearest(key)
 
     def convert(self, values: Mapping[str, Any], sources: Mapping[str, str]) -> dict[str, Any]:
         """The entries of `values` (dotted key → value) whose type had to change, with the right type.
@@ -155,15 +154,16 @@ class KeyTable:
         return next((part for part in _ancestors(key) if part not in self._sections), key)
 
     def _nearest(self, key: str) -> str:
-        """`"; did you mean …?"`: the key whose last name is spelled most alike, a key of the same section first."""
+        """`"; did you mean …?"`: the key of the same section whose name is spelled most alike, else of another one."""
         parent, _, name = self._unknown_part(key).rpartition(".")
 
-        def likeness(known: str) -> float:
+        def likeness(known: str) -> tuple[bool, float]:
             known_parent, _, known_name = known.rpartition(".")
-            return SequenceMatcher(None, name, known_name).ratio() + (0.1 if known_parent == parent else 0.0)
+            ratio, is_near = SequenceMatcher(None, name, known_name).ratio(), known_parent == parent
+            return (is_near, ratio) if ratio >= (0.75 if is_near else 0.85) else (False, 0.0)
 
         best = max(sorted([*self, *self._sections]), key=likeness)
-        return f"; did you mean {best}?" if likeness(best) >= 0.7 else "; `etude config` lists the keys"
+        return f"; did you mean {best}?" if likeness(best)[1] else "; `etude config` lists the keys"
 
 
 def _ancestors(key: str) -> list[str]:

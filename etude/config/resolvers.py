@@ -1,12 +1,28 @@
 """The `${etude.…}` interpolations of our YAML.
 
 `${etude.builtin_tools:calculator}` is the path of a built-in tool file; with several names it is the list of their
-paths, which `tool_config_path` accepts.
+paths, which `tool_config_path` accepts. `${etude.experiment:name}` is `name-` and eight digits that stand for what the
+run trains on (model, data, tools, reward, estimator, seed): another experiment has another folder, and the same one its own.
 """
 
 from __future__ import annotations
 
-from omegaconf import OmegaConf
+import hashlib
+import json
+from typing import Any
+
+from omegaconf import DictConfig, OmegaConf
+
+_MULTI_TURN = ("tool_config_path", "function_tool_path", "interaction_config_path")
+_IDENTITY = (
+    *("actor_rollout_ref.model.path", "model.path", "trainer.seed", "custom_reward_function", "reward_model"),
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in _MULTI_TURN),
+    *(f"multi_turn.{name}" for name in _MULTI_TURN),
+    *(f"data.{name}" for name in ("train_files", "train_batch_size", "shuffle", "seed")),
+    *("actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
+)
+"""What makes two runs two experiments, under the roots of `etude train` and `etude sft`: among others whatever a run that
+goes on from a checkpoint may not change."""
 
 
 def builtin_tools(*names: str) -> str | list[str]:
@@ -17,6 +33,20 @@ def builtin_tools(*names: str) -> str | list[str]:
     return paths[0] if len(paths) == 1 else paths
 
 
+def experiment(name: str, *, _root_: DictConfig) -> str:
+    """`name` with a digest of the experiment's identity, from values as they were written (interpolations unfilled)."""
+    whole: Any = OmegaConf.to_container(_root_, resolve=False)
+    chosen: list[Any] = []
+    for key in _IDENTITY:
+        value = whole
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        chosen.append(value)
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{name}-{digest[:8]}"
+
+
 def register_resolvers() -> None:
     """Makes `${etude.…}` known to OmegaConf; calling it again changes nothing."""
     OmegaConf.register_new_resolver("etude.builtin_tools", builtin_tools, replace=True)
+    OmegaConf.register_new_resolver("etude.experiment", experiment, replace=True)

@@ -1,10 +1,11 @@
 """Rows out of files, checked before anything expensive starts, and batches that a checkpoint can continue."""
 
 from etude.data.collate import collate
-from etude.data.dataset import PromptTemplate, RLDataset, RLHFDataset
+from etude.data.dataset import PromptTemplate, RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet
 from etude.data.loader import ResumableLoader
 from etude.data.options import DataOptions
+from etude.data.rlhf import RLHFDataset
 from etude.data.rows import active_tools, check_row
 from etude.data.sft import SFTDataset
 

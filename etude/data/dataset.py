@@ -44,6 +44,9 @@ class PromptTemplate(Protocol):
     def tokenizer(self) -> Detokenizer:
         """The tokenizer whose template this is."""
 
+    def require_whole(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
+        """DataError where the template leaves a part of a message out."""
+
     def prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
     ) -> int:
@@ -163,8 +166,10 @@ class RLDataset:
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length
         shown = (image_tokens,) if image_tokens else ()
+        messages, schemas = row[self.options.prompt_key], self._schemas(row)
         try:
-            length = self.chat.prompt_length(row[self.options.prompt_key], self._schemas(row), *shown)
+            self.chat.require_whole(messages, schemas)
+            length = self.chat.prompt_length(messages, schemas, *shown)
         except DataError as error:
             raise DataError(f"{where}: {one_line(error)}") from error
         if length <= limit:
@@ -211,9 +216,6 @@ class RLDataset:
 
     def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
-
-
-RLHFDataset = RLDataset
 
 
 def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:

@@ -2,6 +2,7 @@
 
 A row's pictures stand in a column of their own (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as
 verl's files and Hugging Face's image feature hold them. Each `<image>` in the prompt's texts is the place of the next one.
+A row without that column may have them in the prompt instead, as parts `{type: image, image: …}`.
 
 Invariant: a row that `place_images` returned has as many image parts in its prompt as pictures in its column, in the same
 order; relative paths are those of files beside the data file. Pictures are opened for their size alone: pixels are read
@@ -49,21 +50,29 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
         DataError: the column is no list of pictures, or the prompt has places for more or fewer.
     """
     column = None if key is None else row.pop(key, None)
+    inline = _taken_from(row[prompt_key])
+    if inline and column:
+        raise DataError(f"{where}: image parts of the prompt name pictures, and so does {key}: give them in one place")
+    column, named = (inline, "image part") if inline else (column, key)
     if column is not None and not isinstance(column, list):
         raise DataError(f"{where}: {key} must be a list of images, got {type(column).__name__}")
-    pictures = [_source(each, folder, f"{where}: {key}[{n}]") for n, each in enumerate(column or ())]
+    pictures = [_source(each, folder, f"{where}: {named}[{n}]") for n, each in enumerate(column or ())]
     messages = row[prompt_key]
     if column is not None:
         messages = [_with_parts(message) for message in messages]
     places = sum(map(image_count, messages))
     if places != len(pictures):
-        raise DataError(
-            f"{where}: the prompt has places for {places} images ('{MARKER}'), and {key or 'data.image_key=null'} holds "
-            f"{len(pictures)}"
-        )
+        held = "its image parts name" if inline else f"{key or 'data.image_key=null'} holds"
+        raise DataError(f"{where}: the prompt has places for {places} images ('{MARKER}'), and {held} {len(pictures)}")
     if pictures:
         row[prompt_key], row["images"] = messages, pictures
     return pictures
+
+
+def _taken_from(messages: list[Message]) -> list[Any]:
+    """The pictures that the image parts of `messages` name, and no longer do."""
+    parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
+    return [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
 
 
 def size_of(picture: Any) -> tuple[int, int]:

@@ -2,7 +2,7 @@
 
 Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, content that is
 text or a list of text and image parts, tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a
-template takes a null for a value). Which picture an image part shows is left to `images`.
+template takes a null for a value). Which picture an image part shows, by itself (`image`) or not, is left to `images`.
 """
 
 from __future__ import annotations
@@ -57,11 +57,9 @@ def _checked_part(value: object, where: str, images: bool) -> dict[str, Any]:
     kind = value.get("type") if isinstance(value, dict) else None
     if isinstance(value, dict) and kind == "text" and isinstance(value.get("text"), str):
         return {"type": "text", "text": value["text"]}
-    if isinstance(value, dict) and kind == "image" and images:
-        if len(value) > 1:
-            raise DataError(f"{where}: an image part names no picture: it shows the next one of the images column")
-        return {"type": "image"}
-    allowed = "{type: text, text} or {type: image}" if images else "{type: text, text}"
+    if isinstance(value, dict) and kind == "image" and images and value.keys() <= {"type", "image"}:
+        return value
+    allowed = "{type: text, text} or {type: image, image?}" if images else "{type: text, text}"
     raise DataError(f"{where}: a part of 'content' must be {allowed}, got {kind or type(value).__name__}")
 
 

@@ -7,6 +7,9 @@ release_kwargs}}, tool_selection?, interaction_kwargs?, …}`. Further columns a
 Invariant: a row that `check_row` returned names only tools that exist and are active for it, and its `tools_kwargs`
 and `interaction_kwargs` hold no null-valued key: Arrow pads rows with nulls, so a null there means "not given" and a
 tool's own default applies. Prompt lengths are left to `dataset`.
+
+`interaction_kwargs` without a name, as verl's scripts for tools write them, pick the interaction `gsm8k`, as there; where
+no interaction is configured at all they are left out.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from etude.data.messages import checked_messages
 from etude.errors import DataError
 from etude.registry import did_you_mean
 
+_NAMELESS = "gsm8k"
 KWARGS_KINDS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 
 
@@ -56,7 +60,7 @@ def check_row(
     for key in ("tools_kwargs", "interaction_kwargs"):
         if key in extra_info:
             extra_info[key] = without_nulls(_object(extra_info[key], f"{where}: extra_info.{key}"))
-    _check_selection(extra_info.get("tool_selection"), where)
+    _check_selection(extra_info.get("tool_selection"), where, tool_names)
     if tool_names is None:
         extra_info.pop("tools_kwargs", None)
         extra_info.pop("interaction_kwargs", None)
@@ -97,15 +101,27 @@ def _check_agent(name: str | None, where: str, known: Sequence[str] | None) -> N
         )
 
 
-def _check_selection(selection: object, where: str) -> None:
-    if selection is not None and not (isinstance(selection, list) and all(isinstance(name, str) for name in selection)):
+def _check_selection(selection: object, where: str, tool_names: Sequence[str] | None) -> None:
+    if selection is None:
+        return
+    if not (isinstance(selection, list) and all(isinstance(name, str) for name in selection)):
         raise DataError(f"{where}: extra_info.tool_selection must be a list of tool names")
+    known: Sequence[str] = selection if tool_names is None else tool_names
+    for name in selection:
+        if name not in known:
+            hint, listed = did_you_mean(name, known), ", ".join(known) or "none"
+            raise DataError(f"{where}: tool_selection names the tool '{name}'{hint} (configured: {listed})")
 
 
-def _check_interaction(extra_info: Mapping[str, Any], where: str, interactions: Sequence[str]) -> None:
+def _check_interaction(extra_info: dict[str, Any], where: str, interactions: Sequence[str]) -> None:
     kwargs = extra_info.get("interaction_kwargs")
     if not kwargs:
         return
+    if "name" not in kwargs and not interactions:
+        del extra_info["interaction_kwargs"]
+        return
+    if "name" not in kwargs and _NAMELESS in interactions:
+        kwargs["name"] = _NAMELESS
     name = kwargs.get("name")
     if not isinstance(name, str):
         raise DataError(f"{where}: extra_info.interaction_kwargs needs 'name', a text that picks the interaction")

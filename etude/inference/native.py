@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from etude.errors import ConfigError, EngineError, one_line
+from etude.errors import ConfigError, EngineError, EtudeError, one_line
 from etude.inference.cache import KVShape, SlabCache, most_tokens
 from etude.inference.figures import EngineFigures
 from etude.inference.layout import StepLayout
@@ -95,6 +95,7 @@ class NativeEngine:
         megabytes = self.options.kv_cache_memory_mb
         self._budget = None if megabytes is None else megabytes << 20
         self._limit = self._longest()
+        self._vocabulary = int(self._model.get_input_embeddings().weight.shape[0])
         self._version = 0
         self._admissions = 0
         self._paused = False
@@ -175,6 +176,7 @@ class NativeEngine:
 
         Raises:
             EngineError: a step failed, for instance for lack of memory.
+            EtudeError: an id is beyond the model's vocabulary.
             ConfigError: images for a model whose images are not supported.
             DataError: images and their placeholders among `prompt_ids` do not agree.
         """
@@ -187,6 +189,8 @@ class NativeEngine:
         limit = min(params.max_tokens, self._limit - len(prompt_ids))
         if not prompt_ids or limit < 1:
             return TokenOutput([], [], "length", [])
+        if max(prompt_ids) >= self._vocabulary:  # a step with it would fail, and every other request with it
+            raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
         stops = self._stop_texts(params)

@@ -88,6 +88,9 @@ class TokenOutput:
     log_probs: list[float]
     stop_reason: str
     weight_versions: list[int] = field(default_factory=list)
+    num_preempted: int | None = None  # this and the next are what verl's loops ask for; no engine here says them
+    routed_experts: Any = None
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 class Engine(Protocol):

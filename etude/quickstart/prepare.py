@@ -8,8 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-TOOLS = Path(__file__).with_name("calculator.yaml")
-
+TOOLS = Path(__file__).parents[1] / "tools" / "builtin" / "configs" / "calculator_terse.yaml"  # as quickstart.yaml says
 
 # Shares of demonstrations that (use the tool well, copy its result wrongly), in the order in which they are learned: first
 # how to copy numbers into a call and out of its result, which takes a small model many examples; then mostly to answer

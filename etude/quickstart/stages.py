@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError
-from etude.quickstart.prepare import TOOLS, Sizes, prepare
+from etude.quickstart.prepare import Sizes, prepare
 
 Note = Callable[[str], None]
 
@@ -89,7 +89,11 @@ class Quickstart:
         from etude.trainer.ppo import PPOTrainer
         from etude.trainer.setup import prepare as checked
 
-        PPOTrainer(checked(self._config(f"actor_rollout_ref.model.path={self.folder}/model")))
+        fresh = (
+            f"actor_rollout_ref.model.path={self.folder}/model",
+            "trainer.resume_mode=disable",
+        )  # before the warm-up
+        PPOTrainer(checked(self._config(*fresh)))
 
     @property
     def _warm_model(self) -> Path:
@@ -107,7 +111,6 @@ class Quickstart:
                     f"data.train_files={data}/demonstrations.parquet",
                     f"target_success.data_files={data}/val.parquet",
                     f"model.path={self.folder}/model",
-                    f"multi_turn.tool_config_path={TOOLS}",
                     f"trainer.default_local_dir={self.folder}/warm_up",
                     f"trainer.seed={self.seed}",
                     *self.warm_up_overrides,
@@ -126,7 +129,6 @@ class Quickstart:
                 f"data.train_files={data}/train.parquet",
                 f"data.val_files={data}/val.parquet",
                 f"actor_rollout_ref.model.path={self._warm_model}",
-                f"actor_rollout_ref.rollout.multi_turn.tool_config_path={TOOLS}",
                 f"trainer.default_local_dir={self.folder}",
                 f"trainer.rollout_data_dir={self.folder}/rollouts",
                 f"trainer.seed={self.seed}",

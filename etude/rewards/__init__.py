@@ -1,5 +1,6 @@
 """Scoring: what a finished rollout is worth. Pure scorers by data source, reward managers, the trajectory scorer."""
 
+from etude.rewards.dapo import DAPORewardManager
 from etude.rewards.default import SCORERS, Score, Scorer, compute_score, load_compute_score
 from etude.rewards.manager import (
     REWARD_MANAGERS,
@@ -7,21 +8,27 @@ from etude.rewards.manager import (
     NaiveRewardManager,
     RewardManagerBase,
     RewardResult,
+    build_manager,
     register,
 )
 from etude.rewards.scoring import TrajectoryScorer, duplicate_judge
+
+default_compute_score = compute_score  # its name in verl.utils.reward_score
 
 __all__ = [
     "REWARD_MANAGERS",
     "SCORERS",
     "AbstractRewardManager",
+    "DAPORewardManager",
     "NaiveRewardManager",
     "RewardManagerBase",
     "RewardResult",
     "Score",
     "Scorer",
     "TrajectoryScorer",
+    "build_manager",
     "compute_score",
+    "default_compute_score",
     "duplicate_judge",
     "load_compute_score",
     "register",

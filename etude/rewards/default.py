@@ -74,10 +74,13 @@ def load_compute_score(
     extra = dict(reward_kwargs or {})
     accepted = _accepted_arguments(function, where, extra)
 
+    async def async_scorer(**arguments: Any) -> Score:
+        return await function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
+
     def scorer(**arguments: Any) -> Score | Awaitable[Score]:
         return function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
 
-    return scorer
+    return async_scorer if inspect.iscoroutinefunction(function) else scorer
 
 
 def _accepted_arguments(function: Callable[..., object], where: str, extra: Mapping[str, Any]) -> tuple[str, ...]:

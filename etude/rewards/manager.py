@@ -16,8 +16,9 @@ from itertools import groupby
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
 
 from etude.bounded import BlockingCalls, within
-from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
+from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
 from etude.registry import Registry
+from etude.renamed import renamed_imports
 from etude.rewards import default
 from etude.rewards.default import Score, Scorer
 from etude.rewards.number import as_reward
@@ -60,7 +61,7 @@ class BoundedScorer:
         """The scorer's result.
 
         Raises:
-            EtudeError: raised by the scorer: something the user must change.
+            EtudeError: raised by the scorer, or it imports what is not installed: something the user must change.
             InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
         """
         where = f"compute_score for the data source '{arguments.get('data_source')}'"
@@ -68,8 +69,10 @@ class BoundedScorer:
             return await self._run(arguments)
         except EtudeError:
             raise
+        except ModuleNotFoundError as error:
+            raise ConfigError(f"{where} failed: {one_line(error)}{renamed_imports(error)}") from error
         except Exception as error:
-            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+            raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
 
     async def _run(self, arguments: dict[str, Any]) -> Score:
         started = time.monotonic()
@@ -101,23 +104,34 @@ class RewardManagerBase(AbstractRewardManager):
     """Scores one trajectory the moment it ends: a subclass defines `run_single`.
 
     `compute_score` is awaitable whether the function behind it is synchronous or not, and limited to `timeout` seconds.
+    Made by keyword, as `(tokenizer, compute_score)`, or in either of verl's orders: `(config, tokenizer, compute_score)`
+    and `(tokenizer, num_examine, compute_score, reward_fn_key)`.
     """
 
     is_async_reward_score = True
+    _class_initialized = False
 
-    def __init__(
-        self,
-        tokenizer: Tokenizer,
-        compute_score: Scorer | None = None,
-        *,
-        timeout: float = SCORER_SECONDS,
-        **reward_kwargs: Any,
-    ) -> None:
+    def __init__(self, *parts: Any, timeout: float = SCORER_SECONDS, **named: Any) -> None:
+        given = _name_parts(parts) | named
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
             raise ConfigError(f"reward_model.reward_kwargs.timeout must be a positive number of seconds, not {timeout}")
-        self.tokenizer = tokenizer
-        self.compute_score = BoundedScorer(compute_score or default.compute_score, timeout)
-        self.reward_kwargs = reward_kwargs
+        self.config = given.pop("config", None)
+        self.tokenizer: Tokenizer = given.pop("tokenizer", None)
+        if not hasattr(self.tokenizer, "decode"):
+            raise ConfigError(f"{type(self).__name__} needs a tokenizer, got {type(self.tokenizer).__name__}")
+        scorer = given.pop("compute_score", None) or default.compute_score
+        if not callable(scorer):
+            raise ConfigError(f"{type(self).__name__}: compute_score is no function but {type(scorer).__name__}")
+        if given.pop("reward_fn_key", "data_source") != "data_source":
+            raise ConfigError("reward_fn_key: the column data_source picks a row's scorer, no other does")
+        self.compute_score = BoundedScorer(scorer, timeout)
+        self.reward_kwargs = {key: value for key, value in given.items() if key not in _UNUSED}
+        self.init_class(self.config, self.tokenizer)
+
+    @classmethod
+    def init_class(cls, config: Any, tokenizer: Any) -> None:
+        """Called for every instance; a subclass that sets up something shared checks `_class_initialized`."""
+        cls._class_initialized = True
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
@@ -132,14 +146,14 @@ class RewardManagerBase(AbstractRewardManager):
         """The batch form, for callers outside an event loop: each score at its row's last sampled token.
 
         Args:
-            data: `responses` and `response_mask` (batch, response_len), and what `run_single` needs.
+            data: `responses` (batch, response_len) and what `run_single` needs. Without `response_mask` the response's part
+                of `attention_mask` counts, without that every token.
             return_dict: also return `reward_extra_info`, each key a list with one entry (or None) a row.
         """
         import torch  # here, so that tools, which only check rewards, load without it
 
         results = asyncio.run(self._run_all(data))
-        assert data.batch is not None
-        mask = data.batch["response_mask"].bool()
+        mask = _response_mask(data.batch).bool()
         rewards = torch.zeros(mask.shape, dtype=torch.float32)
         for row, result in enumerate(results):
             sampled = mask[row].nonzero()
@@ -155,6 +169,97 @@ class RewardManagerBase(AbstractRewardManager):
         return await asyncio.gather(*(self.run_single(data[row : row + 1]) for row in range(len(data))))
 
 
+def _response_mask(batch: Any) -> torch.Tensor:
+    """1 where a response's token counts; of the shape of `batch["responses"]`, with or without a batch dimension."""
+    import torch
+
+    responses = batch["responses"]
+    if "response_mask" in batch.keys():  # noqa: SIM118 (a TensorDict without tensors' names is no container)
+        return batch["response_mask"]
+    if "attention_mask" in batch.keys():  # noqa: SIM118
+        return batch["attention_mask"][..., -responses.shape[-1] :]
+    return torch.ones_like(responses)
+
+
+_UNUSED = ("num_examine", "reward_router_address", "reward_model_tokenizer")
+"""What verl's managers are also made with: how many answers to print, and a reward model's place."""
+
+
+def _name_parts(parts: tuple[Any, ...]) -> dict[str, Any]:
+    """The positional arguments of a manager by name; a tokenizer in the first place tells the forms apart."""
+    names: tuple[str, ...] = ("config", "tokenizer", "compute_score", *_UNUSED[1:])
+    if parts and hasattr(parts[0], "decode"):
+        has_count = len(parts) > 1 and isinstance(parts[1], int)
+        names = ("tokenizer", *(("num_examine",) if has_count else ()), "compute_score", "reward_fn_key")
+    if len(parts) > len(names):
+        raise ConfigError(f"a reward manager takes {', '.join(names)}, got {len(parts)} arguments")
+    return dict(zip(names, parts))
+
+
+def build_manager(
+    name: str, *, config: Any, tokenizer: Any, compute_score: Scorer | None, reward_kwargs: Mapping[str, Any]
+) -> AbstractRewardManager:
+    """An instance of the class registered as `name`, with everything that its `__init__` declares given by keyword.
+
+    Args:
+        compute_score: the user's function; None for the built-in one.
+
+    Raises:
+        ConfigError: no such class; its `__init__` requires something that nothing provides, leaves out one of
+            `reward_kwargs` or the user's function, or fails; or it would never be called.
+    """
+    cls: Any = REWARD_MANAGERS.get(name)
+    where = f"the reward manager '{name}' ({cls.__qualname__})"
+    scores_rows = issubclass(cls, RewardManagerBase)
+    if scores_rows and cls.__call__ is not RewardManagerBase.__call__:
+        raise ConfigError(
+            f"{where} overrides __call__, which a class that has run_single is not called by: derive it from "
+            "AbstractRewardManager, or override run_single"
+        )
+    given = {
+        "config": config,
+        "tokenizer": tokenizer,
+        "compute_score": compute_score or default.compute_score,
+        "reward_fn_key": "data_source",
+        **dict.fromkeys(_UNUSED),
+        "num_examine": 0,
+    }
+    arguments = _declared(cls, where, given, reward_kwargs)
+    if compute_score is not None and "compute_score" not in arguments:
+        raise ConfigError(f"custom_reward_function.path is set, but {where} takes no compute_score")
+    try:
+        manager: AbstractRewardManager = cls(**arguments)
+    except EtudeError:
+        raise
+    except Exception as error:  # the user's own code
+        raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {one_line(error)}") from error
+    return manager
+
+
+def _declared(cls: Any, where: str, given: Mapping[str, Any], reward_kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Those of `given` that the class declares, and `reward_kwargs`."""
+    parameters = inspect.signature(cls).parameters
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
+    named = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
+    wanted = set(named)
+    if takes_any and "tokenizer" not in named:  # it hands them on to its base
+        wanted |= {"config", "tokenizer", "compute_score"}
+    elif takes_any:
+        wanted |= {"compute_score"}
+    for key in reward_kwargs:
+        if key in given or not (takes_any or key in named):
+            raise ConfigError(f"{where} has no reward_model.reward_kwargs.{key}")
+    arguments = {key: value for key, value in given.items() if key in wanted} | dict(reward_kwargs)
+    for key, each in parameters.items():
+        is_variadic = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
+        if each.default is each.empty and not is_variadic and key not in arguments:
+            raise ConfigError(
+                f"{where} requires '{key}', which nothing provides: its parameters are matched by name with "
+                f"{', '.join(given)} and reward_model.reward_kwargs"
+            )
+    return arguments
+
+
 REWARD_MANAGERS: Registry[type[AbstractRewardManager]] = Registry("reward manager")
 register = REWARD_MANAGERS.register
 
@@ -163,9 +268,9 @@ register = REWARD_MANAGERS.register
 class NaiveRewardManager(RewardManagerBase):
     """Hands the assistant's text, turns joined by a newline, to `compute_score`."""
 
-    def __init__(self, tokenizer: Tokenizer, compute_score: Scorer | None = None, **reward_kwargs: Any) -> None:
-        super().__init__(tokenizer, compute_score, **reward_kwargs)
-        if self.reward_kwargs:
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may read its own
             raise ConfigError(
                 f"the reward manager 'naive' has no reward_model.reward_kwargs.{next(iter(self.reward_kwargs))}"
             )
@@ -184,7 +289,7 @@ class NaiveRewardManager(RewardManagerBase):
         source = row.non_tensor_batch["data_source"]
         result = await self.compute_score(
             data_source=source,
-            solution_str=self._assistant_text(row.batch["responses"], row.batch["response_mask"]),
+            solution_str=self._assistant_text(row.batch["responses"], _response_mask(row.batch)),
             ground_truth=(row.non_tensor_batch.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.non_tensor_batch.get("extra_info") or {},
         )

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from etude.bounded import BlockingCalls
-from etude.errors import EtudeError, InfrastructureError, one_line
+from etude.errors import EtudeError, InfrastructureError, describe_error
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
 from etude.trajectory import Trajectory
@@ -44,7 +44,7 @@ class TrajectoryScorer:
         except (EtudeError, InfrastructureError):
             raise
         except Exception as error:
-            raise InfrastructureError(f"{where} failed: {type(error).__name__}: {one_line(error)}") from error
+            raise InfrastructureError(f"{where} failed: {describe_error(error)}") from error
         score = as_reward(value, where)
         trajectory.rewards.score_info = dict(result.get("reward_extra_info") or {})
         trajectory.rewards.score = score
@@ -60,7 +60,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 
     Tensors: prompts (1, prompt_len), responses and response_mask (1, response_len), attention_mask (1, both). The
     row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
-    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`).
+    each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`), then what the loop put in `extra_fields`.
     """
     import torch  # here, so that tools, which only check rewards, load without it
 
@@ -75,6 +75,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "tool_rewards": [value for _, _, value in rewards.steps],
         "turn_scores": turn_scores,
         "rollout_reward_scores": dict(rewards.final),
+        **trajectory.extra_fields,
     }
     objects = {
         "data_source": row.get("data_source"),

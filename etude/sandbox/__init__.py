@@ -3,6 +3,7 @@
 from etude.sandbox.client import SandboxClient
 from etude.sandbox.executor import SESSION_LIMITS, Executor, ExecutorOptions
 from etude.sandbox.types import (
+    BoxLostError,
     CellError,
     CellResult,
     CompileResult,
@@ -15,11 +16,13 @@ from etude.sandbox.types import (
     SandboxError,
     SandboxRequestError,
     SandboxUnavailableError,
+    SessionClosedError,
     UnknownSessionError,
 )
 
 __all__ = [
     "SESSION_LIMITS",
+    "BoxLostError",
     "CellError",
     "CellResult",
     "CompileResult",
@@ -35,5 +38,6 @@ __all__ = [
     "SandboxError",
     "SandboxRequestError",
     "SandboxUnavailableError",
+    "SessionClosedError",
     "UnknownSessionError",
 ]

@@ -1,5 +1,6 @@
 """Control groups for runs, in a folder of cgroup v2 that an administrator has delegated.
 
+Which folder that is, the user names; by default it is the one that systemd has marked as delegated around this process.
 Invariant: nothing outside the delegated folder is ever written, and in it only groups made here (and the list of controllers
 they may use) are; a folder that is not a delegated cgroup v2 is refused. Each box gets a group of its own, which holds its
 supervisor and everything that descends from it, and is removed when the last of them is gone.
@@ -8,12 +9,19 @@ supervisor and everything that descends from it, and is removed when the last of
 from __future__ import annotations
 
 import contextlib
+import logging
+import os
+import subprocess
 import uuid
 from pathlib import Path
 
 from etude.errors import ConfigError
 from etude.sandbox.types import Limits, SandboxError
 
+log = logging.getLogger(__name__)
+
+AUTO = "auto"
+_MARKS = ("user.delegate", "trusted.delegate")  # systemd's, on the groups of units with `Delegate=yes`
 _NEEDED = ("cpu", "memory", "pids")
 _SUPERVISOR_MB = 64
 _SUPERVISOR_PROCESSES = 2  # and the prepared process
@@ -100,3 +108,60 @@ class Delegation:
         except OSError as error:
             raise SandboxError(f"cgroup {folder}: {error.strerror}") from error
         return Group(folder)
+
+    def try_out(self) -> None:
+        """Moves a process into a limited group and removes both.
+
+        Raises:
+            SandboxError: that is not possible.
+        """
+        group = self.group()
+        with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL) as process:
+            try:
+                group.limit(Limits(), cpus=1.0)
+                group.admit(process.pid)
+            finally:
+                process.kill()
+        group.close()
+
+
+def find_delegation(setting: str | None) -> Delegation | None:
+    """The folder that `ExecutorOptions.cgroup` means: none, the one named, or for "auto" the one this process lives under.
+
+    A delegation that was found but does not work is named in the log, and not used.
+
+    Raises:
+        ConfigError: the folder that was named is not delegated.
+    """
+    if setting != AUTO:
+        return None if setting is None else Delegation(setting)
+    folder = _delegated_around()
+    if folder is None:
+        return None
+    try:
+        found = Delegation(str(folder))
+        found.try_out()
+    except (ConfigError, SandboxError, OSError) as error:
+        log.warning("sandbox: runs get no control groups, for the delegated one does not work: %s", error)
+        return None
+    return found
+
+
+def _delegated_around(proc: Path = Path("/proc/self")) -> Path | None:
+    """The nearest group of cgroup v2 above this process that is marked as delegated."""
+    mounts = (line.split() for line in (proc / "mountinfo").read_text(encoding="utf-8").splitlines())
+    top = next((Path(fields[4]) for fields in mounts if fields[fields.index("-") + 1] == "cgroup2"), None)
+    groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()
+    own = next((line.removeprefix("0::/") for line in groups if line.startswith("0::/")), None)
+    if top is None or not own:
+        return None
+    return next(
+        (folder for folder in (top / own, *(top / own).parents) if top in folder.parents and _marked(folder)), None
+    )
+
+
+def _marked(folder: Path) -> bool:
+    for mark in _MARKS:
+        with contextlib.suppress(OSError):
+            return os.getxattr(folder, mark) == b"1"
+    return False

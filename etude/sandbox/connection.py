@@ -1,15 +1,18 @@
 """The host's end of a socket to a supervisor or to a session's interpreter: frames, within limits of length.
 
-Invariant: no more than the limits allow is ever read into memory, and a peer that is gone is an end, not an error.
+Invariant: no more than the limits allow is ever read into memory, and a peer that is gone is an end, not an error. `close`
+ends what is pending before the descriptor is closed: the event loop never watches a number that may be another's by then.
 """
 
 from __future__ import annotations
 
 import asyncio
 import socket
+from collections.abc import Callable
 from typing import Any
 
 from etude.sandbox.guest import frames
+from etude.sandbox.types import SandboxRequestError
 
 
 class Connection:
@@ -20,14 +23,26 @@ class Connection:
         self._socket = end
         self._limits = (max_json, max_payload)
         self._loop = asyncio.get_running_loop()
+        self._waiting: dict[Callable[[int], object], asyncio.Future[None]] = {}
 
     async def send(self, message: dict[str, Any], payload: bytes = b"") -> None:
         """Sends a frame.
 
         Raises:
             ConnectionError: the other side is gone.
+            SandboxRequestError: it is longer than a frame may be.
         """
-        await self._loop.sock_sendall(self._socket, frames.encode(message, payload))
+        try:
+            rest = memoryview(frames.encode(message, payload))
+        except frames.FrameError as error:
+            raise SandboxRequestError(f"the request is too long: {error}") from error
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            except OSError as error:
+                raise ConnectionError(f"the other side is gone: {error.strerror}") from error
 
     async def receive(self) -> tuple[dict[str, Any], bytes] | None:
         """The next frame; None when the other side is gone.
@@ -46,15 +61,39 @@ class Connection:
         parts: list[bytes] = []
         while size:
             try:
-                part = await self._loop.sock_recv(self._socket, min(size, 1 << 20))
-            except ConnectionError:
+                part = self._socket.recv(min(size, 1 << 20))
+            except BlockingIOError:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError:
                 part = b""
             if not part:
                 return None
             parts.append(part)
             size -= len(part)
+            if size:  # a peer that sends as fast as we read shall not keep the event loop
+                await asyncio.sleep(0)
         return b"".join(parts)
 
+    async def _ready(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
+        """Waits until the socket can be read or written, or is closed here."""
+        waiter = self._waiting[unwatch] = self._loop.create_future()
+        watch(self._socket.fileno(), _wake, waiter)
+        try:
+            await waiter
+        finally:
+            if self._waiting.pop(unwatch, None) is not None:  # else `close` was first
+                unwatch(self._socket.fileno())
+
     def close(self) -> None:
-        """Hangs up."""
+        """Hangs up; whoever waits for the other side finds it gone."""
+        while self._waiting:
+            unwatch, waiter = self._waiting.popitem()
+            unwatch(self._socket.fileno())
+            _wake(waiter)
         self._socket.close()
+
+
+def _wake(waiter: asyncio.Future[None]) -> None:
+    if not waiter.done():
+        waiter.set_result(None)

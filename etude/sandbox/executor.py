@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from etude.sandbox import jail, languages, probes
-from etude.sandbox.cgroup import Delegation
+from etude.sandbox.cgroup import AUTO, find_delegation
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.launch import BUBBLEWRAP_HINT
@@ -32,6 +32,7 @@ from etude.sandbox.types import (
     Limits,
     RunRequest,
     RunResult,
+    RunStatus,
     SandboxError,
     SandboxRequestError,
     SandboxUnavailableError,
@@ -58,8 +59,9 @@ class ExecutorOptions:
     """Added to the programs' environment, which otherwise has nothing of the host's."""
     preload: tuple[str, ...] = ()
     """Modules that every Python program finds imported already; each makes every run's process larger."""
-    cgroup: str | None = None
-    """A folder of cgroup v2 that an administrator delegated to this user; each box gets a group of its own in it."""
+    cgroup: str | None = AUTO
+    """A folder of cgroup v2 that an administrator delegated to this user; each box gets a group of its own in it. "auto" is
+    the one delegated around this process, if there is one; None is none."""
     cpus: float = 1.0
     """CPUs that one box may use at a time; only with `cgroup`."""
     spare: int | None = None
@@ -75,12 +77,12 @@ class Executor:
     def __init__(self, isolation: Isolation, workers: int, options: ExecutorOptions) -> None:
         self.isolation = isolation
         self.workers = workers
-        self.languages = languages.available()
         self._options = options
         self._scratch = jail_scratch() if isolation is Isolation.NONE else None
         libraries = jail.library_folders() if options.libraries is None else options.libraries
+        self.languages = languages.available(libraries)
         spare = min(workers, 8) if options.spare is None else options.spare
-        self._delegation = None if options.cgroup is None else Delegation(options.cgroup)
+        self._delegation = find_delegation(options.cgroup)
         self._pool = Pool(isolation, self._settings(libraries), libraries, spare, self._delegation)
         self._slots = asyncio.Semaphore(workers)
         self._running: set[asyncio.Task[RunResult]] = set()
@@ -137,7 +139,7 @@ class Executor:
             "OPENBLAS_NUM_THREADS": "1",
             **self._options.environment,
         }
-        admission = self._options.cgroup is not None
+        admission = self._delegation is not None
         scratch = str(self._scratch.folder) if self._scratch else ""
         return Settings(isolated, scratch, search_path, environment, self._options.preload, admission)
 
@@ -160,7 +162,13 @@ class Executor:
                 self._running.discard(task)
 
     async def _run(self, request: RunRequest) -> RunResult:
-        return await self._in_box(request.limits, lambda guest: run(guest, request))
+        result = await self._in_box(request.limits, lambda guest: run(guest, request))
+        if (
+            result.status is RunStatus.KILLED
+        ):  # from outside, for all anybody can tell; by the program, if it happens again
+            log.warning("sandbox: a box was killed while its program ran; the program runs once more")
+            result = await self._in_box(request.limits, lambda guest: run(guest, request))
+        return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
         """What `use` makes of a box; of another one when that box had died, as those that wait do with their zygote."""

@@ -41,7 +41,7 @@ class Guest:
         outlived: Callable[[], Awaitable[bool]],
     ) -> None:
         """`outlived` says whether the sandbox still answers: then what ended the box was inside it."""
-        self._isolated, self.outlived = isolated, outlived
+        self.isolated, self.outlived = isolated, outlived
         self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self.control = Connection(control, frames.MAX_JSON, frames.MAX_PAYLOAD)
         self.cells = cells
@@ -93,7 +93,7 @@ class Guest:
 
     def discard(self) -> None:
         """Ends the box and closes everything, without waiting."""
-        if self._isolated:
+        if self.isolated:
             self.kill()
         self.control.close()  # without isolation only a supervisor that hears this finds its processes
         self.cells.close()

@@ -8,7 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import fcntl
 import os
+import sys
+import termios
 
 _CHUNK = 1 << 16
 
@@ -43,9 +46,11 @@ class Capture:
         return _whole_start(head) + mark + _whole_end(tail), True
 
     def drain(self) -> None:
-        """Reads what is there already."""
-        while not self.ended.done() and self._read():
-            pass
+        """Reads what is there already; not what comes meanwhile, of which there may be no end."""
+        if not self.ended.done():
+            left = int.from_bytes(fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)), sys.byteorder)
+            while left > 0 and (size := self._read()):
+                left -= size
 
     def close(self) -> None:
         """Stops reading."""
@@ -54,18 +59,19 @@ class Capture:
             os.close(self._fd)
             self.ended.set_result(None)
 
-    def _read(self) -> bool:
-        """Whether there may be more to read now."""
+    def _read(self) -> int:
+        """How many bytes came; 0 if there is nothing to read now, or nothing more ever."""
         try:
             chunk = os.read(self._fd, _CHUNK)
         except BlockingIOError:
-            return False
+            return 0
         except OSError:
             chunk = b""
         if not chunk:
             self.close()
-            return False
-        self._total += len(chunk)
+            return 0
+        size = len(chunk)
+        self._total += size
         room = self._head_limit - len(self._head)
         if room > 0:
             self._head += chunk[:room]
@@ -73,7 +79,7 @@ class Capture:
         self._tail += chunk
         if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # seldom, so that each byte is moved about once
             del self._tail[: len(self._tail) - self._tail_limit]
-        return True
+        return size
 
 
 def _whole_start(data: bytes) -> str:

@@ -87,6 +87,8 @@ calls = {
     "chroot": lambda: libc.chroot(b"/tmp"),
     "personality": lambda: libc.personality(0xFFFFFFFF),
     "memfd_create": lambda: libc.memfd_create(b"x", 0),
+    "inotify_init": lambda: libc.inotify_init1(0),
+    "vmsplice": lambda: libc.vmsplice(1, None, 0, 0),
 }
 seen["calls"] = [name for name, call in calls.items() if call() >= 0]
 
@@ -142,6 +144,15 @@ for _ in range(4):
     if os.fork() == 0:
         block = bytearray(b"x" * (50 << 20))
         time.sleep(60)
+time.sleep(60)
+"""
+
+MEMORY_OF_SOCKETS = """
+import os, socket, time
+for _ in range(7):  # few descriptors each: the host itself may be allowed no more
+    if os.fork() == 0:
+        break
+held = [socket.socket() for _ in range(50)]
 time.sleep(60)
 """
 

@@ -14,7 +14,6 @@ import json
 import os
 import secrets
 import socket
-import tempfile
 from collections.abc import Awaitable, Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import Any
 
 from etude.sandbox import probe_programs as programs
 from etude.sandbox.guest.settings import PROGRAM_ID
+from etude.sandbox.places import jail_scratch
 from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError
 
 Run = Callable[[RunRequest], Awaitable[RunResult]]
@@ -147,6 +147,8 @@ async def _memory(run: Run) -> None:
     _demand("MemoryError" in result.stderr, "a limit of one process's memory", result.stderr)
     result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_MANY, limits=Limits(memory_mb=128)))
     _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of all processes' memory", result.status)
+    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_SOCKETS, limits=Limits(memory_mb=128)))
+    _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of sockets' memory", result.status)
 
 
 async def _output(run: Run) -> None:
@@ -183,10 +185,12 @@ def _host() -> Iterator[Host]:
     """What there is to reach: a readable file, a TCP listener, an abstract socket."""
     name = f"etude-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="etude-probe-")))
-        folder.chmod(0o755)
-        file = folder / "secret"
+        scratch = jail_scratch()  # where other users pass, and the next one clears up what a killed process leaves
+        stack.callback(scratch.remove)
+        scratch.folder.chmod(0o755)
+        file = scratch.folder / "secret"
         file.write_text("secret", encoding="ascii")
+        file.chmod(0o644)
         tcp = stack.enter_context(socket.create_server(("127.0.0.1", 0)))
         abstract = stack.enter_context(socket.socket(socket.AF_UNIX))
         abstract.bind(f"\0{name}")

@@ -24,6 +24,7 @@ from etude.sandbox.types import (
     RunResult,
     SandboxError,
     SandboxRequestError,
+    SessionClosedError,
     UnknownSessionError,
 )
 
@@ -144,7 +145,8 @@ class RemoteSandbox:
             raise SandboxRequestError(f"{self._url} refuses the request: {reason}")
         if status in (401, 403):
             raise ConfigError(f"{self._url} wants another bearer token ({status}): set ETUDE_SANDBOX_TOKEN")
-        raise SandboxError(f"{self._url} answered {status}: {reason}")
+        failure = SessionClosedError if status == 410 else SandboxError
+        raise failure(f"{self._url} answered {status}: {reason}")
 
 
 def _json(body: BaseModel) -> bytes:

@@ -34,7 +34,8 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
     stdin, stdout, stderr = guest.take_pipes()
     captures = Capture(stdout, request.limits.output_bytes), Capture(stderr, request.limits.output_bytes)
     feed = Feed(stdin, (request.stdin or "").encode("utf-8", "surrogatepass"))
-    seconds = request.limits.wall_seconds + request.compile_seconds + GRACE_SECONDS
+    compiling = request.compile_seconds if RECIPES[request.language].compile else 0.0
+    seconds = request.limits.wall_seconds + compiling + GRACE_SECONDS
     try:
         sizes, payload = pack(request.files)
         conversation = _converse(guest, {**_encoded(request), "files": sizes}, payload)

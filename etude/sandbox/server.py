@@ -16,26 +16,33 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
+from pydantic import BaseModel
 
 from etude.errors import ConfigError, one_line
 from etude.sandbox import wire
 from etude.sandbox.admission import Admission, ServerBusy
+from etude.sandbox.budget import AnswerBudget
 from etude.sandbox.executor import SESSION_LIMITS, Executor
+from etude.sandbox.languages import RECIPES
 from etude.sandbox.metrics import CONTENT_TYPE, Metrics
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.types import (
-    CellResult,
+    BoxLostError,
     Isolation,
     Limits,
     RunStatus,
     SandboxError,
     SandboxRequestError,
+    SessionClosedError,
     UnknownSessionError,
+    checked_paths,
 )
 
 R = TypeVar("R")
 
 _ABANDONED = 499
+ATTEMPTS = 2
+"""A request whose box is killed from outside runs once more."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +65,21 @@ class ServerOptions:
     limits: Limits = field(default_factory=lambda: Limits(wall_seconds=600.0, cpu_seconds=600.0))
     """The most a request may ask for; what it does not ask for (memory, processes, files) is as here."""
     max_compile_seconds: float = 120.0
+    """The longest `compile_timeout` of a request in a compiled language."""
     grace_seconds: float = 10.0
     """Beyond a request's own time limits, for the sandbox's work; then the request is answered `SandboxError`."""
     isolation: Isolation = Isolation.AUTO
 
     def __post_init__(self) -> None:
-        for name in ("workers", "max_concurrency", "queue_seconds", "max_request_mb", "grace_seconds"):
+        names = (
+            "workers",
+            "max_concurrency",
+            "queue_seconds",
+            "max_request_mb",
+            "max_compile_seconds",
+            "grace_seconds",
+        )
+        for name in names:
             value = getattr(self, name)
             if value is not None and not value > 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {value}")
@@ -82,6 +98,31 @@ class SandboxService:
             executor.workers, options.max_concurrency or per_worker * executor.workers, options.queue_seconds
         )
         self.metrics = Metrics(self.admission)
+        self._under_way: set[asyncio.Task[Any]] = set()
+        self._cut = False
+
+    async def until_cut(self, work: Coroutine[Any, Any, R]) -> R:
+        """The result of `work`.
+
+        Raises:
+            SandboxError: the server ended first.
+        """
+        task = asyncio.ensure_future(work)
+        self._under_way.add(task)
+        try:
+            return await task
+        except asyncio.CancelledError:
+            if self._cut:
+                raise SandboxError("the server was shut down before the run had ended") from None
+            raise
+        finally:
+            self._under_way.discard(task)
+
+    def cut_short(self) -> None:
+        """Ends all requests that are under way."""
+        self._cut = True
+        for task in self._under_way:
+            task.cancel()
 
     async def run_code(self, message: wire.RunCodeRequest) -> wire.RunCodeResponse:
         """One program.
@@ -91,8 +132,9 @@ class SandboxService:
             ServerBusy: it was not run.
         """
         language = wire.known_language(message.language)
+        compile_seconds = message.compile_timeout if language and RECIPES[language].compile else 0.0
         limits = wire.with_limits(self.options.limits, message.run_timeout, message.memory_limit_MB)
-        if message.compile_timeout > self.options.max_compile_seconds:
+        if compile_seconds > self.options.max_compile_seconds:
             raise SandboxRequestError(
                 f"compile_timeout: {message.compile_timeout:g} s is above this server's "
                 f"{self.options.max_compile_seconds:g} s"
@@ -103,33 +145,48 @@ class SandboxService:
             return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=reason)
         request = wire.run_request(message, language, limits)
         async with self.admission.slot():
-            seconds = message.run_timeout + message.compile_timeout + self.options.grace_seconds
+            seconds = ATTEMPTS * (message.run_timeout + compile_seconds) + self.options.grace_seconds
             try:
                 result = await asyncio.wait_for(self.executor.run(request), seconds)
             except (SandboxError, asyncio.TimeoutError) as error:
                 return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
-        return wire.run_code_response(result)
+        budget = AnswerBudget()
+        budget.admit_text(result.stdout, result.stderr)
+        files, left_out = budget.admit_files(result.files)
+        refused = {**result.refused_files, **left_out}
+        return wire.run_code_response(replace(result, files=files, refused_files=refused))
 
     async def run_jupyter(self, message: wire.RunJupyterRequest) -> wire.RunJupyterResponse:
         """Cells in a fresh session: raises as `run_code`."""
         limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
         files = wire.decoded_files(message.files)
+        checked_paths("fetch_files", message.fetch_files)
         async with self.admission.slot():
-            seconds = message.total_timeout + self.options.grace_seconds
+            seconds = ATTEMPTS * message.total_timeout + self.options.grace_seconds
             try:
-                return await asyncio.wait_for(self._cells(message, limits, files), seconds)
-            except (SandboxError, UnknownSessionError, asyncio.TimeoutError) as error:
+                return await asyncio.wait_for(self._notebook(message, limits, files), seconds)
+            except (SandboxError, asyncio.TimeoutError) as error:
                 return wire.RunJupyterResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
 
-    async def _cells(
+    async def _notebook(
         self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes]
     ) -> wire.RunJupyterResponse:
+        try:
+            return await self._cells(message, limits, files)
+        except BoxLostError:  # from outside, for all anybody can tell; by the cells, if it happens again
+            return await self._cells(message, limits, files, blamed=True)
+
+    async def _cells(
+        self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes], blamed: bool = False
+    ) -> wire.RunJupyterResponse:
+        """The cells' answer; an interpreter that ends is their doing, a box that vanishes only if they are `blamed`."""
         clock = asyncio.get_running_loop().time
         began = clock()
         session = await self.executor.session(limits=limits, files=files)
-        results: list[CellResult] = []
+        answered: list[wire.CellRunResult] = []
+        budget = AnswerBudget()
         fetched: dict[str, bytes] = {}
-        late = False
+        late = ended = False
         try:
             for code in message.cells:
                 left = message.total_timeout - (clock() - began)
@@ -137,15 +194,25 @@ class SandboxService:
                     late = True
                     break
                 timeout = min(left, message.cell_timeout or left)
-                results.append(await self.executor.run_cell(session, code, timeout))
-                late = late or results[-1].status is RunStatus.TIME_LIMIT
-                if not results[-1].session_alive:
+                result = await self.executor.run_cell(session, code, timeout)
+                answered.append(budget.admit_cell(wire.cell_run_result(result)))
+                late = late or result.status is RunStatus.TIME_LIMIT
+                ended = not result.session_alive
+                if ended:
                     break
-            if message.fetch_files and (not results or results[-1].session_alive):
+            if message.fetch_files and not ended:
                 fetched = await self.executor.fetch_files(session, message.fetch_files)
+        except UnknownSessionError:
+            ended = True
+        except BoxLostError:
+            if not blamed:
+                raise
+            ended = True
         finally:
             await self.executor.close_session(session)
-        return wire.jupyter_response(results, len(message.cells), late, clock() - began, fetched)
+        files, left_out = budget.admit_files(fetched)
+        seconds = clock() - began
+        return wire.jupyter_response(answered, len(message.cells), late, ended, seconds, files, left_out)
 
     async def open_session(self, message: wire.SessionRequest) -> wire.SessionResponse:
         """A session that lives until it is closed or idle for long: raises as `run_code`, and SandboxError."""
@@ -160,7 +227,8 @@ class SandboxService:
         """One cell of a session: raises as `run_code`, UnknownSessionError, SandboxError."""
         wire.with_limits(self.options.limits, message.timeout, -1)
         async with self.admission.slot():
-            return wire.cell_response(await self.executor.run_cell(session_id, message.code, message.timeout))
+            answer = wire.cell_response(await self.executor.run_cell(session_id, message.code, message.timeout))
+            return answer.model_copy(update={"cell": AnswerBudget().admit_cell(answer.cell)})
 
     def health(self) -> dict[str, Any]:
         """How the server stands."""
@@ -242,18 +310,19 @@ def _add_endpoints(app: FastAPI) -> None:
 
 
 async def _answered(
-    service: SandboxService, request: Request, endpoint: str, work: Coroutine[Any, Any, R]
-) -> R | Response:
+    service: SandboxService, request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]
+) -> Response:
     """The result of `work`, which is cancelled when the client hangs up; counted either way."""
     began = asyncio.get_running_loop().time()
     outcome = "failed"
     try:
-        result = await unless_gone(request, work)
+        result = await unless_gone(request, service.until_cut(work))
         if result is None:
             outcome = "abandoned"
             return Response(status_code=_ABANDONED)
         outcome = _outcome(result)
-        return result
+        # FastAPI would check the answer again, and make several copies of it
+        return Response(result.model_dump_json().encode(), media_type="application/json")
     except ServerBusy:
         outcome = "busy"
         raise
@@ -268,7 +337,7 @@ async def _answered(
         service.metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
 
 
-def _outcome(result: object) -> str:
+def _outcome(result: BaseModel) -> str:
     status = getattr(result, "status", None)
     if status is wire.ResponseStatus.SandboxError:
         return "sandbox_error"
@@ -304,6 +373,7 @@ def _add_errors(app: FastAPI) -> None:
     app.add_exception_handler(RequestValidationError, invalid)
     app.add_exception_handler(SandboxRequestError, refused(400))
     app.add_exception_handler(UnknownSessionError, refused(404))
+    app.add_exception_handler(SessionClosedError, refused(410))
     app.add_exception_handler(SandboxError, refused(503))
 
 

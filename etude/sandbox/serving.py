@@ -1,21 +1,34 @@
 """`serve`: the server on an address, from its start to the end of its last run.
 
 Invariant: when `serve` returns or raises, no run, process or mount of the server is left. After SIGINT or SIGTERM nobody
-gets in any more, and those inside have `grace` seconds.
+gets in any more, and those inside have `grace` seconds before they are answered 503. Connections are never so many that a
+box would lack descriptors.
 """
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import os
+import resource
 import socket
 from collections.abc import Callable
 
 import uvicorn
 
 from etude.errors import ConfigError
-from etude.sandbox.admission import Admission
+from etude.sandbox.connections import limited_protocol
 from etude.sandbox.executor import Executor
-from etude.sandbox.server import ServerOptions, create_app
+from etude.sandbox.server import SandboxService, ServerOptions, create_app
+
+_MOST_FILES = 1 << 16
+_MOST_CONNECTIONS = 4096
+_OWN_FILES = 48  # the server's own, and those of connections that were accepted but not yet looked at
+_BOX_FILES = 11  # of a box while it is forked
+_ACCEPTED_AT_ONCE = 8
+_BACKLOG = 1024
+_ANSWER_SECONDS = 10
+"""How long clients have to take their answers when the grace is over."""
 
 
 async def serve(
@@ -41,14 +54,17 @@ async def serve(
             app,
             log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
             access_log=False,
-            timeout_graceful_shutdown=max(1, round(grace)),
+            timeout_graceful_shutdown=round(grace) + _ANSWER_SECONDS,
             timeout_keep_alive=30,
+            http=limited_protocol(_most_connections(executor.workers)),
+            ws="none",
+            backlog=_ACCEPTED_AT_ONCE,
             server_header=False,
             lifespan="on",
         )
         shown = f"[{host}]" if ":" in host else host
         url = f"http://{shown}:{listener.getsockname()[1]}"
-        server = _Server(config, app.state.service.admission, lambda: ready(url, executor) if ready else None)
+        server = _Server(config, app.state.service, grace, lambda: ready(url, executor) if ready else None)
         try:
             await server.serve(sockets=[listener])
         finally:
@@ -58,20 +74,47 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, and lets nobody in once it is closing."""
+    """Says when it listens, lets nobody in once it is closing, and cuts short what is not done within `grace` seconds."""
 
-    def __init__(self, config: uvicorn.Config, admission: Admission, ready: Callable[[], None]) -> None:
+    def __init__(
+        self, config: uvicorn.Config, service: SandboxService, grace: float, ready: Callable[[], None]
+    ) -> None:
         super().__init__(config)
-        self._admission = admission
+        self._service = service
+        self._grace = grace
         self._ready = ready
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
+        for listener in sockets or ():
+            listener.listen(_BACKLOG)  # asyncio's backlog is also how many it accepts before it looks at any
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._admission.draining = True
-        await super().shutdown(sockets)
+        self._service.admission.draining = True
+        cut = asyncio.get_running_loop().call_later(self._grace, self._service.cut_short)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            cut.cancel()
+
+
+def _most_connections(workers: int) -> int:
+    """Half of the descriptors that the boxes of `workers` runs leave; the other half is for sessions."""
+    free = raise_file_limit() - _OWN_FILES - 2 * workers * _BOX_FILES
+    return max(8, min(_MOST_CONNECTIONS, free // 2))
+
+
+def raise_file_limit() -> int:
+    """Lets this process have as many descriptors as it may, 65,536 at most, and returns how many that are: 1,024 are often
+    all that a process has unless it asks."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with contextlib.suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+    soft = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return _MOST_FILES if soft == resource.RLIM_INFINITY else soft
 
 
 def listen(host: str, port: int) -> socket.socket:

@@ -1,15 +1,14 @@
 """Stateful sessions: one box whose interpreter keeps its variables from cell to cell.
 
 Invariant: cells of one session run one after the other, and what one printed is never part of the next one's result.
-Everything the interpreter answers is the model's word: it is checked field by field, bounded, and never evaluated. A cell
-that outlives its time is interrupted first, so that the session survives; only if that fails is it killed.
+Everything the interpreter answers is the model's word: it is checked part by part, bounded, and never evaluated. A cell
+that outlives its time is interrupted first, so that the session survives; only if that fails is it killed. A box that
+vanishes without a report, and a session that is closed while a cell runs, are never taken for the cell's own ending.
 """
 
 from __future__ import annotations
 
 import asyncio
-import base64
-import binascii
 import contextlib
 import time
 from collections.abc import Mapping, Sequence
@@ -23,12 +22,14 @@ from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.output import Capture, Feed
 from etude.sandbox.runs import failure, pack, unpack
 from etude.sandbox.types import (
+    BoxLostError,
     CellError,
     CellResult,
     Limits,
     RunStatus,
     SandboxError,
     SandboxRequestError,
+    SessionClosedError,
     UnknownSessionError,
     checked_files,
     checked_paths,
@@ -40,6 +41,10 @@ INTERRUPT_SECONDS = 1.0
 MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
 _STALE_ANSWERS = 100
+_MARK = 100  # characters of the mark that says how much of a long text was left out
+
+Answer = dict[str, list[bytes]]
+"""What an interpreter sent for a cell: kind of part → those of that kind, in order."""
 
 
 class Session:
@@ -52,7 +57,7 @@ class Session:
         Feed(stdin, b"")
         self._stdout = Capture(stdout, limits.output_bytes)
         self._stderr = Capture(stderr, limits.output_bytes)
-        self._cells = Connection(guest.cells, cells.MAX_ANSWER, 0)
+        self._cells = Connection(guest.cells, cells.MAX_HEADER, cells.MAX_ANSWER)
         self._lock = asyncio.Lock()
         self._count = 0
         self.used = time.monotonic()
@@ -88,7 +93,9 @@ class Session:
         """Runs one cell after those before it; `timeout` in seconds, by default the session's `wall_seconds`.
 
         Raises:
-            UnknownSessionError: the session had ended before.
+            UnknownSessionError: the session had ended before; the cell did not run.
+            SessionClosedError: it was closed while the cell ran.
+            BoxLostError: its box was killed from outside, as far as anybody can tell.
         """
         async with self._lock:
             if not self.alive:
@@ -102,6 +109,8 @@ class Session:
                     await self._guest.control.send({"do": "watch"})
                     await self._cells.send({"cell": self._count, "code": code})
                 status, answer = await self._answer(timeout or self._limits.wall_seconds)
+                if not self.alive:
+                    raise SessionClosedError("the session was closed while its cell ran")
                 if answer is None:
                     await self.close()
             except BaseException:
@@ -110,7 +119,7 @@ class Session:
             self.used = time.monotonic()
             return self._result(answer, status, self.used - started)
 
-    async def _answer(self, seconds: float) -> tuple[RunStatus, dict[str, Any] | None]:
+    async def _answer(self, seconds: float) -> tuple[RunStatus, Answer | None]:
         """How the cell ended, and its answer; None when the interpreter is no longer good for anything."""
         receiving = asyncio.ensure_future(self._receive())
         status = RunStatus.FINISHED
@@ -124,7 +133,7 @@ class Session:
                 if not receiving.done():
                     return status, None
             answer = receiving.result()
-            if answer is None and status is RunStatus.FINISHED:
+            if answer is None and status is RunStatus.FINISHED and self.alive:
                 status = await self._cause_of_death()
             return status, answer
         except frames.FrameError:
@@ -135,7 +144,7 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError):
                     await receiving
 
-    async def _receive(self) -> dict[str, Any] | None:
+    async def _receive(self) -> Answer | None:
         """The answer to the current cell; None when the interpreter has hung up.
 
         Raises:
@@ -144,27 +153,30 @@ class Session:
         for _ in range(_STALE_ANSWERS):  # only answers of a cell's own making would be stale
             received = await self._cells.receive()
             if received is None or received[0].get("cell") == self._count:
-                return None if received is None else received[0]
+                return None if received is None else _parts(*received)
         raise frames.FrameError("answers to other cells")
 
     async def _cause_of_death(self) -> RunStatus:
-        with contextlib.suppress(OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):
+        try:
             report, _ = await asyncio.wait_for(self._expect("ended"), INTERRUPT_SECONDS)
             return RunStatus(report["status"])
-        if not await self._guest.outlived():
-            raise SandboxError("the sandbox died while the cell ran")
+        except BoxLostError:  # without isolation, the cell may have killed its supervisor
+            if self._guest.isolated or not await self._guest.outlived():
+                raise
+        except (OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):  # it hung up, and lives on
+            pass
         return RunStatus.KILLED
 
-    def _result(self, answer: dict[str, Any] | None, status: RunStatus, seconds: float) -> CellResult:
+    def _result(self, answer: Answer | None, status: RunStatus, seconds: float) -> CellResult:
         (out, out_cut), (err, err_cut) = self._stdout.take(), self._stderr.take()
-        text = (answer or {}).get("text")
+        found = answer or {}
         return CellResult(
             status=status,
             stdout=out,
             stderr=err,
-            text=_valid(text) if isinstance(text, str) else None,
-            images=_images((answer or {}).get("images")),
-            error=_error((answer or {}).get("error")),
+            text=_text(found["text"], cells.MAX_TEXT + _MARK) if "text" in found else None,
+            images=_images(found.get("image", ())),
+            error=_error(found),
             stdout_truncated=out_cut,
             stderr_truncated=err_cut,
             wall_seconds=seconds,
@@ -209,7 +221,8 @@ class Session:
 
     async def _ask(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
         try:
-            await self._guest.control.send(message, payload)
+            with contextlib.suppress(ConnectionError):  # why it is gone is in its last message
+                await self._guest.control.send(message, payload)
             return await self._expect(event)
         except (OSError, frames.FrameError) as error:
             raise SandboxError(f"the session's box broke off: {one_line(error)}") from error
@@ -217,7 +230,7 @@ class Session:
     async def _expect(self, event: str) -> tuple[dict[str, Any], bytes]:
         received = await self._guest.control.receive()
         if received is None:
-            raise SandboxError("the session's box is gone")
+            raise BoxLostError("the session's box is gone")
         if received[0].get("event") == event:
             return received
         if received[0].get("event") == "ended":
@@ -227,24 +240,41 @@ class Session:
     async def close(self) -> None:
         """Kills everything in the session's box and waits until it is gone."""
         self.alive = False
+        self._cells.close()  # before the guest closes the same socket
         try:
             await self._guest.close()
         finally:
-            self._cells.close()
             for capture in (self._stdout, self._stderr):
                 capture.drain()
                 capture.close()
 
 
-def _images(images: object) -> tuple[bytes, ...]:
+def _parts(header: Mapping[str, Any], payload: bytes) -> Answer:
+    """The parts of an answer.
+
+    Raises:
+        FrameError: the header does not describe the payload.
+    """
+    sizes, found, start = header.get("parts"), Answer(), 0
+    if not isinstance(sizes, list) or len(sizes) > cells.MAX_PARTS:
+        raise frames.FrameError("an answer without its parts, or with too many")
+    for part in sizes:
+        if not (isinstance(part, list) and [type(field) for field in part] == [str, int] and part[1] >= 0):
+            raise frames.FrameError("a part of an answer is not [kind, bytes]")
+        found.setdefault(part[0], []).append(payload[start : start + part[1]])
+        start += part[1]
+    if start != len(payload):
+        raise frames.FrameError("the parts of an answer are not as long as it is")
+    return found
+
+
+def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
     """The PNG files among what an interpreter calls images."""
-    found: list[bytes] = []
-    for image in images[: cells.MAX_IMAGES] if isinstance(images, list) else ():
-        with contextlib.suppress(binascii.Error, ValueError, TypeError):
-            data = base64.b64decode(image, validate=True)
-            if len(data) <= cells.MAX_IMAGE_BYTES and 0 < _pixels(data) <= MAX_PIXELS:
-                found.append(data)
-    return tuple(found)
+    return tuple(
+        image
+        for image in images[: cells.MAX_IMAGES]
+        if len(image) <= cells.MAX_IMAGE_BYTES and 0 < _pixels(image) <= MAX_PIXELS
+    )
 
 
 def _pixels(image: bytes) -> int:
@@ -254,14 +284,12 @@ def _pixels(image: bytes) -> int:
     return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")
 
 
-def _error(error: object) -> CellError | None:
-    """What an interpreter calls the cell's exception."""
-    if not isinstance(error, dict):
+def _error(answer: Answer) -> CellError | None:
+    """The cell's exception, as its interpreter tells it."""
+    if "name" not in answer:
         return None
-    fields = (_valid(str(error.get(key, "")))[: cells.MAX_TRACEBACK] for key in ("name", "value", "traceback"))
-    return CellError(*fields)
+    return CellError(*(_text(answer.get(kind, []), cells.MAX_TRACEBACK) for kind in ("name", "value", "traceback")))
 
 
-def _valid(text: str) -> str:
-    """`text` without lone surrogates, which JSON can carry and UTF-8 cannot."""
-    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+def _text(parts: Sequence[bytes], longest: int) -> str:
+    return b"".join(parts[:1]).decode("utf-8", "replace")[:longest]

@@ -17,6 +17,9 @@ from etude.errors import EtudeError, InfrastructureError
 
 MAX_PATH_BYTES = 1024
 MAX_FILES = 1000
+MAX_ARG_BYTES = 100_000  # Linux: 131,072
+MAX_ARGS_BYTES = 1_000_000  # Linux: a quarter of the stack's limit, environment and pointers included
+_ARG_OVERHEAD = 9  # a pointer and the final NUL
 
 
 class SandboxError(InfrastructureError):
@@ -29,6 +32,14 @@ class SandboxRequestError(EtudeError, ValueError):
 
 class SandboxUnavailableError(EtudeError):
     """No mode of isolation holds its guarantees on this machine; the message says what failed and what to install."""
+
+
+class BoxLostError(SandboxError):
+    """A box vanished while code ran in it, and nothing in it says why: killed from outside, as far as anybody can tell."""
+
+
+class SessionClosedError(SandboxError):
+    """The session was closed, by its owner or with the whole sandbox, while its cell ran."""
 
 
 class UnknownSessionError(EtudeError, KeyError):
@@ -45,6 +56,8 @@ class Language(str, Enum):
     JAVASCRIPT = "javascript"
     C = "c"
     CPP = "cpp"
+    PYTEST = "pytest"
+    """Python whose tests pytest collects and runs."""
 
     @classmethod
     def _missing_(cls, value: object) -> Language | None:
@@ -149,8 +162,7 @@ class RunRequest:
         object.__setattr__(self, "language", Language(self.language))
         object.__setattr__(self, "files", checked_files(self.files))
         object.__setattr__(self, "fetch_files", checked_paths("fetch_files", self.fetch_files))
-        if any("\0" in arg for arg in self.args):
-            raise SandboxRequestError("args: an argument cannot hold a NUL character")
+        _check_args(self.args)
 
 
 @dataclass(frozen=True)
@@ -217,6 +229,23 @@ class CellResult:
     """False when the interpreter had to be killed: its variables are lost, and the session is closed."""
 
 
+def _check_args(args: Sequence[str]) -> None:
+    """Refuses what the kernel would, so that a bad argument is never taken for a sandbox that fails."""
+    total = 0
+    for number, arg in enumerate(args):
+        try:
+            size = len(arg.encode("utf-8"))
+        except UnicodeEncodeError as error:
+            raise SandboxRequestError(f"args: argument {number} is not valid UTF-8") from error
+        if "\0" in arg:
+            raise SandboxRequestError(f"args: argument {number} holds a NUL character")
+        if size > MAX_ARG_BYTES:
+            raise SandboxRequestError(f"args: argument {number} has {size} bytes (at most {MAX_ARG_BYTES})")
+        total += size + _ARG_OVERHEAD
+    if total > MAX_ARGS_BYTES:
+        raise SandboxRequestError(f"args: {len(args)} arguments take {total} bytes together (at most {MAX_ARGS_BYTES})")
+
+
 def checked_path(field_name: str, path: str) -> str:
     """`path` normalised, relative to the work directory.
 
@@ -240,10 +269,12 @@ def checked_path(field_name: str, path: str) -> str:
 
 
 def checked_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
-    """`paths` by `checked_path`, without repetitions, in order."""
+    """`paths` as they were given, each one checked by `checked_path`; without repetitions, in order."""
     if isinstance(paths, str) or len(paths) > MAX_FILES:
         raise SandboxRequestError(f"{field_name} must be a list of at most {MAX_FILES} paths")
-    return tuple(dict.fromkeys(checked_path(field_name, path) for path in paths))
+    for path in paths:
+        checked_path(field_name, path)
+    return tuple(dict.fromkeys(paths))
 
 
 def checked_files(files: Mapping[str, bytes]) -> Mapping[str, bytes]:

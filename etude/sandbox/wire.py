@@ -236,12 +236,14 @@ def run_code_request(request: RunRequest) -> RunCodeRequest:
 
 
 def run_code_response(result: RunResult) -> RunCodeResponse:
-    """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`."""
+    """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`; `message`
+    says which `fetch_files` were not read, and why."""
     compiled = None if result.compile is None else _compile_result(result.compile)
     ran = None if result.status is RunStatus.COMPILE_FAILED else _command_result(result)
     good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
     return RunCodeResponse(
         status=ResponseStatus.Success if good and ran is not None else ResponseStatus.Failed,
+        message=_refused(result.refused_files),
         compile_result=compiled,
         run_result=ran,
         files=encoded_files(result.files),
@@ -390,22 +392,33 @@ def _from_status(status: CommandRunStatus) -> RunStatus:
     return RunStatus.TIME_LIMIT if status is CommandRunStatus.TimeLimitExceeded else RunStatus.FINISHED
 
 
+def _refused(files: Mapping[str, str]) -> str:
+    return f"fetch_files: {'; '.join(f'{path!r}: {why}' for path, why in files.items())}"[:2000] if files else ""
+
+
 def jupyter_response(
-    cells: Sequence[CellResult], asked: int, late: bool, seconds: float, files: Mapping[str, bytes]
+    cells: Sequence[CellRunResult],
+    asked: int,
+    late: bool,
+    ended: bool,
+    seconds: float,
+    files: Mapping[str, bytes],
+    refused_files: Mapping[str, str],
 ) -> RunJupyterResponse:
-    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out or the interpreter ended
-    before the last of them; the cells that ran are there in any case."""
-    cut_short = not late and len(cells) < asked
+    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out (`late`) or the interpreter
+    `ended` before all was done; the cells that ran are there in any case."""
+    cut_short = ended and not late
     driver = CommandRunResult(
         status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
         execution_time=seconds,
         return_code=None if late else int(cut_short),
         stdout="",
-        stderr=f"the interpreter ended in cell {len(cells)} of {asked}" if cut_short else "",
+        stderr=f"the interpreter ended in or after cell {len(cells)} of {asked}" if cut_short else "",
     )
     return RunJupyterResponse(
         status=ResponseStatus.Failed if late or cut_short else ResponseStatus.Success,
+        message=_refused(refused_files),
         driver=driver,
-        cells=[cell_run_result(cell) for cell in cells],
+        cells=list(cells),
         files=encoded_files(files),
     )

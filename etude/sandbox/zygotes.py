@@ -104,8 +104,8 @@ class Zygote:
         """A new box.
 
         Raises:
-            ZygoteGone: the zygote has ended.
-            SandboxError: it does not answer, or there are no descriptors for another box.
+            ZygoteGone: the zygote has ended, or does not answer.
+            SandboxError: there are no descriptors for another box.
         """
         guest, ends = self._connected()
         self._count += 1
@@ -113,18 +113,18 @@ class Zygote:
         born = self._births[number] = self._loop.create_future()
         try:
             try:
-                await self._send(json.dumps({"id": number}).encode(), ends)
+                await asyncio.wait_for(self._send(json.dumps({"id": number}).encode(), ends), FORK_SECONDS)
             finally:
                 for fd in ends:
                     os.close(fd)
             guest.born(await asyncio.wait_for(born, FORK_SECONDS))
         except BaseException as error:
             guest.discard()
-            if isinstance(error, asyncio.TimeoutError):
-                raise SandboxError(f"the zygote did not fork within {FORK_SECONDS:g} s") from error
-            if isinstance(error, ConnectionError):
+            if isinstance(error, (asyncio.TimeoutError, ConnectionError)):
+                stopped = isinstance(error, asyncio.TimeoutError)
+                reason = f"it did not fork within {FORK_SECONDS:g} s" if stopped else one_line(error)
                 self._end(ZygoteGone("the zygote is gone"))
-                raise ZygoteGone(f"the zygote is gone: {one_line(error)}") from error
+                raise ZygoteGone(f"the zygote is gone: {reason}") from error
             if isinstance(error, OSError):
                 raise SandboxError(f"the zygote was not reached: {one_line(error)}") from error
             raise
@@ -193,8 +193,7 @@ class Zygote:
             if born is not None and not born.done():
                 born.set_result(pidfd)
             elif pidfd is not None:  # nobody waits any more
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-                os.close(pidfd)
+                _kill(pidfd)
         elif "ready" in message and pidfd is not None:
             self._pidfd = pidfd
             self._ready.set_result(None)
@@ -223,12 +222,19 @@ class Zygote:
         """Ends the zygote and all its boxes."""
         self._end(SandboxError("the sandbox is closed"))
         if self._pidfd >= 0:
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
-            os.close(self._pidfd)
-            self._pidfd = -1
+            pidfd, self._pidfd = self._pidfd, -1
+            _kill(pidfd)
         deadline = self._loop.time() + DEATH_SECONDS
         while self._process.poll() is None and self._loop.time() < deadline:
             await asyncio.sleep(0.005)
         self._process.kill()  # no-op when it has ended
         self._scratch.remove()
+
+
+def _kill(pidfd: int) -> None:
+    """Kills a process that may have ended, and closes its descriptor."""
+    try:
+        with contextlib.suppress(ProcessLookupError):
+            signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+    finally:
+        os.close(pidfd)

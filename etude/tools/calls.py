@@ -13,15 +13,27 @@ broken infrastructure, or to the end of the run. Lifecycle and time limits are t
 from __future__ import annotations
 
 import asyncio
+import inspect
 import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import replace
+from types import CodeType, MappingProxyType
 from typing import Any, NamedTuple
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError, is_infrastructure, one_line
+from etude.errors import (
+    ConfigError,
+    EtudeError,
+    InfrastructureError,
+    ToolError,
+    debugging,
+    describe_error,
+    is_infrastructure,
+    one_line,
+)
 from etude.limits import Limit, LocalLimiter
+from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.argument_check import ArgumentChecker
@@ -48,14 +60,35 @@ def overrides(tool: BaseTool, method: str) -> bool:
     return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
 
 
+def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
+    """Whether `method` takes `keyword`: as a parameter, or among its `**kwargs`, where the code of a method of the class
+    names it. Other tools must not be handed it: they may hand all their keywords on."""
+    parameters = inspect.signature(getattr(tool, method)).parameters
+    if keyword in parameters and parameters[keyword].kind is not inspect.Parameter.VAR_KEYWORD:
+        return True
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    own = (base for base in type(tool).__mro__ if not base.__module__.startswith("etude."))
+    functions = (inspect.unwrap(value) for base in own for value in vars(base).values() if callable(value))
+    return any(_names(getattr(function, "__code__", None), keyword) for function in functions)
+
+
+def _names(code: CodeType | None, word: str) -> bool:
+    """Whether the text `word` is a constant of `code`, or of what is defined within it."""
+    constants = code.co_consts if code is not None else ()
+    return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
+
+
 class Question(NamedTuple):
-    """A call as it is about to be made: where it stands, what is asked, and the answer where a recording has it."""
+    """A call as it is about to be made: where it stands, what is asked, the answer where a recording has it, and what of
+    the conversation the tool is handed, which is no part of the question."""
 
     place: CallPlace
     arguments: dict[str, Any]
     kwargs: Mapping[str, Any]
     create_kwargs: Mapping[str, Any]
     recorded: Answer | None = None
+    shared: Mapping[str, Any] = MappingProxyType({})
 
 
 class Attempts:
@@ -71,7 +104,10 @@ class Attempts:
 
 
 class ToolCalls:
-    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes."""
+    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
+
+    `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
+    """
 
     @staticmethod
     def of(tool: BaseTool) -> ToolCalls:
@@ -105,9 +141,21 @@ class ToolCalls:
                 "which would not see the calls that the cache answers"
             )
         own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
+        for key in own:
+            if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
+                logger.warning(
+                    "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
+                )
         code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
         self._identity = digest(tool.name, tool.__module__, code, own)
-        self._traceback_logged = False
+        self.reads_create_kwargs = _reads(tool, "create", "create_kwargs")
+        self.reads_agent_data = _reads(tool, "execute", "agent_data")
+        self._exception_logged = self._release_logged = False
+
+    def log_release(self, line: str) -> None:
+        """The tool's first release that failed as a warning; the others are counted, and seen at INFO."""
+        logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
+        self._release_logged = True
 
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
         """The call's arguments, checked.
@@ -216,10 +264,15 @@ class ToolCalls:
         if self.policy.on_exception is OnException.INFRASTRUCTURE:
             raise InfrastructureError(line) from raised
         if self.policy.on_exception is OnException.STOP:
-            raise EtudeError(f"tool '{self.name}' raised {line} (its config.on_exception is 'stop')") from raised
-        if not self._traceback_logged and not isinstance(raised, InjectedError):
-            self._traceback_logged = True
+            raise EtudeError(
+                f"tool '{self.name}' raised {describe_error(raised)}; its config.on_exception is 'stop'"
+            ) from raised
+        if not self._exception_logged and not isinstance(raised, InjectedError):
+            self._exception_logged = True
             logger.warning(
-                "tool '%s' raised; the model is told, and later ones are only counted", self.name, exc_info=raised
+                "tool '%s' raised %s; the model is told, and later ones are only counted",
+                self.name,
+                describe_error(raised),
+                exc_info=raised if debugging() else None,
             )
         return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

@@ -23,7 +23,7 @@ from etude.tools.calls import ToolCalls
 from etude.tools.config_file import beside, read_data_file
 from etude.tools.environment import filled
 from etude.tools.function_tool import FunctionTool, read_schema
-from etude.tools.mcp import MCPBaseTool, McpSelection, discover_tools
+from etude.tools.mcp import MCPBaseTool, McpSelection, anchor_servers, discover_tools
 from etude.tools.qwen import QwenTool, is_qwen_shaped
 
 ENTRY_KEYS = ("class_name", "config", "tool_schema", "mcp")
@@ -83,7 +83,8 @@ def load_servers(item: Mapping[str, Any], file: Path, where: str) -> list[BaseTo
     item = filled(dict(item), "", where)
     options = {key: value for key, value in item.items() if key not in ("mcpServers", "config")}
     config = _config({"config": item.get("config")}, where)
-    return _discovered(item["mcpServers"], options, MCPBaseTool, config, file, where, prefix=True)
+    servers = anchor_servers(item["mcpServers"], file.parent)
+    return _discovered(servers, options, MCPBaseTool, config, file, where, prefix=True)
 
 
 def checked(make: Callable[[], BaseTool], where: str) -> BaseTool:
@@ -128,7 +129,7 @@ def _tool_class(named: object, kind: str, file: Path, where: str) -> Any:
     try:
         found = import_beside(name, file)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from error
+        raise ConfigError(f"{where}: {error}") from error
     is_tool = isinstance(found, FunctionTool) or (isinstance(found, type) and issubclass(found, BaseTool))
     if not is_tool and not is_qwen_shaped(found):
         raise ConfigError(
@@ -172,14 +173,14 @@ def _mcp_tools(
     path, servers = options.pop("mcp_servers_config_path", None), options.pop("mcpServers", None)
     if (path is None) == (servers is None):
         raise ConfigError(f"{where}: mcp needs either mcp_servers_config_path or mcpServers")
-    where = f"{where}: mcp"
+    where, servers = f"{where}: mcp", anchor_servers(servers, file.parent)
     if path is not None:
         servers, where = _servers_of(path, file, where)
     return _discovered(servers, options, tool_class, config, file, where, prefix=False)
 
 
 def _servers_of(path: object, file: Path, where: str) -> tuple[object, str]:
-    """(the `mcpServers` of the file `path`, environment filled in; its place for errors)."""
+    """(the `mcpServers` of the file `path`, environment and paths filled in; its place for errors)."""
     if not isinstance(path, str) or not path:
         raise ConfigError(f"{where}: mcp_servers_config_path must be a path, not {path!r}")
     found = beside(file.parent, path)
@@ -189,7 +190,8 @@ def _servers_of(path: object, file: Path, where: str) -> tuple[object, str]:
         raise ConfigError(f"{where}: {one_line(error)}") from error
     if not isinstance(content, Mapping) or "mcpServers" not in content:
         raise ConfigError(f"{where}: {found}: expected the key 'mcpServers'")
-    return filled(content["mcpServers"], "mcpServers", str(found)), f"{where}: {found}"
+    servers = anchor_servers(filled(content["mcpServers"], "mcpServers", str(found)), found.parent)
+    return servers, f"{where}: {found}"
 
 
 def _discovered(

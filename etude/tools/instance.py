@@ -9,12 +9,11 @@ When what happens, and that a running call ends before `close`, is the session's
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Mapping
 from typing import Any
 
 from etude.bounded import called, ended, result_of, within
-from etude.errors import InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
@@ -28,8 +27,6 @@ Kwargs = Mapping[str, Any]
 
 SECTIONS = ("create_kwargs", "execute_kwargs", "calc_reward_kwargs", "release_kwargs")
 _NOTHING: Kwargs = {}
-
-logger = logging.getLogger(__name__)
 
 
 class ToolInstance:
@@ -72,7 +69,8 @@ class ToolInstance:
             self._replayed = self.calls.replay.begin(self._trajectory, kwargs)
             greeting = self._replayed.greeting
         elif overrides(self.tool, "create"):
-            return asyncio.ensure_future(called(self.tool.create, self._given_id, **kwargs))
+            whole = {"create_kwargs": dict(kwargs)} if self.calls.reads_create_kwargs else {}
+            return asyncio.ensure_future(called(self.tool.create, self._given_id, **{**whole, **kwargs}))
         opening: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         opening.set_result((self._given_id, greeting))
         return opening
@@ -110,8 +108,8 @@ class ToolInstance:
             self._greeting = self._limits.bounded(response)
         return self._greeting
 
-    def ask(self, arguments: dict[str, Any], turn: int) -> Question:
-        """The next call, as the model wrote them.
+    def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> Question:
+        """The next call, as the model wrote them; `agent_data` goes to tools that read it.
 
         Raises:
             MissingCall: the tool is replayed, and the recording has no answer.
@@ -122,7 +120,8 @@ class ToolInstance:
         recorded = None
         if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
             recorded = self._replayed.execute(arguments, kwargs)
-        return Question(place, arguments, kwargs, self._arguments("create_kwargs"), recorded)
+        shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
+        return Question(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
     async def execute(self, question: Question, attempts: Attempts) -> object:
         """One execution of the tool's code; notes in `attempts` where it blocked the event loop.
@@ -134,7 +133,7 @@ class ToolInstance:
         """
         if self.closing:  # the call was still waiting for its turn
             raise asyncio.CancelledError
-        work = called(self.tool.execute, self._id, question.arguments, **question.kwargs)
+        work = called(self.tool.execute, self._id, question.arguments, **{**question.shared, **question.kwargs})
         task = asyncio.get_running_loop().create_task(work)
         self.executing.add(task)
         try:
@@ -155,6 +154,7 @@ class ToolInstance:
         """The final reward; 0.0 of a tool that has no `calc_reward` of its own.
 
         Raises:
+            ConfigError: it is a list.
             InfrastructureError: it failed, or is no finite number.
             MissingCall: the tool is replayed, and the recording does not say it.
         """
@@ -165,7 +165,14 @@ class ToolInstance:
         try:
             if overrides(self.tool, "calc_reward"):
                 returned = await within(self.calls.policy.timeout, self.tool.calc_reward, self._id, **kwargs)
+                if isinstance(returned, list | tuple):
+                    raise ConfigError(
+                        f"tool '{self.tool.name}': calc_reward returned {len(returned)} values: return one number, such as "
+                        "their sum; what a single call was worth is the second value that execute returns"
+                    )
                 value = as_reward(returned, "it")
+        except ConfigError:
+            raise
         except Exception as error:
             raise InfrastructureError(self.sentence("calc_reward", error)) from error
         if self.calls.recorder is not None:
@@ -192,14 +199,13 @@ class ToolInstance:
             kwargs = self._arguments("release_kwargs")
             await within(self.calls.policy.timeout, self.tool.release, self._id, **kwargs)
         except Exception as error:
-            logger.warning("%s", self.sentence("release", error))
+            self.calls.log_release(self.sentence("release", error))
             return False
         return True
 
     def sentence(self, method: str, error: Exception) -> str:
         """`tool 'search': execute failed: ConnectionError: refused`."""
-        kind = "" if type(error) is InfrastructureError else f"{type(error).__name__}: "
-        return f"tool '{self.tool.name}': {method} failed: {kind}{one_line(error)}"
+        return f"tool '{self.tool.name}': {method} failed: {describe_error(error)}"
 
     @property
     def _id(self) -> str:

@@ -57,8 +57,9 @@ class ToolSession:
     """One trajectory's tools, as an asynchronous context manager that is entered once.
 
     Attributes:
+        agent_data: what tools that read `agent_data` are handed; None: nothing.
         initial_responses: what `create` had to say, without the empty ones, in the order of `tools_kwargs`.
-        release_failures: releases that raised or did not end in time; each is logged, none is raised.
+        release_failures: releases that raised or did not end in time; a tool's first is logged, none is raised.
     """
 
     def __init__(
@@ -90,6 +91,7 @@ class ToolSession:
         self._watch: LoopWatch | None = None
         self._entered = False
         self._scored = False
+        self.agent_data: object = None
         self.initial_responses: list[ToolResponse] = []
         self.release_failures = 0
 
@@ -123,6 +125,10 @@ class ToolSession:
     def schemas(self) -> list[dict[str, Any]]:
         """The tools' schemas, as OpenAI dictionaries that nobody changes."""
         return [calls.schema for calls in self._calls.values()]
+
+    def shown(self, response: ToolResponse) -> ToolResponse:
+        """`response` within the limits of a tool's text that has none of its own."""
+        return self._limits(CallPolicy()).bounded(response)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -194,7 +200,7 @@ class ToolSession:
             return self._refused(call, turn, error.word, f"Error in the call of '{call.name}': {one_line(error)}.")
         greets = call.name not in self._instances
         instance = self._start(call.name) if greets else self._instances[call.name]
-        return _Asked(call, instance, instance.ask(arguments, turn), greets)
+        return _Asked(call, instance, instance.ask(arguments, turn, self.agent_data), greets)
 
     def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
         calls = self._calls.get(call.name)
@@ -273,7 +279,8 @@ class ToolSession:
         _, late = await asyncio.wait(closers, timeout=patience)
         for task in late:  # its create ignores its cancellation: released when it ends, if it ends
             self.release_failures += 1
-            logger.warning("tool '%s': not released within %g s", closers[task], patience)
+            line = f"tool '{closers[task]}': not released within {patience:g} s"
+            self._calls[closers[task]].log_release(line)
             _closers.add(task)
             task.add_done_callback(_closers.discard)
         return None

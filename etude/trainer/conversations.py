@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.trainer.dumps import dump_steps, read_rollouts
+from etude.trajectory import StopReason
 
 MAX_TEXT = 6000  # characters shown of one block
 MAX_BLOCKS = 80
@@ -93,6 +94,27 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
         after = [*islice(read_rollouts(last), count), *[None] * count]
         pairs = list(zip(before, after))
     return Samples(folder.name, steps[0], steps[-1], tuple((conversation(a), conversation(b)) for a, b in pairs))
+
+
+def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
+    """The first `count` records of the last dump that went wrong: cut off, with a call that failed, or with no reward.
+
+    Raises:
+        DataError: the dump cannot be read; names file and line.
+    """
+    steps = dump_steps(folder)
+    if not steps:
+        return ()
+    records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
+    found = (conversation(record) for record in records if _has_failed(record))
+    return tuple(one for one in islice(found, count) if one is not None)
+
+
+def _has_failed(record: Mapping[str, Any]) -> bool:
+    score = record.get("score")
+    calls = [call for call in _list(record, "tool_calls") if isinstance(call, Mapping)]
+    cut = record.get("stop_reason") not in (None, StopReason.COMPLETED.value)
+    return cut or any(call.get("error") for call in calls) or (isinstance(score, int | float) and score <= 0)
 
 
 def _prompt_key(record: Mapping[str, Any]) -> str:

@@ -30,6 +30,7 @@ from rich.table import Table
 from rich.text import Text
 
 from etude.trainer.curves import braille_curve, sparkline
+from etude.trainer.problems import problems, tools_called
 
 P = ParamSpec("P")
 logger = logging.getLogger(__name__)
@@ -37,7 +38,8 @@ logger = logging.getLogger(__name__)
 _CURVE_ROWS = 5
 _LINE_SECONDS = 5.0  # between two plain lines of steps that have little to tell, such as those of a warm-up
 _REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
-_RECENT = 20  # steps that the time left is estimated from
+_RECENT = 50  # steps that the time left is estimated from: more than lie between two trials of a supervised run
+_PROBLEMS_SHOWN = 4
 _REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
 _SUCCESS_KEYS = ("reward/success/mean",)
 _TIME_COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "bright_black")
@@ -78,7 +80,7 @@ FIGURES = (
     Figure("entropy", "entropy", ("actor/entropy",), _number),
     Figure("loss", "loss", ("sft/loss",), _number),
     Figure("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
-    Figure("dropped", "dropped", ("rollout/infrastructure_failures",), _whole),
+    Figure("dropped", "dropped", ("rollout/dropped",), _whole),
 )
 
 
@@ -106,12 +108,13 @@ class RunState:
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
     event: str = ""
+    validated: str = "greedy"  # how validations sample; training always draws
 
     def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Takes in one finished step that took `seconds` of wall time."""
         finite = {name: float(value) for name, value in metrics.items() if _is_finite(value)}
         self.step, self.metrics = step, finite
-        if first_of(finite, _REWARD_KEYS) is not None:  # not a validation before training
+        if step > 0:  # not a validation before training
             self.seconds.append(seconds)
         for figure in FIGURES:
             if (value := first_of(finite, figure.keys)) is not None:
@@ -120,7 +123,7 @@ class RunState:
         self.validation = found or self.validation
 
     def eta(self) -> float | None:
-        """Seconds until the last step, from the mean of the last 20; None before the first."""
+        """Seconds until the last step, from the mean of the last 50; None before the first."""
         recent = self.seconds[-_RECENT:]
         return sum(recent) / len(recent) * max(self.total_steps - self.step, 0) if recent else None
 
@@ -159,11 +162,13 @@ def plain_line(state: RunState) -> str:
     for figure in FIGURES:
         if (value := first_of(state.metrics, figure.keys)) is not None and (figure.label != "dropped" or value > 0):
             parts.append(f"{figure.short} {figure.form(value)}")
-    parts += [f"{name} {_number(value)}" for name, value in state.metrics.items() if _is_validation(name)]
+    validations = [(name, value) for name, value in state.metrics.items() if _is_validation(name)]
+    parts += [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     if state.seconds:
         parts.append(duration(state.seconds[-1]))
     if (eta := state.eta()) is not None and state.step < state.total_steps:
         parts.append(f"{duration(eta)} left")
+    parts += [f"! {sentence}" for sentence in problems(state.metrics).values()]
     return " · ".join(parts)
 
 
@@ -177,8 +182,12 @@ def render(state: RunState, width: int) -> RenderableType:
         blocks += [Text(), _table(state, inner)]
     if split := time_split(state.metrics):
         blocks += [Text(), _time_bar(split, inner)]
+    if tools := tools_called(state.metrics):
+        blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
-        blocks.append(_validation_line(state.validation))
+        blocks.append(_validation_line(state.validation, state.validated))
+    found = list(problems(state.metrics).values())
+    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_PROBLEMS_SHOWN]]
     if state.event:
         blocks.append(Text(f"› {state.event}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble((" Étude", "bold"), (f" · {state.title} ", "default"))
@@ -268,8 +277,19 @@ def _time_bar(split: Sequence[tuple[str, float]], width: int) -> Text:
     return bar.append("\n").append_text(legend)
 
 
-def _validation_line(validation: Mapping[str, float]) -> Text:
-    text = Text("validation  ", style="dim", no_wrap=True, overflow="ellipsis")
+def _tools_line(tools: Mapping[str, float], metrics: Mapping[str, float]) -> Text:
+    text = Text("tools  ", style="dim", no_wrap=True, overflow="ellipsis")
+    for tool, calls in tools.items():
+        text.append(f"{tool} ", style="default").append(_whole(calls), style="bold").append(" calls")
+        text.append(f", {_whole(metrics.get(f'tool/{tool}/errors', 0.0))} failed")
+        if (latency := metrics.get(f"tool/{tool}/latency_p95")) is not None:
+            text.append(f", 95 % within {_number(latency)} s")
+        text.append("   ")
+    return text
+
+
+def _validation_line(validation: Mapping[str, float], how: str) -> Text:
+    text = Text(f"validation, {how}  ", style="dim", no_wrap=True, overflow="ellipsis")
     for name, value in validation.items():
         source = name.removeprefix("val-core/").partition("/reward/")[0]
         text.append(f"{source} ", style="default").append(_number(value), style="bold").append("   ")
@@ -309,10 +329,18 @@ class Display:
         title: the run's name.
         enabled: False shows nothing at all (`console` is not among `trainer.logger`).
         console: where to; default standard output.
+        validated: how validations sample, "greedy" or "sampled".
     """
 
-    def __init__(self, total_steps: int, title: str, enabled: bool = True, console: RunConsole | None = None) -> None:
-        self._state = RunState(title, total_steps)
+    def __init__(
+        self,
+        total_steps: int,
+        title: str,
+        enabled: bool = True,
+        console: RunConsole | None = None,
+        validated: str = "greedy",
+    ) -> None:
+        self._state = RunState(title, total_steps, validated=validated)
         self._console = console or RunConsole()
         self._enabled = enabled
         self._live: Live | None = None

@@ -278,6 +278,7 @@ def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
         timings=_field(record, "timings", dict, {}),
         metrics=_field(record, "metrics", dict, {}),
         sampling=_field(record, "sampling", dict, {}),
+        extra_fields=_field(record, "extra_fields", dict, {}),
     )
 
 

@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM without loss.
+"""Ctrl-C, SIGTERM and SIGHUP without loss.
 
 The first signal asks the loop to stop after the step in hand; the second abandons that step, but only while nothing is
 being changed (a rollout): then it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A
@@ -17,7 +17,7 @@ from typing import Any
 
 from etude.errors import TrainingStopped
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(TrainingStopped):
@@ -41,7 +41,9 @@ class Interrupts:
 
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
-            self._held = {number: signal.signal(number, self._on_signal) for number in _SIGNALS}
+            for number in _SIGNALS:
+                if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` starts a program
+                    self._held[number] = signal.signal(number, self._on_signal)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:

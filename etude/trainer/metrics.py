@@ -213,12 +213,13 @@ def reward_source_metrics(
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
 
 
-def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
+def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:
     """Where the time of a step went.
 
     Args:
         timings: seconds by activity; `step` is the whole step (default: the sum of the others).
         num_tokens: prompt and response tokens that the step processed.
+        response_tokens: the responses' alone, tools' answers included; `timing_per_token_ms/gen` is per one of these.
 
     `perf/throughput` is in tokens a second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
     """
@@ -226,8 +227,10 @@ def timing_metrics(timings: Mapping[str, float], num_tokens: int) -> Metrics:
     metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
     metrics |= {"perf/total_num_tokens": num_tokens, "perf/time_per_step": total}
     metrics["perf/cpu_memory_used_gb"] = _resident_bytes() / 2**30
-    if num_tokens > 0:
-        metrics |= {f"timing_per_token_ms/{name}": 1000.0 * s / num_tokens for name, s in timings.items()}
+    for name, seconds in timings.items():
+        per = response_tokens if name == "gen" else num_tokens
+        if per > 0:
+            metrics[f"timing_per_token_ms/{name}"] = 1000.0 * seconds / per
     if total > 0:
         metrics["perf/throughput"] = num_tokens / total
     return metrics
@@ -257,6 +260,7 @@ class SkippedSteps:
         if not any(taken.values()):
             return
         skipped = [role for role, count in taken.items() if count and metrics[f"{role}/skipped_steps"] >= count]
+        skipped = ["policy" if role == "sft" else role for role in skipped]
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
             raise TrainingStopped(
@@ -315,16 +319,25 @@ def _source_metrics(prefix: str, asked: Sequence[Sequence[float | None]]) -> Met
     metrics: Metrics = {f"{prefix}/missing": missing} if missing else {}
     if not prompts:
         return metrics
-    means = [float(np.mean(samples)) for samples in prompts]
-    metrics[f"{prefix}/mean@{most}"] = float(np.mean(means))
-    if all(score in (0.0, 1.0) for samples in prompts for score in samples):
-        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+    mean, low, high = prompt_mean(prompts)
+    metrics[f"{prefix}/mean@{most}"] = mean
+    if low is not None and high is not None:
         metrics |= {f"{prefix}/mean@{most}/ci95_low": low, f"{prefix}/mean@{most}/ci95_high": high}
     powers = [2**i for i in range(1, most.bit_length()) if 2**i < most]
     for k in [*powers, most] if most > 1 else []:
         best = [expected_best(samples, min(k, len(samples))) for samples in prompts]
         metrics[f"{prefix}/best@{k}/mean"] = float(np.mean(best))
     return metrics
+
+
+def prompt_mean(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None, float | None]:
+    """(mean over prompts of a prompt's mean, low, high): for values that are all 0 or 1 with a 95 % Wilson interval that
+    counts prompts, since samples of one prompt are not independent; it is never too narrow, however alike they are."""
+    means = [float(np.mean(samples)) for samples in prompts]
+    low = high = None
+    if all(value in (0.0, 1.0) for samples in prompts for value in samples):
+        low, high = wilson_interval(min(sum(means), len(means)), len(means))
+    return float(np.mean(means)), low, high
 
 
 def expected_best(samples: Sequence[float], k: int) -> float:

@@ -74,6 +74,9 @@ class RunOptions:
     default_local_dir: str = "runs/etude/default"
     logger: tuple[str, ...] = ("console", "jsonl", "tensorboard")
     save_freq: int = -1
+    resume_mode: str = "auto"
+    resume_from_path: str | None = None
+    max_actor_ckpt_to_keep: int | None = 2
     deterministic: bool = False
     seed: int = 1
     num_threads: int | None = None
@@ -89,6 +92,10 @@ class RunOptions:
             raise ConfigError(f"trainer.num_threads must be null or at least 1, not {self.num_threads}")
         if self.seed < 0:
             raise ConfigError(f"trainer.seed must not be negative, not {self.seed}")
+        if self.resume_mode not in ("auto", "disable", "resume_path"):
+            raise ConfigError(f"trainer.resume_mode must be auto, disable or resume_path, not '{self.resume_mode}'")
+        if self.resume_mode == "resume_path" and not self.resume_from_path:
+            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
 
 
 @dataclass(frozen=True)
@@ -98,9 +105,6 @@ class TrainerOptions(RunOptions):
     test_freq: int = -1
     val_before_train: bool = True
     critic_warmup: int = 0
-    resume_mode: str = "auto"
-    resume_from_path: str | None = None
-    max_actor_ckpt_to_keep: int | None = 2
     rollout_data_dir: str | None = None
     validation_data_dir: str | None = None
     min_valid_fraction: float = 0.5
@@ -108,9 +112,5 @@ class TrainerOptions(RunOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.resume_mode not in ("auto", "disable", "resume_path"):
-            raise ConfigError(f"trainer.resume_mode must be auto, disable or resume_path, not '{self.resume_mode}'")
-        if self.resume_mode == "resume_path" and not self.resume_from_path:
-            raise ConfigError("trainer.resume_mode=resume_path needs trainer.resume_from_path")
         if not 0 <= self.min_valid_fraction <= 1:
             raise ConfigError(f"trainer.min_valid_fraction must lie in [0, 1], not {self.min_valid_fraction}")

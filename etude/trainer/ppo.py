@@ -27,12 +27,13 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.display import Display
-from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
+from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
+from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup, plain_config
+from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
@@ -44,10 +45,11 @@ class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` is the whole run."""
 
     def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and opens nothing else.
+        """Reads the data and what a checkpoint says of its run, and opens nothing else.
 
         Raises:
-            ConfigError, DataError: no training files, or something wrong in one.
+            ConfigError, DataError: no training files, or something wrong in one; or a checkpoint to go on from was made
+                with a configuration that is not this one's.
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
         rollout = setup.roles.rollout
@@ -68,10 +70,14 @@ class PPOTrainer:
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.kl = KLController(**vars(self.algorithm.kl_ctrl))
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
+        self.used_config = used_values(setup.config, self.resumption)
         self.global_step = self._saved_at = 0
+        self._updating = False
+        if self.resumption is not None:
+            self._restore_loop(self.resumption)
         self._batches = self.loader.endless()
         self._state = self._loop_state()
-        self._updating = False
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
     def _warn_of_two_judges(self, train: RLDataset) -> None:
@@ -113,18 +119,22 @@ class PPOTrainer:
             TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
             CheckpointError: a checkpoint could not be written or read.
         """
-        resumed = self._resume()
-        with written_atomically(self.run_dir / "config.yaml") as file:
-            file.write(plain_config(self.setup.config).encode())
+        resumed = None if self.resumption is None else self._restore_weights(self.resumption)
+        if self.global_step < self.total_steps:
+            write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         console = "console" in self.options.logger
-        with Display(self.total_steps, experiment, enabled=console) as display, Interrupts(display.note) as interrupts:
+        val = self.setup.roles.rollout.val_kwargs
+        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        view = Display(self.total_steps, experiment, enabled=console, validated=how)
+        with view as display, Interrupts(display.note) as interrupts:
             self.policy_wg.set_progress(display.rollout_progress)
             if resumed is not None:
-                display.note(self._resume_note(resumed))
+                display.note(resumed)
             try:
-                return self._loop(tracking, display, interrupts)
+                with run_record(self.run_dir):
+                    return self._loop(tracking, display, interrupts)
             finally:
                 tracking.close()
                 if self.options.report:
@@ -224,8 +234,9 @@ class PPOTrainer:
                     metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
-        tokens = int(batch.batch["attention_mask"].sum())
-        metrics |= timing_metrics(timings.of_work(), tokens) | {"perf/cpu_seconds": timings.cpu()}
+        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+        tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
@@ -311,51 +322,45 @@ class PPOTrainer:
 
     def save(self) -> Path:
         """Writes the checkpoint of the last finished step."""
-        folder = self.checkpoints.save(self.global_step, self._state, self._write_roles)
+        state = self._state | {"config": self.used_config}
+        folder = self.checkpoints.save(self.global_step, state, self._write_roles)
         self._saved_at = self.global_step
         return folder
 
     def _loop_state(self) -> dict[str, Any]:
-        return {"loader": self.loader.state_dict(), "kl_coef": self.kl.kl_coef}
+        adapted = self.kl.kl_coef if self.kl.type == "adaptive" else None  # a fixed one is the configuration's
+        return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
         self.policy_wg.save_checkpoint(folder)
         if self.critic_wg is not None:
             self.critic_wg.save_checkpoint(folder)
 
-    def _resume(self) -> Path | None:
-        """Restores everything from the checkpoint that `trainer.resume_mode` names, if there is one; its folder."""
-        if self.options.resume_mode == "disable":
-            return None
-        given = self.options.resume_from_path if self.options.resume_mode == "resume_path" else None
-        folder = Path(given) if given else self.checkpoints.latest()
-        if folder is None:
-            return None
-        state = Checkpoints.read_state(folder)
-        try:
-            self._restore(folder, state)
-        except (KeyError, TypeError, ValueError, RuntimeError) as error:
-            advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"
-            raise CheckpointError(f"{folder} does not fit this configuration: {one_line(error)}; {advice}") from error
-        return folder
+    def _restore_loop(self, resumption: Resumption) -> None:
+        with resumption.restoring() as state:
+            self.loader.load_state_dict(state["loader"])
+            if self.kl.type == "adaptive" and state["kl_coef"] is not None:
+                self.kl.kl_coef = float(state["kl_coef"])
+            self.global_step = self._saved_at = state["step"]
+        if self.algorithm.needs_critic and not (resumption.folder / "critic").is_dir():
+            raise ConfigError(
+                f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "
+                "one: set the estimator back, or trainer.default_local_dir for a run of its own"
+            )
 
-    def _resume_note(self, folder: Path) -> str:
+    def _restore_weights(self, resumption: Resumption) -> str:
+        """Weights and optimizers as in the checkpoint; returns what to tell of it."""
+        with resumption.restoring():
+            self.policy_wg.load_checkpoint(str(resumption.folder))
+            if self.critic_wg is not None:
+                self.critic_wg.load_checkpoint(str(resumption.folder))
         if self.global_step < self.total_steps:
-            return f"resumed from {folder}"
+            resumption.announce()
+            return f"resumed from {resumption.folder}"
         return (
-            f"{folder} is already at the last step: raise trainer.total_training_steps, or set "
-            "trainer.default_local_dir to start another run"
+            f"{resumption.folder} is already at the last step, and nothing is done: raise trainer.total_training_steps, or "
+            "set trainer.default_local_dir to start another run"
         )
-
-    def _restore(self, folder: Path, state: dict[str, Any]) -> None:
-        self.loader.load_state_dict(state["loader"])
-        self._batches = self.loader.endless()
-        self.kl.kl_coef = float(state["kl_coef"])
-        self._state = self._loop_state()
-        self.policy_wg.load_checkpoint(str(folder))
-        if self.critic_wg is not None:
-            self.critic_wg.load_checkpoint(str(folder))
-        self.global_step = self._saved_at = state["step"]
 
 
 def _due(frequency: int, step: int) -> bool:

@@ -4,14 +4,16 @@ Invariant: the page makes no request, runs no script (its own policy forbids bot
 or a file put into it; its size is bounded by the limits of the modules it draws on. A part whose file is absent is left
 out with a sentence; a part whose file is broken is an error that names the file.
 
-Reads `metrics.jsonl`, `summary.json`, `config.yaml` and the dumps of a run folder; writes nothing else. `summary.json`
-is an object: `before` and `after` map a quantity's name to a number, or for a proportion to `{"value", "low", "high"}`
-(a 95 % interval); every other plain value is listed as a fact. Without it the first and last validation are compared.
+Reads `metrics.jsonl`, `summary.json`, `run.json`, `config.yaml` and the dumps of a run folder; writes nothing else.
+`summary.json` is an object: `before` and `after` map a quantity's name to a number, or for a proportion to
+`{"value", "low", "high"}` (a 95 % interval); every other plain value is listed as a fact. Without it the first and last
+validation are compared.
 """
 
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,9 +24,11 @@ from markupsafe import Markup
 
 from etude.errors import DataError, one_line
 from etude.trainer.charts import Chart, Records, charts, is_number, series, validation_keys, validation_label
-from etude.trainer.conversations import Samples, load_samples, readable
+from etude.trainer.conversations import Conversation, Samples, load_failures, load_samples, readable
 from etude.trainer.display import duration
 from etude.trainer.dumps import written_atomically
+from etude.trainer.problems import problems
+from etude.trainer.run_record import COMPLETED, read_run_record
 from etude.trainer.tracking import METRICS_FILE, read_metrics
 
 REPORT_FILE = "report.html"
@@ -82,6 +86,9 @@ class Contents:
     facts: list[tuple[str, str]]
     charts: list[Chart]
     samples: Samples | None
+    failures: tuple[Conversation, ...]
+    problems: list[str]
+    ending: str
     config: str
     config_omitted: int
 
@@ -139,18 +146,48 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
     summary = _read_summary(run_dir / SUMMARY_FILE)
     config, omitted = _read_config(run_dir / CONFIG_FILE)
     samples = next((found for folder in folders if (found := load_samples(folder)) is not None), None)
+    record = read_run_record(run_dir)
+    ran_on: list[tuple[str, str]] = [
+        (name, str(record[name])[:300]) for name in ("versions", "hardware") if name in record
+    ]
     return Contents(
         title=title,
         subtitle=_subtitle(records),
         headlines=(_summary_headlines(summary, run_dir / SUMMARY_FILE) or _validation_headlines(records))[
             :MAX_HEADLINES
         ],
-        facts=_facts(summary),
+        facts=_facts(summary) + ran_on,
         charts=charts(records),
         samples=samples,
+        failures=next(filter(None, map(load_failures, folders)), ()),
+        problems=_problems(records),
+        ending=_ending(record),
         config=config,
         config_omitted=omitted,
     )
+
+
+def _ending(record: Mapping[str, Any]) -> str:
+    """Why the run is not complete; empty where it is, or where nothing is known of it."""
+    if not record or record.get("ended") == COMPLETED:
+        return ""
+    return str(record.get("ended") or "it is still under way, or was killed")[:300]
+
+
+def _problems(records: Records) -> list[str]:
+    """What was wrong in how many steps, with the last step's words for it."""
+    steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
+    last: dict[str, tuple[str, int]] = {}
+    count: Counter[str] = Counter()
+    for record in steps:
+        numbers = {name: float(value) for name, value in record.items() if is_number(value)}
+        for kind, sentence in problems(numbers).items():
+            last[kind] = sentence, record["step"]
+            count[kind] += 1
+    return [
+        f"in {count[kind]} of {len(steps)} steps, last in step {step}: {sentence}"
+        for kind, (sentence, step) in last.items()
+    ]
 
 
 def _subtitle(records: Records) -> str:

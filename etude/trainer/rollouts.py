@@ -132,16 +132,17 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 def failure_metrics(results: Sequence[RolloutResult]) -> Figures:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
-    few of their group were left among them), for a long prompt, or for what the chat template does not write; rollouts in
-    which the policy sampled nothing, and which teach nothing."""
-    trajectories = [result.trajectory for result in results if result.trajectory is not None]
+    few of their group were left among them), for a long prompt, or for what the chat template does not write; of the
+    others, those without a sampled token, which nothing can be learnt from, and the tools that were not released."""
+    kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
         "rollout/dropped": float(sum(r.dropped in _LOST for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
-        "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in trajectories)),
-        "rollout/unwritable_answers": float(sum(t.metrics.get("unwritable_answers", 0.0) for t in trajectories)),
+        "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in kept)),
+        "rollout/release_failures": float(sum(t.metrics.get("release_failures", 0.0) for t in kept)),
+        "rollout/unwritable_answers": float(sum(t.metrics.get("unwritable_answers", 0.0) for t in kept)),
         "rollout/context_refused": float(sum(r.dropped is StopReason.CONTEXT_REFUSED for r in results)),
     }
 

@@ -12,10 +12,12 @@ from omegaconf import DictConfig
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, EtudeError
 from etude.inference import check_trainable
-from etude.trainer.dumps import written_atomically
-from etude.trainer.metrics import is_success, wilson_interval
+from etude.trainer.dumps import json_safe, written_atomically
+from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, trajectories_of
+from etude.trainer.progress import RolloutProgress
+from etude.trainer.resume import run_lock
+from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.workers import ActorRolloutRefWorker, RewardWorker
@@ -30,13 +32,16 @@ def train(config: DictConfig) -> dict[str, float]:
     setup = prepare(config)
     check_trainable(setup.roles.rollout.name)
     trainer = PPOTrainer(setup)
-    trainer.init_workers()
-    return trainer.fit()
+    with run_lock(trainer.run_dir):
+        trainer.init_workers()
+        return trainer.fit()
 
 
 def fine_tune(config: DictConfig) -> Path:
     """A whole supervised run; returns the model's folder."""
-    return SFTTrainer(config).fit()
+    trainer = SFTTrainer(config)
+    with run_lock(trainer.run_dir):
+        return trainer.fit()
 
 
 def evaluate(
@@ -45,12 +50,12 @@ def evaluate(
     """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
 
     Returns:
-        `samples`, `dropped`, `success` and `tool_use` (share of trajectories with a successful call), each with its 95 %
-        Wilson interval `…_low`, `…_high`, and `reward`. They are written to `output` as JSON if given, the trajectories
-        to `dump_folder`, numbered `step`.
+        The figures of `evaluation_figures`, and under `metrics` those of a run's validation (`val-core/*`, `val/*`). They
+        are written to `output` as JSON if given, the trajectories to `dump_folder`, numbered `step`.
 
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded.
+        TrainingStopped: infrastructure broke more than `trainer.min_valid_fraction` allows.
         EtudeError: no trajectory was left to judge by.
     """
     setup = prepare(config)
@@ -61,31 +66,18 @@ def evaluate(
     roles = replace(setup.roles, needs_ref=False, trains=False)
     policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
     policy.init_model()
-    batch = Rollouts(setup, policy, reward_group).validation(dataset)
-    trajectories = trajectories_of(batch)
-    if not trajectories:
+    with RolloutProgress("evaluating", enabled="console" in setup.trainer.logger) as progress:
+        policy.set_progress(progress)
+        batch, metrics = Rollouts(setup, policy, reward_group).validate(dataset)
+    if dump_folder is not None:
+        dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
+    survivors(batch, setup.trainer.min_valid_fraction)
+    result = evaluation_figures(batch, setup.roles.reward) | {"metrics": metrics}
+    if not result["samples"]:
         raise EtudeError(
-            f"all {len(batch)} trajectories were lost; the first failure: {first_cause(results_of(batch))}"
+            f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(results_of(batch))}"
         )
-    reward = setup.roles.reward
-    weights = (reward.tool_reward_weight, reward.score_weight)
-    successes = sum(is_success(t.rewards, *weights) for t in trajectories)
-    used_tool = sum(any(call.error is None for call in t.tool_calls) for t in trajectories)
-    result = {
-        "samples": len(trajectories),
-        "dropped": len(batch) - len(trajectories),
-        **_share("success", successes, len(trajectories)),
-        **_share("tool_use", used_tool, len(trajectories)),
-        "reward": sum(t.rewards.total(*weights) for t in trajectories) / len(trajectories),
-    }
     if output is not None:
         with written_atomically(output) as file:
-            file.write(json.dumps(result, indent=1).encode())
-    if dump_folder is not None:
-        dump(dump_folder, step, batch, setup.chat, reward)
+            file.write(json.dumps(json_safe(result), indent=1).encode())
     return result
-
-
-def _share(name: str, count: int, total: int) -> dict[str, float]:
-    low, high = wilson_interval(count, total)
-    return {name: count / max(total, 1), f"{name}_low": low, f"{name}_high": high}

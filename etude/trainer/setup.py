@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import DictConfig
 
 from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions, ToolAgentLoop
 from etude.agents.environments import EnvOptions, load_environment
@@ -87,7 +87,7 @@ class RunSetup:
             max_samples=max_samples,
         )
         reward = self.roles.reward
-        if reward.enable and reward.reward_manager == "naive" and self.roles.custom_reward.path is None:
+        if reward.enable and reward.reward_manager in ("naive", "dapo") and self.roles.custom_reward.path is None:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
@@ -158,6 +158,12 @@ def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles:
         raise ConfigError(
             "rollout.mode=sync steps environments together, for which trajectories wait for each other; "
             "trainer.deterministic does not go with that: set rollout.mode=async"
+        )
+    val = rollout.val_kwargs
+    if val.n > 1 and not (val.do_sample and val.temperature > 0):
+        raise ConfigError(
+            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} without sampling gives equal answers: set val_kwargs.n=1, or "
+            "val_kwargs.do_sample=true and a val_kwargs.temperature above 0"
         )
     if algorithm.adv_estimator == "grpo" and rollout.n < 2:
         raise ConfigError("algorithm.adv_estimator=grpo compares answers to one prompt: set rollout.n to 2 or more")
@@ -288,8 +294,3 @@ def resolve_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={name}: no GPU is visible to torch; use auto or cpu")
     return name
-
-
-def plain_config(config: DictConfig) -> str:
-    """The resolved configuration as YAML, for the run's folder."""
-    return OmegaConf.to_yaml(config, resolve=True)

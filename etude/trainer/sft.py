@@ -2,13 +2,15 @@
 
 With `target_success`, the model is tried every few steps on sampled rollouts, and the run leaves the *last* snapshot whose
 success lies in the wished window: a policy that has tried the right thing often enough for reinforcement to have a
-signal, and is still bad enough for it to matter. A run that never enters the window says so and leaves nothing.
+signal, and is still bad enough for it to matter. A run that never enters the window says so and leaves no model.
+
+Checkpoints and resuming are those of reinforcement learning: every `save_freq` steps, at the end and at an interruption.
 """
 
 from __future__ import annotations
 
 import shutil
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,17 +21,17 @@ from etude.config import to_options
 from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
 from etude.data.options import file_list
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.metrics import add_metrics, finish_metrics
 from etude.registry import load_plugins
-from etude.trainer.checkpoints import written_whole
+from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.display import Display
-from etude.trainer.dumps import written_atomically
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
 from etude.trainer.options import RunOptions
+from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
-from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
+from etude.trainer.setup import apply_run_options, collect_tools, role_options
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.training import OptimOptions, demonstrations_to_batch
@@ -69,6 +71,14 @@ class TargetSuccessOptions:
     max_response_length: int = 512
 
 
+@dataclass
+class Trials:
+    """What the trials of a run came to: each one's success, and the step of the snapshot that was kept."""
+
+    measured: list[float] = field(default_factory=list)
+    kept: int | None = None
+
+
 class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
@@ -94,11 +104,23 @@ class SFTTrainer:
         schemas = {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
         self.examples = self._tokenise(SFTDataset(self.data.train_files), list(schemas.values()))
         self.loader = ResumableLoader(
-            self.examples, self.data.train_batch_size, shuffle=self.data.shuffle, seed=self.data.seed
+            self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
         )
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.trial = self._trial_rows(schemas)
         self.roles = self._roles(to_options(OptimOptions, config.optim, "optim"))
+        self.run_dir = Path(self.options.default_local_dir)
+        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.resumption = find_resumption(self.options, self.checkpoints, config)
+        self.used_config = used_values(config, self.resumption)
+        self.step = 0
+        self._trials = Trials()
+        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        if self.resumption is not None:
+            with self.resumption.restoring() as state:
+                self.loader.load_state_dict(state["loader"])
+                self._trials = Trials(**state["trials"])
+                self.step = state["step"]
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
         """All demonstrations as tokens; one that is no conversation, or is longer than `data.max_length`, is an error that
@@ -157,66 +179,93 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
-            TrainingStopped: too many steps in a row were skipped; the last model that was written stays.
-            Interrupted: a signal ended it; without a wished window, the model as it was then is written.
+            TrainingStopped: too many steps in a row were skipped; a checkpoint holds the steps before.
+            Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
             CheckpointError: the model cannot be written.
         """
-        run_dir = Path(self.options.default_local_dir)
-        with written_atomically(run_dir / "config.yaml") as file:
-            file.write(plain_config(self.config).encode())
         self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self.roles, AgentParts(self.tools))
         self.group.init_model()
+        if self.resumption is not None:
+            with self.resumption.restoring():
+                self.group.load_checkpoint(str(self.resumption.folder))
+            self.resumption.announce()
+        if self.step < self.total_steps:
+            write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
-        tracking = Tracking(self.options.logger, run_dir, experiment)
+        tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
         with (
             Display(self.total_steps, experiment, enabled="console" in self.options.logger) as display,
             Interrupts(display.note) as interrupts,
         ):
+            if self.resumption is not None:
+                display.note(f"resumed from {self.resumption.folder}")
             try:
-                return self._loop(run_dir / "huggingface", tracking, display, interrupts)
+                return self._loop(self.run_dir / "huggingface", tracking, display, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
             finally:
                 tracking.close()
 
     def _loop(self, result: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
-        seen: list[float] = []
-        skipped = SkippedSteps(self.options.max_skipped_steps)
         batches = self.loader.endless()
-        for step in range(1, self.total_steps + 1):
-            metrics = self._step([row["demonstration"] for row in next(batches)], step)
-            last = step == self.total_steps
-            if self.trial is not None and (last or step % self.target.every == 0):
-                with interrupts.abandonable():
-                    figures = self._try_out(self.trial, step)
-                metrics |= figures
-                seen.append(figures["reward/success/mean"])
-                if self._in_window(seen[-1]):
-                    self._write(result)
-            tracking.log(metrics, step)
-            display.step(step, metrics)
-            skipped.note(metrics)
-            saves = self.options.save_freq > 0 and step % self.options.save_freq == 0
-            if self.trial is None and (last or saves or interrupts.stop):
-                self._write(result)
-            if interrupts.stop and not last:
-                where = f"; {result} holds the model of that step" if self.trial is None else ""
-                raise Interrupted(f"stopped after step {step} of {self.total_steps}{where}", interrupts.signal_number)
-        if self.trial is not None and not any(map(self._in_window, seen)):
+        while self.step < self.total_steps and not interrupts.stop:
+            self._advance(next(batches), result, tracking, display, interrupts)
+        if self.trial is None and self.step:
+            self._write(result)
+        if self.step < self.total_steps:
+            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.step else ""
+            raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
+        if self.trial is not None and self._trials.kept is None:
             raise EtudeError(
                 f"sampled success never lay within target_success [{self.target.low}, {self.target.high}]; measured "
-                f"{', '.join(f'{s:.2f}' for s in seen)}: change trainer.total_training_steps, optim.lr or the demonstrations"
+                f"{', '.join(f'{s:.2f}' for s in self._trials.measured)}: change trainer.total_training_steps, optim.lr or "
+                "the demonstrations"
             )
         return result
+
+    def _advance(
+        self,
+        rows: list[dict[str, Any]],
+        result: Path,
+        tracking: Tracking,
+        display: Display,
+        interrupts: Interrupts,
+    ) -> None:
+        """A step, and the trial and the checkpoint that are due after it."""
+        metrics = self._step([row["demonstration"] for row in rows])
+        self.step += 1
+        last = self.step == self.total_steps
+        if self.trial is not None and (last or self.step % self.target.every == 0):
+            with interrupts.abandonable():
+                figures = self._try_out(self.trial, self.step)
+            metrics |= figures
+            self._trials.measured.append(figures["reward/success/mean"])
+            if self._in_window(self._trials.measured[-1]):
+                self._write(result)
+                self._trials.kept = self.step
+        tracking.log(metrics, self.step)
+        display.step(self.step, metrics)
+        try:
+            self._skipped.note(metrics)
+        except TrainingStopped:
+            self._save()
+            raise
+        due = self.options.save_freq > 0 and self.step % self.options.save_freq == 0
+        if last or due or interrupts.stop:
+            self._save()
+
+    def _save(self) -> None:
+        state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
+        self.checkpoints.save(self.step, state, self.group.save_checkpoint)
 
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high
 
-    def _step(self, demonstrations: list[Demonstration], step: int) -> dict[str, float]:
+    def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
-            batch.meta_info["global_step"] = step - 1
+            batch.meta_info["global_step"] = self.step
             metrics = finish_metrics(add_metrics(self.group.update_sft(batch)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 

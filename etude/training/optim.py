@@ -128,7 +128,7 @@ class OptimizerSet:
         return {"optimizers": optimizers, "weights": self._masters.state(), "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores `state_dict`'s result.
+        """Restores the moments and the number of steps; decay, betas and rates stay those that the options ask for.
 
         Raises:
             CheckpointError: it was saved by another kind of optimizer, for another model or for another precision.
@@ -138,7 +138,10 @@ class OptimizerSet:
             if len(held) != len(saved):
                 raise ValueError(f"{len(saved)} optimizers saved, {len(held)} in use")
             for optimizer, part in zip(held, saved):
+                asked = [{**group, "params": None} for group in optimizer.param_groups]
                 optimizer.load_state_dict(part)
+                for group, options in zip(optimizer.param_groups, asked):
+                    group.update({**options, "params": group["params"]})
             self._masters.restore(state.get("weights", ()))
         except ValueError as error:
             raise CheckpointError(

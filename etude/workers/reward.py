@@ -14,8 +14,7 @@ from etude.bounded import settle
 from etude.distributed import Dispatch, Worker, register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
-from etude.rewards import REWARD_MANAGERS, TrajectoryScorer, load_compute_score
-from etude.rewards import compute_score as default_compute_score
+from etude.rewards import TrajectoryScorer, build_manager, load_compute_score
 from etude.workers.options import RoleOptions
 
 logger = logging.getLogger(__name__)
@@ -25,18 +24,20 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     """The scorer that the configuration asks for; None with `reward_model.enable=false`.
 
     Raises:
-        ConfigError: unknown reward manager, or a custom function that cannot be loaded.
+        ConfigError: unknown reward manager, one that cannot be made, or a custom function that cannot be loaded.
     """
     if not options.reward.enable:
         return None
     custom = options.custom_reward
-    function = (
-        load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs))
-        if custom.path
-        else default_compute_score
+    function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None
+    manager = build_manager(
+        options.reward.reward_manager,
+        config=options.config,
+        tokenizer=tokenizer,
+        compute_score=function,
+        reward_kwargs=options.reward.reward_kwargs,
     )
-    manager: Any = REWARD_MANAGERS.get(options.reward.reward_manager)  # a user's class may take what it likes
-    return TrajectoryScorer(manager(tokenizer, function, **dict(options.reward.reward_kwargs)))
+    return TrajectoryScorer(manager)
 
 
 class RewardWorker(Worker):

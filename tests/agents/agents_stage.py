@@ -4,11 +4,21 @@ import asyncio
 import json
 from collections import Counter
 
-from etude.agents import AgentContext, MultiTurnOptions, RolloutOptions, Sampling, ToolAgentLoop, TrajectoryClient
+from etude.agents import (
+    AgentContext,
+    AgentLoopBase,
+    AgentLoopManager,
+    MultiTurnOptions,
+    RolloutOptions,
+    Sampling,
+    ToolAgentLoop,
+    TrajectoryClient,
+)
 from etude.chat import ChatTemplate, HermesToolParser
-from etude.inference import ScriptedEngine
+from etude.inference import ScriptedEngine, TokenOutput
 from etude.models import build_tiny_tokenizer
 from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from etude.trajectory import Provenance, Trajectory
 
 TEXTS = ["What is 2 + 3? The answer is 5. tool call name arguments text value", '{"name": "echo", "arguments": {}}'] * 4
 TOKENIZER = build_tiny_tokenizer(TEXTS, 400)
@@ -119,3 +129,44 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
         return output.to_trajectory("r")
 
     return asyncio.run(main()), engine
+
+
+def run(name, rows=1, script=None, tools=(), engine=None, **given):
+    """(results, engine) of a manager that rolls `rows` rows out with the agent loop `name`."""
+    engine = engine or Recorder(script or [says("The answer is 5.")])
+    manager = AgentLoopManager(context(tools, **given), engine)
+
+    async def main():
+        made = [{"raw_prompt": QUESTION, "uid": f"u{n}", "rollout_index": n, "agent_name": name} for n in range(rows)]
+        return await asyncio.wait_for(manager.generate(made, SAMPLING), 30)
+
+    return asyncio.run(main()), engine
+
+
+class Drawn(Recorder):
+    """Draws with log-probs that tell the token and the place."""
+
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+        output = await super().generate(request_id, prompt_ids, sampling_params)
+        values = [-(1 + token / 7 + place / 1000) for place, token in enumerate(output.token_ids)]
+        return TokenOutput(output.token_ids, values, output.stop_reason)
+
+
+def loop_that_returns(made):
+    """A loop of two turns, whose prompt, ids, mask and log-probs `made` turns into an output."""
+
+    class Own(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            prompt = self.chat.initial_ids(row["raw_prompt"])
+            trajectory = Trajectory(row["request_id"], prompt)
+            for turn in range(2):
+                drawn = await self.server_manager.generate(
+                    prompt_ids=trajectory.context_ids(), sampling_params=sampling_params
+                )
+                trajectory.append(drawn.token_ids, Provenance.SAMPLED, log_probs=drawn.log_probs)
+                trajectory.assistant_turns += 1
+                if turn == 0:
+                    trajectory.append([5, 6], Provenance.TOOL)
+            return made(trajectory)
+
+    return Own

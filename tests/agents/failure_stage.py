@@ -30,7 +30,7 @@ class EveryState(ToolAgentLoop):
         self.long_turn = row.get("long_turn")
         return await super().run(sampling_params | {"max_tokens": SHORT}, **row)
 
-    async def _handle_generating(self, data):
+    async def _handle_generating_state(self, data, sampling_params):
         turn = data.trajectory.assistant_turns
         data.sampling = replace(data.sampling, max_tokens=LONG if turn == self.long_turn else SHORT)
         await self.sample(data)

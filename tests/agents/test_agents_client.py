@@ -105,6 +105,7 @@ def test_media_of_other_loops_are_understood_or_refused():
         )
 
     assert asyncio.run(ask(image_data=None, video_data=None)).token_ids == says("a")
+    assert asyncio.run(ask(image_data=[], video_data=[], mm_processor_kwargs={}, priority=0)).token_ids == says("a")
     image = ImageInput.of(torch.zeros(4, 8), (1, 2, 2), merge_size=2)
     assert asyncio.run(ask(image_data=[image])).token_ids == says("a")
     with pytest.raises(ConfigError, match="takes images as `read_images` gives them, not str"):

@@ -6,12 +6,14 @@ import asyncio
 import pytest
 import yaml
 from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, call, context, encode, roll, says
+from server_stage import ServerProcess
 
 from etude.agents import AgentLoopManager, to_batch
 from etude.sandbox import RunRequest, RunStatus, SandboxClient, SandboxUnavailableError
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools import BaseTool, initialize_tools_from_config
 from etude.tools.builtin.code_interpreter import SandboxFusionTool
+from etude.tools.builtin.code_report import NOTHING
 from etude.trajectory import Provenance, StopReason
 
 SCHEMA = {
@@ -190,3 +192,30 @@ def test_tool_call_batch_case(tool):
             str(row * 1000 + k) for k in range(calls)
         ]
         assert trajectory.messages[-1]["content"] == f"row {row}"
+
+
+@pytest.mark.parametrize("max_retries", [0, 2])
+def test_a_server_that_dies_and_returns_costs_an_attempt_and_never_a_state(tmp_path, max_retries):
+    """The second cell of the first attempt meets a server that knows nothing of the first one: nobody is told of it, no
+    cell runs in an interpreter that lacks its variables, and the trajectory begins again."""
+    servers = [ServerProcess("--workers", "2")]
+    config = {**ENTRY["config"], "stateful": True, "sandbox_fusion_url": servers[0].url, "max_retries": max_retries}
+    file = tmp_path / "tools.yaml"
+    file.write_text(yaml.safe_dump({"tools": [{**ENTRY, "config": config}]}), encoding="utf-8")
+    (stateful,) = initialize_tools_from_config(str(file))
+
+    def script(request_id, prompt, turn):
+        if turn == 1 and len(servers) == 1:
+            port = servers[0].url.rsplit(":", 1)[1]
+            servers[0].__exit__()
+            servers.append(ServerProcess("--workers", "2", "--port", port))
+        return says([run("x = 41"), run("print(x + 1)"), "42"][turn])
+
+    try:
+        [result], _ = roll_out(stateful, script, [{**ROW, "uid": "u", "rollout_index": 0}])
+        assert (result.attempts, result.failures) == (2, 1)
+        assert [record.response for record in result.trajectory.tool_calls] == [NOTHING, "42"]
+        assert stateful._trajectories == {}
+    finally:
+        servers[-1].__exit__()
+        stateful._client.close()

@@ -8,13 +8,11 @@ import pytest
 from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
 
 from etude.agents import (
-    AGENT_LOOPS,
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
     RolloutResult,
     ToolAgentLoop,
-    register,
     to_batch,
     token_level_scores,
 )
@@ -50,20 +48,6 @@ def assert_balanced(engine, *tools):
     assert max(Counter(engine.opened).values(), default=1) == 1
     for tool in tools:
         assert tool.log["create"] == tool.log["release"]
-
-
-@pytest.fixture
-def loop_named():
-    """Registers agent loops for one test."""
-    names = []
-
-    def enter(name, loop_class):
-        register(name)(loop_class)
-        names.append(name)
-
-    yield enter
-    for name in names:
-        AGENT_LOOPS._items.pop(name, None)
 
 
 # -- results -----------------------------------------------------------------------------------------------------
@@ -583,8 +567,8 @@ def test_deterministic_runs_are_bit_identical_whatever_the_tools_take(loop_named
     """The native engine, three lanes for ten rows, and a loop that calls its tool after every turn."""
 
     class Talkative(ToolAgentLoop):
-        async def _handle_generating(self, data):
-            state = await super()._handle_generating(data)
+        async def _handle_generating_state(self, data, sampling_params):
+            state = await super()._handle_generating_state(data, sampling_params)
             if state.value == "terminated" and data.trajectory.assistant_turns < 3 and self.room(data.trajectory) > 40:
                 data.parsed = ParsedResponse("", [FunctionCall(name="echo", arguments='{"text": "more"}')], [])
                 return type(state).PROCESSING_TOOLS

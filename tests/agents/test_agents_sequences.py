@@ -11,7 +11,7 @@ from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context,
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager, AgentLoopOutput, TrajectoryClient, register
+from etude.agents import AGENT_LOOPS, AgentLoopBase, AgentLoopManager, AgentLoopOutput, TrajectoryClient
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine, NativeEngineOptions, TokenOutput
 from etude.models import TinyModelSpec, build_tiny_model
@@ -21,20 +21,6 @@ from etude.trajectory import Provenance, StopReason, Trajectory
 PROMPT = CHAT.initial_ids(QUESTION)
 SHORTER = CHAT.initial_ids(QUESTION[1:])
 PARAMS = SAMPLING.params(0, 50, CHAT.stop_token_ids)
-
-
-@pytest.fixture
-def loop_named():
-    """Registers agent loops for one test."""
-    names = []
-
-    def enter(name, loop_class):
-        register(name)(loop_class)
-        names.append(name)
-
-    yield enter
-    for name in names:
-        AGENT_LOOPS._items.pop(name, None)
 
 
 class Forgetful(AgentLoopBase):

@@ -300,9 +300,9 @@ def test_broken_infrastructure_leaves_the_loop_and_the_tool_released(method):
 
 def test_a_subclass_may_override_a_state():
     class Polite(ToolAgentLoop):
-        async def _handle_pending(self, data):
+        async def _handle_pending_state(self, data, sampling_params):
             data.trajectory.messages.append({"role": "user", "content": "Please."})
-            return await super()._handle_pending(data)
+            return await super()._handle_pending_state(data, sampling_params)
 
     trajectory, _ = roll([says("5")], [Echo()], loop_class=Polite)
     assert "Please." in TOKENIZER.decode(trajectory.prompt_ids)

@@ -112,9 +112,25 @@ def test_an_evaluation_tells_writes_and_dumps(tiny, tmp_path, capsys):
     assert figures["dropped"] == 0
     assert figures["reward"] == pytest.approx(sum(record["score"] for record in records) / 3)
     assert 0 <= figures["success_low"] <= figures["success"] <= figures["success_high"] <= 1
-    assert shown.count("\n") == 1
-    assert f"success {figures['success']:.3f}" in shown
+    [(source, own)] = figures["sources"].items()
+    assert own == {key: value for key, value in figures.items() if key not in ("sources", "metrics")}
+    assert shown.startswith(f"{source}: success {figures['success']:.3f} (95 % interval ")
+    core = figures["metrics"][f"val-core/{source}/reward/mean@1"]
+    assert f"  mean@1 {core:.3f}\n" in shown
+    assert shown.count("\n") == 2
     assert not (tmp_path / "run").exists()
+
+
+def test_an_evaluation_of_several_samples_must_sample(tiny, tmp_path, capsys):
+    val = "actor_rollout_ref.rollout.val_kwargs"
+    arguments = tiny.arguments(tmp_path, f"data.val_files={tiny.folder}/data/test.parquet", f"{val}.n=2")
+    for more in ((), (f"{val}.do_sample=true", f"{val}.temperature=0")):
+        error = one_line_error(capsys, ["eval", *arguments, *more])
+        assert "val_kwargs.n=2 without sampling gives equal answers" in error
+    assert run(cli, ["eval", *arguments, f"{val}.do_sample=true", f"{val}.temperature=1"]) == 0
+    shown = capsys.readouterr().out
+    assert "3 prompts, 6 samples, 0 dropped" in shown
+    assert "best@2/mean" in shown
 
 
 def test_a_greedy_evaluation_is_the_same_every_time(tiny, tmp_path):

@@ -10,7 +10,8 @@ import pytest
 import etude
 from etude.cli import main as main_module
 from etude.cli.main import COMMANDS, LazyCommand, cli, run
-from etude.errors import ConfigError, TrainingStopped
+from etude.errors import ConfigError, TrainingStopped, _user_file
+from etude.registry import import_object
 
 ROOT = Path(etude.__file__).parents[1]
 
@@ -55,9 +56,26 @@ def test_debugging_shows_the_traceback(monkeypatch):
     assert run(ends_with(ConfigError("x")), []) == 2
 
 
-def test_a_fault_of_ours_keeps_its_traceback():
+def test_a_fault_of_ours_keeps_its_traceback(monkeypatch):
+    monkeypatch.setattr("etude.errors._user_file", lambda name: None)  # as if this file were ours
     with pytest.raises(ZeroDivisionError):
         run(ends_with(ZeroDivisionError()), [])
+
+
+def test_a_bug_in_a_users_file_is_one_line_with_its_place(capsys, monkeypatch, tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("import json\n\n\ndef command(**options):\n    return json.loads('{')\n")
+    buggy = click.Command("mine", callback=import_object(f"{file}:command"))
+    assert run(buggy, []) == 2
+    error = f"error: JSONDecodeError: Expecting property name enclosed in double quotes: line 1 column 2 (char 1) ({file}:5)"
+    assert capsys.readouterr().err == f"{error}; ETUDE_DEBUG=1 shows the traceback\n"
+    monkeypatch.chdir(tmp_path)
+    _user_file.cache_clear()
+    run(buggy, [])
+    assert "(mine.py:5)" in capsys.readouterr().err
+    monkeypatch.setenv("ETUDE_DEBUG", "1")
+    with pytest.raises(ValueError, match="Expecting property name"):
+        run(buggy, [])
 
 
 def test_the_version_and_the_help(capsys):
@@ -66,6 +84,12 @@ def test_the_version_and_the_help(capsys):
     assert run(cli, ["--help"]) == 0
     shown = capsys.readouterr().out
     assert COMMANDS["config"].help in shown
+
+
+def test_the_package_runs_as_a_module():
+    command = [sys.executable, "-m", "etude", "--version"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True)
+    assert etude.__version__ in done.stdout
 
 
 def test_a_misspelt_command_is_answered_with_the_nearest(capsys):

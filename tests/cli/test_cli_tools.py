@@ -212,3 +212,11 @@ def test_tools_without_mcp_do_not_import_its_sdk():
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_a_folder_does_not_hide_the_tool_of_its_name(capsys, tmp_path, monkeypatch):
+    (tmp_path / "gsm8k").mkdir()
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = etude(capsys, "list", "gsm8k")
+    assert status == 0
+    assert "calc_gsm8k_reward" in out

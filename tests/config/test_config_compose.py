@@ -399,3 +399,67 @@ def test_an_error_is_never_hydras_own(tmp_path):
         pytest.fail(f"leaked {error!r}")
     except ConfigError:
         pass
+
+
+# Paths, and the folder of a run
+
+
+def test_paths_in_a_yaml_are_relative_to_it(tmp_path, monkeypatch):
+    mine, elsewhere = tmp_path / "mine", tmp_path / "elsewhere"
+    for name in ("rows.parquet", "tools.yaml", "sub/reward.py", "agent.py", "json"):
+        write(mine, name, "")
+    (mine / "model").mkdir()
+    write(elsewhere, "test.parquet", "")
+    write(elsewhere, "tools.yaml", "")
+    write(
+        mine,
+        "run.yaml",
+        """
+        plugins: [agent.py, json]
+        data: {train_files: rows.parquet, val_files: [test.parquet, rows.parquet]}
+        custom_reward_function: {path: sub/reward.py}
+        actor_rollout_ref:
+          model: {path: model}
+          rollout:
+            multi_turn: {tool_config_path: tools.yaml}
+            agent: {openai_agent: {function: "agent.py:run"}}
+        trainer: {default_local_dir: model, rollout_data_dir: model}
+        """,
+    )
+    monkeypatch.chdir(elsewhere)
+    config = compose("run", ["critic.model.path=model"], mine)
+    assert config.data.train_files == [f"{mine}/rows.parquet"]
+    assert config.data.val_files == ["test.parquet", f"{mine}/rows.parquet"]
+    assert config.plugins == [f"{mine}/agent.py", f"{mine}/json"]
+    assert config.custom_reward_function.path == f"{mine}/sub/reward.py"
+    rollout = config.actor_rollout_ref.rollout
+    assert rollout.multi_turn.tool_config_path == rollout.tool_config == [f"{mine}/tools.yaml"]
+    assert rollout.agent.openai_agent.function == f"{mine}/agent.py:run"
+    assert config.actor_rollout_ref.model.path == f"{mine}/model"
+    assert config.critic.model.path == "model"  # from the command line
+    assert config.trainer.default_local_dir == config.trainer.rollout_data_dir == "model"  # written to, not read
+
+
+def test_each_experiment_has_a_folder_and_the_same_one_its_own():
+    def folder(*overrides, root="grpo_trainer"):
+        return compose(root, ["data.train_files=a.parquet", *overrides]).trainer.default_local_dir
+
+    same = folder()
+    assert re.fullmatch(r"runs/etude/default-[0-9a-f]{8}", same)
+    for override in ("trainer.total_training_steps=9", "actor_rollout_ref.actor.optim.lr=1", "trainer.save_freq=3"):
+        assert folder(override) == same
+    others = [
+        "actor_rollout_ref.model.path=models/b",
+        "data.train_files=b.parquet",
+        "data.train_batch_size=2",
+        "custom_reward_function.path=r.py",
+        "reward_model.enable=false",
+        "algorithm.adv_estimator=gae",
+        "trainer.seed=2",
+        "actor_rollout_ref.rollout.tool_config=tools.yaml",
+    ]
+    assert len({same, *map(folder, others)}) == 1 + len(others)
+    assert folder("trainer.experiment_name=mine") == "runs/etude/mine"
+    assert folder("data.train_files=${trainer.default_local_dir}/rows.parquet") != same  # no circle
+    assert folder(root="gsm8k_tool").startswith("runs/etude/gsm8k_tool-")
+    assert compose("sft", ["model.path=a"]).trainer.default_local_dir != compose("sft").trainer.default_local_dir

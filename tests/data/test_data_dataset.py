@@ -4,9 +4,11 @@ import json
 import logging
 
 import pytest
+from omegaconf import OmegaConf
 
 from etude.data import DataOptions, RLDataset, RLHFDataset, write_parquet
 from etude.errors import ConfigError, DataError
+from etude.tools import builtin_config
 
 SCHEMAS = {
     "calculator": {"type": "function", "function": {"name": "calculator", "description": "x" * 40}},
@@ -29,6 +31,9 @@ class CharacterTemplate:
             raise DataError("the chat template refuses the messages: no developer role\nhere")
         text = json.dumps(tools or []) + "".join(f"<{m['role']}>{m['content']}" for m in messages)
         return [ord(character) for character in text]
+
+    def require_whole(self, messages, tools):
+        self.initial_ids(messages, tools)
 
     def prompt_length(self, messages, tools):
         return len(self.initial_ids(messages, tools))
@@ -164,8 +169,44 @@ def test_the_fingerprint_follows_the_prompts(tmp_path):
     assert first.fingerprint == same.fingerprint != other.fingerprint
 
 
-def test_the_documents_name_is_the_same_class():
-    assert RLHFDataset is RLDataset
+@pytest.fixture(scope="module")
+def tokenizer():
+    from etude.models import build_tiny_tokenizer
+
+    return build_tiny_tokenizer(["Compute 2 + 3."], 300)
+
+
+def test_the_documents_class_is_made_of_files_a_tokenizer_and_the_data_section(tokenizer, tmp_path, caplog):
+    config = OmegaConf.create(
+        {
+            "prompt_key": "prompt",
+            "max_prompt_length": 500,
+            "filter_overlong_prompts": True,
+            "filter_overlong_prompts_workers": 2,
+            "truncation": "error",
+            "seed": None,
+            "tool_config_path": str(builtin_config("calculator")),
+        }
+    )
+    row = a_row("2 + 3", index=4, tools_kwargs={"calculator": {"create_kwargs": {}}})
+    file = jsonl(tmp_path / "a.jsonl", [row, a_row("x" * 600), row])
+    rows = RLHFDataset(data_files=file, tokenizer=tokenizer, config=config)
+    assert len(rows) == 2
+    assert isinstance(rows, RLDataset)
+    assert "calculator" in rows[0]["full_prompts"]
+    assert rows[0]["raw_prompt"] == row["prompt"]
+    [told] = [message for message in caplog.messages if "no effect" in message]
+    assert told.endswith("data.filter_overlong_prompts_workers")
+    del config.tool_config_path
+    bare = RLHFDataset(OmegaConf.create([file, file]), tokenizer, config, None, max_samples=1)
+    assert len(bare) == 1
+    assert "calculator" not in bare[0]["full_prompts"]
+
+
+def test_the_documents_class_refuses_what_would_cut_prompts(tokenizer, tmp_path):
+    file = jsonl(tmp_path / "a.jsonl", [a_row("a")])
+    with pytest.raises(ConfigError, match=r"data\.truncation must be 'error' or 'drop'"):
+        RLHFDataset(file, tokenizer, {"truncation": "left"})
 
 
 @pytest.mark.parametrize(

@@ -115,6 +115,29 @@ def test_parquet_with_bytes_and_parts(tmp_path):
     )
 
 
+def test_image_parts_may_hold_their_picture_themselves(tmp_path):
+    """As rows of verl 0.7 and later do."""
+    one, two = picture(16, 16, seed=1), picture(24, 32, seed=2)
+    one.save(tmp_path / "1.png")
+    system = {"role": "system", "content": [{"type": "text", "text": "Look."}]}
+
+    def prompt(first, second):
+        parts = [{"type": "image", "image": first}, {"type": "text", "text": "or"}, {"type": "image", "image": second}]
+        return [system, {"role": "user", "content": parts}]
+
+    address = "data:image/png;base64," + base64.b64encode(png(two)).decode()
+    by_path = lines(tmp_path / "x.jsonl", {**a_row(), "prompt": prompt("1.png", address)})
+    held = {**a_row(), "prompt": prompt({"bytes": png(one), "path": None}, {"bytes": png(two), "path": None})}
+    for path in (by_path, write_parquet([held], tmp_path / "x.parquet")):
+        [item] = dataset(path)
+        shown = [{"type": "image"}, {"type": "text", "text": "or"}, {"type": "image"}]
+        assert item["raw_prompt"] == [{"role": "system", "content": "Look."}, {"role": "user", "content": shown}]
+        assert item["raw_prompt_ids"] == by_processor(item["raw_prompt"], [one, two])
+        assert [list(load_image(each, 10**6).getdata()) for each in item["images"]] == [
+            list(each.getdata()) for each in (one, two)
+        ]
+
+
 def test_the_places_may_be_in_any_message_and_the_column_have_another_name(tmp_path):
     prompt = [
         {"role": "system", "content": "<image>"},
@@ -155,6 +178,9 @@ def test_prompts_are_measured_with_their_images(tmp_path):
         (a_row("<image><image>", ["a.png"]), "places for 2 images ('<image>'), and images holds 1"),
         (a_row("<image>", []), "places for 1 images ('<image>'), and images holds 0"),
         (a_row([{"type": "image"}]), "places for 1 images ('<image>'), and images holds 0"),
+        (a_row([{"type": "image", "image": "a.png"}], ["a.png"]), "image parts of the prompt name pictures, and so does"),
+        (a_row([{"type": "image", "image": "a.png"}, {"type": "image"}]), "2 images ('<image>'), and its image parts name"),
+        (a_row([{"type": "image", "image": 3}]), "image part[0] must be a path, bytes, or an object with one of them"),
         (a_row(images="a.png"), "images must be a list of images, got str"),
         (a_row(images=[3]), "images[0] must be a path, bytes, or an object with one of them, got int"),
         (a_row(images=[{"path": None}]), "images[0] must be a path"),

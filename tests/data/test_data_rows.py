@@ -133,8 +133,8 @@ def one(message):
         (one({"role": "user"}), "prompt[1] (user) needs 'content' as text, got NoneType"),
         (one({"role": "user", "content": []}), "needs 'content' as text, got list"),
         (one({"role": "user", "content": [{"type": "text"}]}), "a part of 'content' must be {type: text, text}"),
-        (one({"role": "user", "content": ["x"]}), "or {type: image}, got str"),
-        (one({"role": "user", "content": [{"type": "image", "image": "a.png"}]}), "an image part names no picture"),
+        (one({"role": "user", "content": ["x"]}), "or {type: image, image?}, got str"),
+        (one({"role": "user", "content": [{"type": "image", "url": "a.png"}]}), "or {type: image, image?}, got image"),
         (one({"role": "assistant", "tool_calls": {"a": 1}}), "tool_calls must be a list, got dict"),
         (one({"role": "assistant", "tool_calls": ["x"]}), "tool_calls[0] must be {type: function"),
         (
@@ -153,7 +153,6 @@ def one(message):
         (with_kwargs({"search": None}, need_tools_kwargs=True), "need_tools_kwargs is true"),
         (with_kwargs(["search"]), "extra_info.tools_kwargs must be an object, got list"),
         (with_kwargs({}, interaction_kwargs="x"), "extra_info.interaction_kwargs must be an object, got str"),
-        (with_kwargs({}, interaction_kwargs={"topic": "x"}), "extra_info.interaction_kwargs needs 'name'"),
         (with_kwargs({}, interaction_kwargs={"name": "x"}), "interaction 'x' (set multi_turn.interaction_config_path)"),
         (with_kwargs({"serch": {}}), "tools_kwargs names the tool 'serch'; did you mean 'search'?"),
         (with_kwargs({"search": 1}), "tools_kwargs.search must be an object, got int"),
@@ -162,6 +161,10 @@ def one(message):
         (with_kwargs({"search": {}}, tool_selection=["calculator"]), "'search', which tool_selection leaves out"),
         (with_kwargs({}, tool_selection="search"), "extra_info.tool_selection must be a list of tool names"),
         (with_kwargs({}, tool_selection=[1]), "extra_info.tool_selection must be a list of tool names"),
+        (
+            with_kwargs({}, tool_selection=["search", "calculater"]),
+            "tool_selection names the tool 'calculater'; did you mean 'calculator'? (configured: calculator, search)",
+        ),
     ],
 )
 def test_every_fault_is_one_line_that_names_the_row(row, reason):
@@ -169,6 +172,30 @@ def test_every_fault_is_one_line_that_names_the_row(row, reason):
         check_row(row, "train.parquet: row 17", TOOLS)
     assert str(raised.value).startswith("train.parquet: row 17: ")
     assert reason in str(raised.value)
+
+
+def test_a_selection_is_not_judged_where_tools_are_turned_off():
+    row = check_row(with_kwargs({}, tool_selection=["any"]), "f: row 0", None)
+    assert active_tools(row, ["search"]) == []
+
+
+@pytest.mark.parametrize(
+    ("interactions", "expected"),
+    [((), None), (["gsm8k"], "gsm8k"), (["weather", "gsm8k"], "gsm8k")],
+)
+def test_interaction_kwargs_without_a_name_are_those_of_gsm8k_or_of_nobody(interactions, expected):
+    """As the rows of verl's scripts for tools carry them, which no run with tools alone can use."""
+    kwargs = {"query": "How many?", "ground_truth": "72", "name": None}
+    extra_info = check_row(with_kwargs({}, interaction_kwargs=kwargs), "f: row 0", TOOLS, interactions=interactions)[
+        "extra_info"
+    ]
+    named = {"query": "How many?", "ground_truth": "72", "name": expected}
+    assert extra_info.get("interaction_kwargs") == (named if expected else None)
+
+
+def test_a_name_is_asked_for_where_none_can_be_meant():
+    with pytest.raises(DataError, match="interaction_kwargs needs 'name'"):
+        check_row(with_kwargs({}, interaction_kwargs={"topic": "x"}), "f: row 0", TOOLS, interactions=["weather"])
 
 
 def test_without_any_tool_the_error_says_so():

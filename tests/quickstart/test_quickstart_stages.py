@@ -15,6 +15,7 @@ from etude.quickstart.prepare import TOOLS, Sizes, prepare
 from etude.quickstart.stages import Quickstart
 from etude.tools import load_tools
 from etude.trainer import run as runs
+from etude.trainer.dumps import read_rollouts
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 
@@ -75,6 +76,20 @@ def test_it_leaves_what_it_promises(whole):
         assert 0 <= figures["low"] <= figures["value"] <= figures["high"] <= 1
     assert Path(summary["model"]).is_dir()
     assert (folder / "rollouts" / "4.jsonl").is_file()
+
+
+def test_the_command_scores_its_model_as_it_does(whole, tmp_path, capsys):
+    folder, summary = whole
+    model = f"actor_rollout_ref.model.path={summary['model']}"
+    files = (f"data.val_files={folder}/data/test.parquet", *TINY)
+    command = ["eval", "--config-name", "quickstart", "--dump", str(tmp_path), model, *files]
+    assert run(cli, command) == 0
+    ours, theirs = (
+        list(read_rollouts(each)) for each in (tmp_path / "0.jsonl", folder / "evaluation" / "greedy" / "4.jsonl")
+    )
+    assert [record["input"] for record in ours] == [record["input"] for record in theirs]
+    assert [record["response_ids"] for record in ours] == [record["response_ids"] for record in theirs]
+    assert f"success {summary['greedy_after']:.3f}" in capsys.readouterr().out
 
 
 def test_a_finished_one_does_nothing_again(whole, monkeypatch):

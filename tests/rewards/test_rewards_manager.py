@@ -1,12 +1,14 @@
 """Reward managers and the trajectory scorer: what a scorer sees, and what its failures mean."""
 
 import asyncio
+import inspect
 import time
 
 import numpy as np
 import pytest
 import torch
 
+from etude.config import compose
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.protocol import DataProto
 from etude.rewards import (
@@ -15,8 +17,11 @@ from etude.rewards import (
     NaiveRewardManager,
     RewardManagerBase,
     TrajectoryScorer,
+    build_manager,
     compute_score,
+    default_compute_score,
     duplicate_judge,
+    load_compute_score,
     register,
 )
 from etude.trajectory import Provenance, Trajectory
@@ -233,3 +238,221 @@ def test_duplicate_judge():
     assert not duplicate_judge(row("42"), None)
     assert not duplicate_judge({"reward_model": None}, {"calc": {}})
     assert duplicate_judge(row(["a"]), {"calc": {"create_kwargs": {"ground_truth": np.array(["a"])}}})
+
+
+# Managers of the shapes that verl's have
+
+
+def made(name, cls, scorer=None, config=None, **reward_kwargs):
+    """What the configuration's `reward_manager` makes of a class."""
+    register(name)(cls)
+    return build_manager(name, config=config, tokenizer=Letters(), compute_score=scorer, reward_kwargs=reward_kwargs)
+
+
+def half(**_):
+    return 0.5
+
+
+class Legacy(AbstractRewardManager):
+    """Up to verl 0.6: whole batches, and the parameters in this order."""
+
+    def __init__(self, tokenizer, num_examine, compute_score=None, reward_fn_key="data_source", bonus=0.0):
+        self.tokenizer, self.num_examine, self.compute_score = tokenizer, num_examine, compute_score
+        self.reward_fn_key, self.bonus = reward_fn_key, bonus
+
+    def __call__(self, data, return_dict=False):
+        tensor = torch.zeros(data.batch["responses"].shape)
+        for index in range(len(data)):
+            item = data[index]
+            length = item.batch["attention_mask"][item.batch["prompts"].shape[-1] :].sum()
+            tensor[index, length - 1] = self.bonus + self.compute_score(
+                data_source=item.non_tensor_batch[self.reward_fn_key],
+                solution_str=self.tokenizer.decode(item.batch["responses"][:length].tolist()),
+                ground_truth=item.non_tensor_batch["reward_model"]["ground_truth"],
+                extra_info=item.non_tensor_batch["extra_info"],
+            )
+        return {"reward_tensor": tensor, "reward_extra_info": {}} if return_dict else tensor
+
+
+class Loop(RewardManagerBase):
+    """From verl 0.7: one row at a time, the configuration first."""
+
+    def __init__(self, config, tokenizer, compute_score, reward_router_address=None, reward_model_tokenizer=None):
+        super().__init__(config, tokenizer, compute_score)
+        self.compute_score = compute_score or default_compute_score
+        self.is_async_reward_score = inspect.iscoroutinefunction(self.compute_score)
+        self.factor = config["factor"]
+
+    async def run_single(self, data):
+        item = data[-1:][0]
+        arguments = {
+            "data_source": item.non_tensor_batch["data_source"],
+            "solution_str": "",
+            "ground_truth": item.non_tensor_batch["reward_model"]["ground_truth"],
+            "extra_info": item.non_tensor_batch.get("extra_info", {}),
+        }
+        if self.is_async_reward_score:
+            result = await self.compute_score(**arguments)
+        else:
+            result = await self.loop.run_in_executor(None, lambda: self.compute_score(**arguments))
+        return {"reward_score": result * self.factor, "reward_extra_info": {"acc": result}}
+
+
+class Short(RewardManagerBase):
+    """verl 0.6's first form of the same: without a scorer for the base."""
+
+    def __init__(self, config, tokenizer, compute_score):
+        super().__init__(config, tokenizer)
+        self.compute_score = compute_score
+
+    async def run_single(self, data):
+        return {"reward_score": self.compute_score(), "reward_extra_info": {}}
+
+
+class Handing(NaiveRewardManager):
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+
+
+def scored(manager):
+    rollout = trajectory(("x", "#### 42"))
+    asyncio.run(TrajectoryScorer(manager)(rollout, row()))
+    return rollout.rewards.score
+
+
+def test_a_manager_gets_the_users_function_whatever_the_order_of_its_parameters():
+    legacy = made("test_legacy", Legacy, half, bonus=0.25)
+    assert (legacy.num_examine, legacy.reward_fn_key, legacy.compute_score) == (0, "data_source", half)
+    assert scored(legacy) == 0.75
+    assert scored(made("test_loop", Loop, half, config={"factor": 3})) == 1.5
+    assert scored(made("test_short", Short, half)) == 0.5
+    assert scored(made("test_handing", Handing, half)) == 0.5
+
+
+def test_without_a_function_of_the_users_the_built_in_one_is_handed_over():
+    assert made("test_legacy", Legacy).compute_score is default_compute_score
+    assert scored(made("test_legacy", Legacy)) == 1.0  # decodes what a tool said, too: it is its own
+
+
+@pytest.mark.parametrize("is_async", [True, False])
+def test_a_loaded_function_is_async_if_it_was_written_so(is_async, tmp_path):
+    (tmp_path / "mine.py").write_text(
+        f"{'async ' * is_async}def compute_score(ground_truth): return float(ground_truth) / 84\n"
+    )
+    scorer = load_compute_score(str(tmp_path / "mine.py"))
+    assert inspect.iscoroutinefunction(scorer) is is_async
+    assert scored(made("test_loop", Loop, scorer, config={"factor": 2})) == 1.0
+    assert scored(NaiveRewardManager(Letters(), scorer)) == 0.5
+
+
+@pytest.mark.parametrize("parts", [("config", Letters(), half), (Letters(), half), (Letters(), 1, half, "data_source")])
+def test_the_built_in_manager_is_made_in_any_of_the_orders(parts):
+    assert scored(NaiveRewardManager(*parts)) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("parts", "named", "words"),
+    [
+        ((), {}, "needs a tokenizer"),
+        ((half, Letters()), {"compute_score": 3}, "compute_score is no function"),
+        (({}, half, Letters()), {}, "needs a tokenizer, got function"),
+        ((Letters(), 0, half, "source"), {}, "data_source picks"),
+        ((Letters(), 0, half, "data_source", 1, 2), {}, "takes tokenizer, num_examine"),
+    ],
+)
+def test_parts_in_no_known_order_are_refused(parts, named, words):
+    with pytest.raises(ConfigError, match=words):
+        NaiveRewardManager(*parts, **named)
+
+
+class Unmatched(AbstractRewardManager):
+    def __init__(self, tok, fn):
+        raise AssertionError
+
+    def __call__(self, data, return_dict=False):
+        raise AssertionError
+
+
+class NoScorer(Legacy):
+    def __init__(self, tokenizer):
+        super().__init__(tokenizer, 0, half)
+
+
+class Failing(Legacy):
+    def __init__(self, config):
+        super().__init__(config.reward.tokenizer, 0)
+
+
+class NeverCalled(NaiveRewardManager):
+    def __call__(self, data, return_dict=False):
+        raise AssertionError
+
+
+@pytest.mark.parametrize(
+    ("cls", "scorer", "reward_kwargs", "words"),
+    [
+        (Unmatched, None, {}, r"\(Unmatched\) requires 'tok', which nothing provides"),
+        (Legacy, None, {"bonus": 1, "bonsu": 1}, "no reward_model.reward_kwargs.bonsu"),
+        (Legacy, None, {"num_examine": 3}, "no reward_model.reward_kwargs.num_examine"),
+        (NoScorer, half, {}, r"custom_reward_function.path is set, but .*\(NoScorer\) takes no compute_score"),
+        (Failing, None, {}, "cannot be made: AttributeError: 'NoneType' object has no attribute 'reward'"),
+        (NeverCalled, None, {}, "derive it from AbstractRewardManager"),
+    ],
+)
+def test_what_cannot_be_matched_is_refused(cls, scorer, reward_kwargs, words):
+    with pytest.raises(ConfigError, match=words) as caught:
+        made(f"test_{cls.__name__}", cls, scorer, **reward_kwargs)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_batch_without_a_response_mask_is_scored_by_its_attention_mask():
+    data = batch()
+    mask = data.batch.pop("response_mask")
+    data.batch["attention_mask"] = torch.cat([torch.ones(2, 3, dtype=torch.long), mask], dim=1)
+    rewards = NaiveRewardManager(Letters(), compute_score)(data)
+    assert rewards.nonzero().tolist() == [[0, 7], [1, 8]]
+    del data.batch["attention_mask"]
+    assert NaiveRewardManager(Letters(), lambda **_: 1.0)(data).nonzero().tolist() == [[0, 8], [1, 8]]
+
+
+# DAPO's length penalty
+
+
+@pytest.mark.parametrize(
+    ("tokens", "penalty"), [(10, 0.0), (12, 0.0), (14, -0.5), (16, -1.0), (20, -2.0)]
+)  # at most 16 tokens, the last 4 of which are the buffer
+def test_dapo_takes_a_share_of_the_buffer_that_is_used(tokens, penalty):
+    buffer = {"enable": True, "len": 4, "penalty_factor": 0.5, "log": True}
+    rollout = Trajectory("r", ids("q"))
+    rollout.append(ids("x" * 6), Provenance.SAMPLED)
+    rollout.append(ids("t" * (tokens - 6)), Provenance.TOOL)
+    manager = made_by_name("dapo", half, overlong_buffer_cfg=buffer, max_resp_len=16)
+    asyncio.run(TrajectoryScorer(manager)(rollout, row()))
+    assert rollout.rewards.score == 0.5 + 0.5 * penalty
+    assert rollout.rewards.score_info == {"acc": 0.5, "overlong_reward": 0.5 * penalty, "overlong": penalty < 0}
+
+
+def made_by_name(name, scorer=None, config=None, **reward_kwargs):
+    return build_manager(name, config=config, tokenizer=Letters(), compute_score=scorer, reward_kwargs=reward_kwargs)
+
+
+def test_dapo_takes_the_longest_response_from_the_configuration():
+    config = compose("ppo_trainer", ["data.max_response_length=20"])
+    assert made_by_name("dapo", config=config, overlong_buffer_cfg={"len": 4}).max_resp_len == 20
+    assert scored(made_by_name("dapo", half, config=config)) == 0.5
+    assert scored(made_by_name("dapo", half, overlong_buffer_cfg={"enable": False, "len": 4})) == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"overlong_buffer_cfg": {"len": 4}}, "from 1 to max_resp_len tokens: 4, None"),
+        ({"overlong_buffer_cfg": {"len": 40}, "max_resp_len": 20}, "from 1 to max_resp_len"),
+        ({"overlong_buffer_cfg": {"lenn": 4}}, "overlong_buffer_cfg.lenn; did you mean 'len'"),
+        ({"overlong_buffer_cfg": {"len": 4, "penalty_factor": -1}, "max_resp_len": 20}, "penalty_factor at least 0"),
+        ({"overlong": 4}, "'dapo' has no reward_model.reward_kwargs.overlong"),
+    ],
+)
+def test_dapos_options_are_checked(options, words):
+    with pytest.raises(ConfigError, match=words):
+        made_by_name("dapo", **options)

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from etude.errors import ConfigError
-from etude.sandbox import Executor, ExecutorOptions, Limits, RunRequest, RunStatus, SandboxError
+from etude.sandbox import Executor, ExecutorOptions, Limits, RunRequest, RunStatus, SandboxError, cgroup
 from etude.sandbox.cgroup import Delegation, Group
 
 
@@ -42,6 +42,70 @@ def test_what_is_not_delegated_is_refused(folder, tmp_path):
     (folder / "cgroup.subtree_control").unlink()
     with pytest.raises(ConfigError, match="not delegated"):
         Delegation(str(folder))
+
+
+@pytest.fixture
+def lives_in(folder, tmp_path, monkeypatch):
+    """This process in the group `delegated/host`, as the kernel says it; `folder` is marked as delegated."""
+    (folder / "host").mkdir()
+    (tmp_path / "mountinfo").write_text(
+        f"9 1 0:9 / {tmp_path} rw - tmpfs t rw\n10 1 0:26 / {tmp_path} rw shared:9 - cgroup2 c rw\n"
+    )
+    (tmp_path / "cgroup").write_text("4:memory:/other\n0::/delegated/host\n")
+    monkeypatch.setattr(cgroup._delegated_around, "__defaults__", (tmp_path,))
+    marks = {folder: b"1"}
+
+    def getxattr(path, name):
+        if name != "user.delegate" or path not in marks:
+            raise OSError(61, "no data")
+        return marks[path]
+
+    monkeypatch.setattr(os, "getxattr", getxattr)
+    return marks
+
+
+def test_the_delegation_around_this_process_is_found_and_tried_out(folder, lives_in):
+    assert cgroup.find_delegation("auto")._folder == folder
+    (tried,) = folder.glob("etude-*")
+    assert (tried / "cgroup.procs").read_text().isdigit()
+    lives_in[folder] = b"0"
+    assert cgroup.find_delegation("auto") is None
+    lives_in.clear()
+    assert cgroup.find_delegation("auto") is None  # writable, but nobody has said that it is ours
+    assert cgroup.find_delegation(None) is None
+
+
+def test_a_group_that_is_not_this_processs_is_not_taken(folder, lives_in, tmp_path):
+    (tmp_path / "cgroup").write_text("0::/elsewhere\n")
+    assert cgroup.find_delegation("auto") is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    lives_in[tmp_path] = b"1"
+    assert cgroup.find_delegation("auto") is None  # the root of all groups
+    (tmp_path / "cgroup").write_text("3:memory:/\n")
+    assert cgroup.find_delegation("auto") is None  # cgroup v1
+
+
+def test_a_delegation_that_does_not_work_is_told_and_not_used(folder, lives_in, caplog, monkeypatch):
+    (folder / "cgroup.controllers").write_text("cpu")
+    assert cgroup.find_delegation("auto") is None
+    assert "no controller memory, pids" in caplog.text
+    (folder / "cgroup.controllers").write_text("cpu memory pids")
+
+    def refuse(self, pid):
+        raise SandboxError("cgroup.procs: Permission denied")
+
+    monkeypatch.setattr(Group, "admit", refuse)
+    assert cgroup.find_delegation("auto") is None
+    assert "Permission denied" in caplog.text
+
+
+def test_boxes_use_the_delegation_that_was_found(folder, lives_in):
+    async def run():
+        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+            return (await executor.run(RunRequest("print(1)"))).stdout
+
+    assert asyncio.run(run()) == "1\n"
+    assert list(folder.glob("etude-*/memory.max"))
 
 
 def test_limits_are_written(folder):
@@ -91,7 +155,8 @@ def test_each_box_is_admitted_before_it_forks_and_limited_before_it_runs(folder)
             while not (found := list(folder.glob("etude-*/memory.max"))):
                 await asyncio.sleep(0.01)
             group = found[0].parent
-            children = children_of((group / "cgroup.procs").read_text())
+            while not (children := children_of((group / "cgroup.procs").read_text())):
+                await asyncio.sleep(0.01)
             limits = (group / "cpu.max").read_text(), (group / "memory.max").read_text()
             (group / "memory.events").write_text("oom_kill 1")
             return len(children), limits, await task

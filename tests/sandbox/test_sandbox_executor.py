@@ -43,7 +43,7 @@ HERE = {
 }
 
 
-@pytest.mark.parametrize("language", list(Language), ids=lambda language: language.value)
+@pytest.mark.parametrize("language", list(HERE), ids=lambda language: language.value)
 def test_a_program_of_each_language(box, language):
     if language not in box.executor.languages:
         pytest.skip(f"{language.value} is not installed")
@@ -52,6 +52,15 @@ def test_a_program_of_each_language(box, language):
     assert (result.return_code, result.stdout, result.stderr) == (0, "HI a b\n", "")
     assert (result.compile is not None) == (language in (Language.C, Language.CPP))
     assert result.wall_seconds > 0
+
+
+def test_pytest_collects_and_runs_tests(box):
+    assert {*HERE, Language.PYTEST} == set(Language)
+    code = "def test_good(): pass\ndef test_bad(): assert 0"
+    result = box.run(code, language="pytest", args=["-k", "good"])
+    assert (result.status, result.return_code) == (RunStatus.FINISHED, 0), result
+    assert "1 passed, 1 deselected" in result.stdout
+    assert box.run(code, language="pytest").return_code == 1
 
 
 def test_what_does_not_compile(box):

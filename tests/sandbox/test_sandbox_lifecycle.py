@@ -4,6 +4,8 @@ import asyncio
 import contextlib
 import os
 import resource
+import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -102,6 +104,66 @@ def test_a_jail_that_does_not_start_in_time(monkeypatch):
 
     with pytest.raises(SandboxError, match="did not start within"):
         asyncio.run(run())
+
+
+def test_a_box_that_nobody_waits_for_and_that_has_ended_leaves_no_descriptor(monkeypatch):
+    ended = subprocess.Popen(["true"])
+    pidfd = os.pidfd_open(ended.pid)
+    ended.wait()
+
+    async def run():
+        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+            await executor.run(RunRequest("print(1)"))
+            message = b'{"id": 4711}', [pidfd], 0, None
+            monkeypatch.setattr(socket, "recv_fds", lambda *_: message)
+            executor._pool._zygote._hear()
+            monkeypatch.undo()
+
+    asyncio.run(run())
+    with pytest.raises(OSError, match="descriptor"):
+        os.fstat(pidfd)
+
+
+def test_a_stopped_zygote_is_replaced(monkeypatch):
+    async def run():
+        async with await Executor.open(workers=1, options=ExecutorOptions(spare=0)) as executor:
+            monkeypatch.setattr(zygotes, "FORK_SECONDS", 1.0)
+            stopped = executor._pool._zygote
+            signal.pidfd_send_signal(stopped._pidfd, signal.SIGSTOP)
+            result = await executor.run(RunRequest("print(1)"))
+            return result.stdout, executor._pool._zygote is not stopped, stopped._process.poll()
+
+    output, replaced, ending = asyncio.run(run())
+    assert (output, replaced) == ("1\n", True)
+    assert ending is not None
+
+
+def test_the_hosts_own_privileges_of_scheduling_are_not_inherited():
+    async def run():
+        async with await Executor.open(workers=1, options=ExecutorOptions(spare=0)) as executor:
+            code = """
+import os
+for attempt in (lambda: os.nice(-10), lambda: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))):
+    try:
+        attempt()
+        print("BREACH")
+    except PermissionError:
+        print("refused")
+"""
+            return await executor.run(RunRequest(code))
+
+    kinds = resource.RLIMIT_NICE, resource.RLIMIT_RTPRIO
+    before = [resource.getrlimit(kind) for kind in kinds]
+    try:
+        try:
+            for kind in kinds:
+                resource.setrlimit(kind, (40, 40))
+        except ValueError:
+            pytest.skip("only who may raise limits can give itself some that a program must not inherit")
+        assert asyncio.run(run()).stdout == "refused\nrefused\n"
+    finally:
+        for kind, limits in zip(kinds, before, strict=True):
+            resource.setrlimit(kind, limits)
 
 
 def test_options_reach_the_programs():

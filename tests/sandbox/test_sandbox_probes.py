@@ -2,6 +2,8 @@
 
 import asyncio
 import os
+import subprocess
+import sys
 
 import pytest
 
@@ -111,6 +113,16 @@ def test_a_limit_that_does_not_hold_is_noticed(probe, result):
         asyncio.run(probe(run))
 
 
+def test_sockets_that_are_not_counted_are_noticed():
+    async def run(request):
+        if "socket.socket" in request.code.removeprefix(probe_programs.GUARD):
+            return RunResult(RunStatus.TIME_LIMIT, None, "", "")
+        return RunResult(RunStatus.MEMORY_LIMIT, 1, "", "MemoryError")
+
+    with pytest.raises(probes.GuaranteeBroken, match="sockets' memory"):
+        asyncio.run(probes._memory(run))
+
+
 def test_a_daemon_that_survives_is_noticed(monkeypatch):
     async def run(request):
         return RunResult(RunStatus.FINISHED, 0, "left\n", "")
@@ -118,6 +130,18 @@ def test_a_daemon_that_survives_is_noticed(monkeypatch):
     monkeypatch.setattr(probes, "_processes_with", lambda marker: [4711])
     with pytest.raises(probes.GuaranteeBroken, match="process tree"):
         asyncio.run(probes._process_tree(run))
+
+
+def test_what_a_killed_host_leaves_of_its_probes_is_removed():
+    program = (
+        "import os\nfrom etude.sandbox import probes\nwith probes._host() as h: print(h.file, flush=True); os._exit(9)"
+    )
+    left = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
+    assert os.path.exists(left)
+    with probes._host() as host:
+        assert os.path.exists(host.file)
+        assert not os.path.exists(left)
+    assert not os.path.exists(os.path.dirname(host.file))
 
 
 def test_processes_are_found_by_their_command_line():

@@ -77,6 +77,23 @@ class TestSandboxFusionsClient:
         assert answer.status is fusion_models.RunStatus.Success
         assert answer.files == {"out.bin": encoded(b"\2\1\0")}
 
+    def test_pytest(self, server):
+        code = "import pytest\n\ndef test_good():\n    assert 1 + 1 == 2\n\ndef test_bad():\n    assert {} == 3\n"
+        good = run_fusion(server, code.format(3), "pytest", run_timeout=30)
+        assert (good.status, good.compile_result, good.run_result.return_code) == ("Success", None, 0), good
+        assert "2 passed" in good.run_result.stdout
+        bad = run_fusion(server, code.format(4), "pytest", run_timeout=30)
+        assert (bad.status, bad.run_result.return_code) == ("Failed", 1)
+        assert "1 failed, 1 passed" in bad.run_result.stdout
+        beside = run_fusion(
+            server,
+            "from mine import two\ndef test(): assert two() == 2",
+            "pytest",
+            run_timeout=30,
+            files={"mine.py": encoded(b"def two(): return 2")},
+        )
+        assert beside.status == "Success", beside
+
     def test_bash(self, server):
         answer = run_fusion(server, "echo $((6 * 7)); cat", "bash", stdin="x")
         assert (answer.status, answer.run_result.stdout) == ("Success", "42\nx")
@@ -144,7 +161,7 @@ def test_an_interpreter_that_ends_before_its_last_cell(server):
     status, _, answer = server.call("/run_jupyter", {"cells": ["print(1)", "import os; os._exit(0)", "print(3)"]})
     assert status == 200
     assert answer["status"] == "Failed"
-    assert answer["driver"]["stderr"] == "the interpreter ended in cell 2 of 3"
+    assert answer["driver"]["stderr"] == "the interpreter ended in or after cell 2 of 3"
     assert answer["cells"][0]["stdout"] == "1\n"
 
 
@@ -178,9 +195,13 @@ def test_ping_pages_and_redirect(server):
         ({"fetch_files": ["../x"]}, 400, "leaves the work directory"),
         ({"files": {"a": "no base64!"}}, 400, "the content of 'a' is not base64"),
         ({"run_timeout": 1000}, 400, "run_timeout: 1000 s is above this sandbox's 60 s"),
-        ({"compile_timeout": 1000}, 400, "compile_timeout: 1000 s is above this server's 120 s"),
+        ({"compile_timeout": 1000, "language": "c"}, 400, "compile_timeout: 1000 s is above this server's 120 s"),
         ({"memory_limit_MB": 4096}, 400, "memory_limit_MB: 4096 is above this sandbox's 512"),
         ({"memory_limit_MB": 0}, 400, "must be from 1, or -1 for the default"),
+        ({"args": ["a", "\0"]}, 400, "args: argument 1 holds a NUL character"),
+        ({"args": ["\ud800"]}, 400, "args: argument 0 is not valid UTF-8"),
+        ({"args": ["x" * 200_000], "language": "bash"}, 400, "args: argument 0 has 200000 bytes"),
+        ({"args": ["x"] * 200_000, "language": "bash"}, 400, "args: 200000 arguments take 2000000 bytes"),
         ({"run_timeout": -1}, 422, "greater than 0"),
         ({"run_timeout": "soon"}, 422, "valid number"),
         ({"language": "klingon"}, 422, "unknown language 'klingon'"),
@@ -207,6 +228,23 @@ def test_a_body_that_is_no_request(server, body, status):
     answer = server.call("/run_code", body)
     assert answer[0] in (status, 400, 422)
     assert "detail" in answer[2]
+
+
+def test_the_most_arguments_reach_a_program(server):
+    args = ["é" * 40_000] * 12
+    assert server.run("echo $#", "bash", args=args)["run_result"]["stdout"] == "12\n"
+
+
+def test_a_compilers_time_is_not_asked_for_where_nothing_is_compiled(server):
+    assert server.run("print(1)", compile_timeout=1e9)["status"] == "Success"
+
+
+def test_files_come_back_under_the_names_they_were_asked_for_by(server):
+    code = "import os; os.makedirs('a'); open('a/b', 'w').write('1'); open('c', 'w').write('2')"
+    names = ["a//b", "./a/./b", "a/b", "./c"]
+    expected = {"a//b": encoded(b"1"), "./a/./b": encoded(b"1"), "a/b": encoded(b"1"), "./c": encoded(b"2")}
+    assert server.run(code, fetch_files=names)["files"] == expected
+    assert server.call("/run_jupyter", {"cells": [code], "fetch_files": names})[2]["files"] == expected
 
 
 def test_text_of_every_kind_survives(server):
@@ -407,7 +445,7 @@ async def test_a_request_has_a_deadline_whatever_the_sandbox_does():
     answer = await service.run_code(message)
     assert (answer.status, answer.message) == ("SandboxError", "no result within 0.15 s")
     cells = await service.run_jupyter(wire.RunJupyterRequest(cells=["1"], total_timeout=0.05))
-    assert (cells.status, cells.message) == ("SandboxError", "no result within 0.1 s")
+    assert (cells.status, cells.message) == ("SandboxError", "no result within 0.15 s")
     assert service.admission.running == service.admission.inside == 0
 
 
@@ -459,19 +497,19 @@ def test_a_server_that_is_told_to_end_finishes_its_runs(signum):
 def test_a_run_that_outlasts_the_grace_is_killed():
     server = ServerProcess("--workers", "1", "--grace", "1")
 
-    def hopeless():
-        try:
-            return server.run("import time; time.sleep(50)", run_timeout=55)
-        except Exception as error:  # the connection breaks off, or the answer is an error
-            return error
-
-    thread, _ = in_background(hopeless)
+    body = {"code": "import time; time.sleep(50)", "language": "python", "run_timeout": 55}
+    thread, results = in_background(lambda: server.call("/run_code", body))
+    cells = {"cells": ["import time; time.sleep(50)"], "total_timeout": 55}
+    waiting, others = in_background(lambda: server.call("/run_jupyter", cells))
     server.until(lambda: server.metric("etude_sandbox_running") == 1, "the run did not start")
     children = server.descendants()
     began = time.monotonic()
     server.stop()
     thread.join()
+    waiting.join()
     assert time.monotonic() - began < 40
+    for status, _, answer in (*results, *others):
+        assert (status, answer) == (503, {"detail": "the server was shut down before the run had ended"})
     assert not [child for child in children if child.is_running() and child.status() != "zombie"]
 
 

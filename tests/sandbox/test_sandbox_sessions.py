@@ -66,6 +66,40 @@ def test_cells_of_every_kind(isolated_box, code, text, error):
     assert result.session_alive
 
 
+@pytest.mark.parametrize(
+    ("code", "stdout", "text", "error"),
+    [
+        ("!echo hello", "hello\n", None, None),
+        ("print('a')\n!echo b; echo c\nprint('d')\n6 * 7", "a\nb\nc\nd\n", "42", None),
+        ("for i in range(2):\n    !echo it\\'s $((1 + 1))\n", "it's 2\nit's 2\n", None, None),
+        ('%matplotlib inline\ns = """\n%d\n!x"""\nprint(s % 5)', "\n5\n!x\n", None, None),
+        ("x = (7\n% 4)\nx", "", "3", None),
+        ("!exit 3\n_exit_code", "", "3", None),
+        ("!echo \"(\" '[' `echo {`\n%matplotlib notebook\n'on'", "( [ {\n", "'on'", None),
+        ("%timeit x", "", None, "NameError"),
+        ("1 +\n!echo a", "", None, "SyntaxError"),
+        ("print('a'\n", "", None, "SyntaxError"),
+        ("%", "", None, "NameError"),
+    ],
+)
+def test_lines_of_a_notebook_that_are_no_python(isolated_box, code, stdout, text, error):
+    (result,) = cells(isolated_box, code)
+    assert (result.stdout, result.text) == (stdout, text)
+    assert (result.error.name if result.error else None) == error
+
+
+def test_a_shell_line_is_interrupted_with_its_cell(isolated_box):
+    async def run():
+        session = await isolated_box.executor.session()
+        late = await isolated_box.executor.run_cell(session, "x = 5\n!sleep 60", 0.3)
+        after = await isolated_box.executor.run_cell(session, "x")
+        await isolated_box.executor.close_session(session)
+        return late, after
+
+    late, after = isolated_box.do(run())
+    assert (late.status, late.session_alive, after.text) == (RunStatus.TIME_LIMIT, True, "5")
+
+
 def test_figures_and_pictures_are_png(isolated_box):
     figure, picture, shown, closed = cells(
         isolated_box,

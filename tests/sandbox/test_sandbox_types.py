@@ -44,7 +44,9 @@ def test_files_that_cannot_be_are_refused(files):
 def test_paths_are_a_list():
     with pytest.raises(SandboxRequestError, match="list"):
         checked_paths("fetch_files", "abc")
-    assert checked_paths("fetch_files", ["a", "./a", "b"]) == ("a", "b")
+    assert checked_paths("fetch_files", ["a", "./a", "b", "a"]) == ("a", "./a", "b"), (
+        "under the names they were asked for by"
+    )
 
 
 @pytest.mark.parametrize("name", ["wall_seconds", "cpu_seconds", "memory_mb", "processes", "disk_mb", "output_bytes"])

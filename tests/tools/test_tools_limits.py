@@ -115,7 +115,7 @@ def test_when_the_retries_are_spent_the_call_is_broken():
     tool = Scripted(config={"max_retries": 3}, execute=ConnectionError("refused"))
     error = broken_call(tool)
     assert (tool.count("execute"), error.record.retries) == (4, 3)
-    assert str(error) == "tool 't': execute failed: ConnectionError: refused"
+    assert str(error).startswith("tool 't': execute failed: ConnectionError: refused (tests/tools/session_stage.py:")
 
 
 @pytest.mark.parametrize("error", [ToolError("no"), ValueError("bad"), ["nonsense"]])
@@ -503,3 +503,15 @@ def test_the_counter_of_the_stage_counts():
     assert Counter(tool.log) == Counter(
         f"{method}{suffix}" for method in ("create", "execute", "release") for suffix in ("", " done", " ended")
     )
+
+
+@pytest.mark.parametrize("key", ["timout", "timeouts", "tiemout", "max_retrie", "on_exceptions", "cach"])
+def test_a_key_one_edit_from_a_known_one_is_warned_of(caplog, key):
+    ToolCalls.of(Scripted(config={key: 5}))
+    assert f"config.{key} means nothing to Étude; did you mean config." in caplog.text
+
+
+@pytest.mark.parametrize("key", ["time", "retries", "timeout_seconds", "x"])
+def test_a_key_of_the_tools_own_is_not_warned_of(caplog, key):
+    ToolCalls.of(Scripted(config={key: 5, "timeout": 5}))
+    assert not caplog.text

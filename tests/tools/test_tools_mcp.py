@@ -5,6 +5,7 @@ import base64
 import errno
 import io
 import os
+import shutil
 import sys
 import threading
 import time
@@ -483,3 +484,10 @@ def test_a_retry_reconnects(tmp_path):
     assert [(outcome.response.text, outcome.error) for outcome in outcomes] == [("5", None)] * 4
     assert sum(outcome.retries for outcome in outcomes) >= 1
     close_connections()
+
+
+def test_a_server_beside_its_configuration_is_found_from_anywhere(tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    shutil.copy(STDIO["args"][0], tmp_path / "mine" / "server.py")
+    monkeypatch.chdir(tmp_path)
+    assert configured(tmp_path / "mine", {"stage": STDIO | {"args": ["server.py", "stdio"]}})

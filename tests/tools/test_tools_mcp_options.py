@@ -4,7 +4,7 @@ import pytest
 
 from etude.errors import ConfigError
 from etude.tools.function_tool import read_schema
-from etude.tools.mcp import MCPBaseTool, McpServer, McpTransport
+from etude.tools.mcp import MCPBaseTool, McpServer, McpTransport, anchor_servers
 
 
 def read(entry):
@@ -92,3 +92,22 @@ def test_the_keys_of_a_tools_config():
 async def test_a_tool_of_no_server():
     with pytest.raises(ConfigError, match="tool 'far' belongs to no server"):
         await MCPBaseTool({}, read_schema({"function": {"name": "far"}}, "here")).execute("i", {})
+
+
+def test_paths_of_commands_are_relative_to_the_file_that_holds_them(tmp_path):
+    (tmp_path / "server.py").write_text("")
+    (tmp_path / "run.sh").write_text("")
+    (tmp_path / "python").write_text("")
+    (tmp_path / "sub").mkdir()
+    servers = {
+        "a": {"command": "python", "args": ["server.py", "sub", "--port", 8]},
+        "b": {"command": "./run.sh"},
+        "c": {"command": "python", "args": ["server.py"], "cwd": "sub"},
+        "d": {"url": "http://localhost/mcp"},
+    }
+    made = anchor_servers(servers, tmp_path)
+    assert made["a"] == {"command": "python", "args": [f"{tmp_path}/server.py", "sub", "--port", 8]}
+    assert made["b"] == {"command": f"{tmp_path}/run.sh"}
+    assert made["c"] == {"command": "python", "args": ["server.py"], "cwd": f"{tmp_path}/sub"}
+    assert made["d"] == servers["d"]
+    assert anchor_servers(None, tmp_path) is None

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from etude.trainer import display as module
 from etude.trainer.curves import braille_curve, resample, sparkline
 from etude.trainer.display import Display, RunConsole, RunState, duration, plain_line, render, time_split
+from etude.trainer.problems import problems
 
 METRICS = {
     "reward/total/mean": 0.625,
@@ -47,7 +48,7 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
     with Display(10, "demo", console=console) as display:
         display.rollout_progress(1, 8)
         display.step(1, METRICS)
-        display.step(2, METRICS | {"rollout/infrastructure_failures": 3})
+        display.step(2, METRICS | {"rollout/dropped": 3})
         display.note("checkpoint\nwritten")
     first, second, note = output(console).splitlines()
     for part in (
@@ -175,6 +176,51 @@ def test_time_left_is_the_mean_of_recent_steps() -> None:
     state.add(1, METRICS, 2.0)
     state.add(2, METRICS, 4.0)
     assert state.eta() == 24.0
+
+
+def test_time_left_counts_steps_without_a_reward() -> None:
+    """A supervised run that tries its model every 25 steps, which takes twenty times as long as a step."""
+    state = RunState("t", 600)
+    for step in range(1, 301):
+        tried = step % 25 == 0
+        state.add(step, {"sft/loss": 1.0} | ({"reward/total/mean": 0.1} if tried else {}), 2.0 if tried else 0.1)
+    assert state.eta() == pytest.approx(300 * (2.0 + 24 * 0.1) / 25)
+
+
+def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
+    wrong = {
+        "actor/skipped_steps": 1.0,
+        "rollout/dropped": 2.0,
+        "rollout/malformed_calls": 7.0,
+        "critic/score/min": 0.0,
+        "critic/score/max": 0.0,
+        "rollout/stop_reason/response_length": 0.4,
+        "tool/search/calls": 40.0,
+        "tool/search/errors": 10.0,
+        "tool/search/timeouts": 3.0,
+        "tool/search/latency_p95": 2.5,
+    }
+    sentences = {
+        "actor update skipped: its gradient is not finite",
+        "2 trajectories dropped: infrastructure failed again and again",
+        "7 malformed calls",
+        "all rewards equal (0): a group-relative estimator learns nothing",
+        "40 % of trajectories cut at data.max_response_length",
+        "10 of 40 calls of search failed, 3 timed out",
+    }
+    assert set(problems(METRICS | wrong).values()) == sentences
+    assert problems(METRICS) == {}
+    state = RunState("t", 10, validated="sampled")
+    state.add(1, METRICS | wrong, 1.0)
+    line = plain_line(state)
+    assert all(f"! {sentence}" in line for sentence in sentences)
+    assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
+    console = terminal()
+    console.print(render(state, 110))
+    shown = output(console)
+    assert "! actor update skipped" in shown
+    assert "search 40 calls, 10 failed, 95 % within 2.500 s" in shown
+    assert "validation, sampled" in shown
 
 
 def test_a_validation_stays_until_the_next() -> None:

@@ -51,9 +51,8 @@ def test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays(tiny, tmp_path
 
 def test_a_folder_that_cannot_be_made_is_one_line(tiny, tmp_path, capsys):
     (tmp_path / "file").write_text("")
-    assert "check folder and disk space" in one_line_error(
-        capsys, ["train", *tiny.arguments(tmp_path / "file" / "run")]
-    )
+    error = one_line_error(capsys, ["train", *tiny.arguments(tmp_path / "file" / "run")])
+    assert f"cannot write to trainer.default_local_dir={tmp_path}/file/run: " in error
 
 
 def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_path):
@@ -143,6 +142,34 @@ def test_an_evaluation_without_survivors_is_an_error_and_not_a_zero(tiny, tmp_pa
     (tmp_path / "down.py").write_text("def compute_score(**kwargs):\n    raise ConnectionError('no judge')\n")
     settings = (f"data.val_files={tiny.folder}/data/val.parquet", f"{RETRIES}=0", tool.override)
     config = tiny.config(tmp_path, *settings, f"custom_reward_function.path={tmp_path}/down.py")
-    with pytest.raises(EtudeError, match="all 3 trajectories were lost; the first failure: "):
+    with pytest.raises(EtudeError, match=r"3 of 3 trajectories were lost .*; the first: "):
         evaluate(config, output=tmp_path / "figures.json")
     assert not (tmp_path / "figures.json").exists()
+
+
+def test_an_evaluation_with_too_few_survivors_has_no_figures(tiny, tmp_path):
+    """Two of three prompts lose their tool: what the third one says is no success rate."""
+    (tmp_path / "judge.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n"
+        "    if extra_info['index'] > 0:\n"
+        "        raise ConnectionError('no judge')\n"
+        "    return 1.0\n"
+    )
+    settings = (f"data.val_files={tiny.folder}/data/val.parquet", f"{RETRIES}=0")
+    settings += (f"custom_reward_function.path={tmp_path}/judge.py",)
+    with pytest.raises(EtudeError, match=r"2 of 3 trajectories were lost .* trainer.min_valid_fraction=0.5 allows"):
+        evaluate(tiny.config(tmp_path, *settings), output=tmp_path / "figures.json")
+    assert not (tmp_path / "figures.json").exists()
+    result = evaluate(tiny.config(tmp_path, *settings, "trainer.min_valid_fraction=0.3"))
+    assert (result["samples"], result["dropped"], result["success"]) == (1, 2, 1.0)
+
+
+def test_a_bug_in_a_users_reward_is_one_line_with_its_file_and_line(tiny, tmp_path, capsys):
+    reward = tmp_path / "reward.py"
+    reward.write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return extra_info['anser']\n"
+    )
+    arguments = tiny.arguments(tmp_path / "run", f"custom_reward_function.path={reward}", f"{RETRIES}=0")
+    error = one_line_error(capsys, ["train", *arguments])
+    assert f"compute_score for the data source 'etude/arithmetic' failed: KeyError: 'anser' ({reward}:2)" in error
+    assert "Traceback" not in error

@@ -27,7 +27,7 @@ def lines(run):
     return path.read_text().count("\n") if path.exists() else 0
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_the_first_signal_ends_the_run_after_the_step(tiny, tmp_path, number):
     run = tmp_path / "run"
     launched = Launched(["train", *tiny.arguments(run, *ENDLESS)], tmp_path / "log")
@@ -101,3 +101,14 @@ def test_a_second_signal_waits_where_something_is_being_changed():
         assert interrupts.signal_number == signal.SIGTERM
         os.kill(os.getpid(), signal.SIGTERM)  # outside again
     assert signal.getsignal(signal.SIGINT) is held
+
+
+def test_a_hang_up_that_nohup_holds_off_stays_off():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts(lambda text: None) as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.stop
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)

@@ -9,6 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.agents import RolloutResult
 from etude.protocol import DataProto
 from etude.trainer.metrics import (
     data_metrics,
@@ -19,6 +20,7 @@ from etude.trainer.metrics import (
     validation_metrics,
     wilson_interval,
 )
+from etude.trainer.rollouts import failure_metrics
 from etude.trajectory import Provenance, Rewards, StopReason, ToolCallRecord, Trajectory
 
 
@@ -160,14 +162,15 @@ def test_success_is_the_scorers_word_or_a_reward_of_one(rewards: Rewards, succes
 
 
 def test_timing() -> None:
-    metrics = timing_metrics({"gen": 3.0, "update_actor": 1.0, "step": 5.0}, 1000)
+    metrics = timing_metrics({"gen": 3.0, "update_actor": 1.0, "step": 5.0}, 1000, 600)
     assert metrics["timing_s/gen"] == 3.0
-    assert metrics["timing_per_token_ms/gen"] == 3.0
+    assert metrics["timing_per_token_ms/gen"] == 5.0  # per token of the responses
+    assert metrics["timing_per_token_ms/update_actor"] == 1.0
     assert metrics["perf/time_per_step"] == 5.0
     assert metrics["perf/throughput"] == 200.0
     assert 0.001 < metrics["perf/cpu_memory_used_gb"] < 10_000
-    assert timing_metrics({"gen": 3.0, "ref": 1.0}, 0)["perf/time_per_step"] == 4.0
-    assert "perf/throughput" not in timing_metrics({}, 0)
+    assert timing_metrics({"gen": 3.0, "ref": 1.0}, 0, 0)["perf/time_per_step"] == 4.0
+    assert "perf/throughput" not in timing_metrics({}, 0, 0)
 
 
 @pytest.mark.parametrize(  # Newcombe 1998, Statistics in Medicine 17:857, table I, method 3
@@ -227,3 +230,14 @@ def test_validation_of_ragged_groups_counts_every_prompt() -> None:
 def test_validation_refuses_unequal_lengths() -> None:
     with pytest.raises(ValueError, match="2 data sources, 1 uids, 1 scores"):
         validation_metrics(["a", "a"], ["p"], [1.0])
+
+
+def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counted():
+    sampled, silent, none = (Trajectory(name, [1]) for name in "abc")
+    sampled.append([2, 3], Provenance.SAMPLED, log_probs=[-0.1, -0.2])
+    silent.append([2, 3], Provenance.TOOL)
+    sampled.metrics["release_failures"], none.metrics["release_failures"] = 1.0, 2.0
+    dropped = RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)
+    figures = failure_metrics([*map(RolloutResult, (sampled, silent, none)), dropped])
+    assert (figures["rollout/nothing_sampled"], figures["rollout/release_failures"]) == (2.0, 3.0)
+    assert figures["rollout/dropped"] == 1.0

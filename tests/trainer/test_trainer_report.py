@@ -16,6 +16,7 @@ from etude.trainer.charts import charts, series
 from etude.trainer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
 from etude.trainer.dumps import rollout_record, write_rollouts
 from etude.trainer.report import write_report
+from etude.trainer.run_record import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
 
@@ -324,3 +325,24 @@ def test_the_command_writes_and_prints_the_path(run: Path) -> None:
 def test_reporting_needs_no_torch() -> None:
     code = "import etude.trainer.report, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+
+
+def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):
+    run = make_run(tmp_path / "run")
+    with run_record(run):
+        assert "still under way, or was killed" in write_report(run).read_text()
+    with pytest.raises(OSError, match="full"), run_record(run):
+        raise OSError(f"the disk is full {EVIL}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 50, "critic/score/min": 0.0, "critic/score/max": 0.0}) + "\n")
+    cut = record(50, "p", "a", score=0.0) | {"stop_reason": "response_length"}
+    write_rollouts(run / "validation", 98, [record(98, "q", "fine"), cut])
+    page = write_report(run).read_text()
+    assert "This run is not complete:</b> the disk is full" in page
+    assert "<script>" not in page
+    assert "in 1 of 50 steps, last in step 50: all rewards equal (0)" in page
+    assert page.count('aria-label="Failed"') == 1
+    assert f"python {sys.version.split()[0]}" in page
+    with run_record(run):
+        pass
+    assert "not complete" not in write_report(run).read_text()

@@ -4,6 +4,7 @@ import json
 import signal
 
 import pytest
+import torch
 from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps
 from safetensors.torch import load_file
 from trainer_tools import Moody
@@ -12,8 +13,8 @@ from vision_stage import save_vision_model
 from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import write_parquet
-from etude.errors import DataError, EtudeError
-from etude.models import load_causal_lm, load_tokenizer
+from etude.errors import DataError, EtudeError, TrainingStopped
+from etude.models import load_causal_lm, load_tokenizer, save_pretrained
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
 from etude.training import demonstrations_to_batch
@@ -70,7 +71,8 @@ def test_the_loss_falls_and_two_runs_are_bit_identical(tiny, tmp_path):
     assert losses[-1] < losses[0]
     load_causal_lm(folders[0])
     load_tokenizer(folders[0])
-    assert sorted(path.name for path in (tmp_path / "a").iterdir()) == ["config.yaml", "huggingface", "metrics.jsonl"]
+    left = {path.name for path in (tmp_path / "a").iterdir()} - {"latest_checkpointed_iteration.txt", ".lock"}
+    assert left == {"config.yaml", "global_step_3", "huggingface", "metrics.jsonl"}
 
 
 def test_epochs_follow_each_other(tiny, tmp_path):
@@ -128,7 +130,7 @@ def test_wrong_input_is_one_line(tiny, tmp_path, capsys):
     broken = write_parquet([{"messages": [{"role": "user", "content": "hi"}]}], tmp_path / "broken.parquet")
     for override, wanted in {
         "optim.learning_rate=1": "unknown key optim.learning_rate",
-        "data.train_batch_size=25": "data.train_batch_size must be between 1 and 24",
+        "data.train_batch_size=0": "data.train_batch_size must be between 1 and 24",
         "data.max_length=20": "by_heart.parquet: row 0 has ",
         "model.path=null": "model.path is not set",
         "data.train_files=/nowhere.parquet": "/nowhere.parquet",
@@ -145,12 +147,80 @@ def test_the_command_says_where_the_model_is(tiny, tmp_path, capsys):
     assert capsys.readouterr().out == f"model: {tmp_path}/huggingface\n"
 
 
-def test_a_snapshot_every_few_steps(tiny, tmp_path, monkeypatch):
-    written = []
-    write = SFTTrainer._write
-    monkeypatch.setattr(SFTTrainer, "_write", lambda self, folder: written.append(folder) or write(self, folder))
-    fine_tune(config(tiny, tmp_path, "trainer.save_freq=2"))
-    assert len(written) == 2  # after step 2, and at the end
+KILLER = """
+import os, signal
+from etude.trainer import sft
+
+step = sft.SFTTrainer._step
+
+def step_or_die(self, demonstrations):
+    if self.step == 5:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, demonstrations)
+
+sft.SFTTrainer._step = step_or_die
+"""
+LONG = (
+    "trainer.total_training_steps=8",  # more than an epoch of 24 rows, whose order is drawn anew
+    "trainer.save_freq=2",
+    "optim.lr_scheduler_type=linear",
+    "optim.lr_warmup_steps=2",
+)
+
+
+@pytest.mark.parametrize("window", [(), trial])
+def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, tmp_path, window):
+    settings = LONG + (trial(tiny, 0.0, 1.0) if window else ())
+    whole = fine_tune(config(tiny, tmp_path / "whole", *settings))
+    killer = tmp_path / "killer.py"
+    killer.write_text(KILLER)
+    command = ["sft", *arguments(tiny, tmp_path / "run", *settings, f"plugins=[{killer}]")]
+    assert Launched(command, tmp_path / "log").wait() == -signal.SIGKILL
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text() == "4"
+    resumed = fine_tune(config(tiny, tmp_path / "run", *settings))
+    first, second = (load_file(folder / "model.safetensors") for folder in (whole, resumed))
+    assert same(first, second)
+    assert steps(tmp_path / "run") == [1, 2, 3, 4, 5, 6, 7, 8]
+    for name in ("sft/loss", "reward/success/mean"):
+        ours, theirs = ([r.get(name) for r in metrics(tmp_path / each)] for each in ("run", "whole"))
+        assert ours == theirs
+
+
+def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(tiny, tmp_path):
+    fine_tune(config(tiny, tmp_path))
+    before = (tmp_path / "config.yaml").read_bytes(), (tmp_path / "huggingface" / "model.safetensors").read_bytes()
+    fine_tune(config(tiny, tmp_path, "trainer.save_freq=7"))
+    assert steps(tmp_path) == [1, 2, 3]
+    assert ((tmp_path / "config.yaml").read_bytes(), before[1]) == before
+    fine_tune(config(tiny, tmp_path, "trainer.total_training_steps=4"))
+    assert steps(tmp_path) == [1, 2, 3, 4]
+
+
+def test_a_run_of_another_model_is_not_resumed(tiny, tmp_path, capsys):
+    fine_tune(config(tiny, tmp_path))
+    kept = (tmp_path / "config.yaml").read_bytes()
+    error = one_line_error(capsys, ["sft", *arguments(tiny, tmp_path, f"model.path={tiny.folder}/model")])
+    assert "was made with another configuration: model.path: " in error
+    assert (tmp_path / "config.yaml").read_bytes() == kept
+
+
+def test_every_row_is_learned_in_every_epoch_and_in_another_order(tiny, tmp_path, monkeypatch):
+    path = write_parquet([by_heart(n) for n in range(5)], tmp_path / "five.parquet")
+    settings = (f"data.train_files={path}", "trainer.total_training_steps=null", "trainer.total_epochs=3")
+    for shuffle in ("true", "false"):
+        trainer = SFTTrainer(
+            config(tiny, tmp_path / shuffle, *settings, "data.train_batch_size=2", f"data.shuffle={shuffle}")
+        )
+        for number, row in enumerate(trainer.examples):
+            row["demonstration"] = number
+        seen = []
+        monkeypatch.setattr(trainer, "_step", lambda given, seen=seen: seen.append(given) or {})
+        monkeypatch.setattr(trainer, "_write", lambda folder: None)
+        trainer.fit()
+        assert [len(batch) for batch in seen] == [2, 2, 1] * 3
+        epochs = [[*seen[i], *seen[i + 1], *seen[i + 2]] for i in (0, 3, 6)]
+        assert all(sorted(epoch) == [0, 1, 2, 3, 4] for epoch in epochs)
+        assert (len(set(map(tuple, epochs))) > 1) == (shuffle == "true")
 
 
 def demonstration(question, answer, **more):
@@ -200,3 +270,18 @@ def test_a_demonstration_that_is_no_conversation_is_named(tiny, tmp_path):
     path = write_parquet(rows, tmp_path / "twice.parquet")
     with pytest.raises(DataError, match=r"twice\.parquet: row 1: .*assistant"):
         SFTTrainer(config(tiny, tmp_path / "run", f"data.train_files={path}"))
+
+
+def test_a_model_whose_gradients_are_never_finite_ends_the_run(tiny, tmp_path):
+    tokenizer, model = load_tokenizer(tiny.model), load_causal_lm(tiny.model)
+    with torch.no_grad():
+        model.get_input_embeddings().weight[:] = float("inf")
+    save_pretrained(model, tokenizer, tmp_path / "broken")
+    run_dir = tmp_path / "run"
+    with pytest.raises(
+        TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"
+    ):
+        fine_tune(config(tiny, run_dir, f"model.path={tmp_path}/broken", "trainer.max_skipped_steps=2"))
+    assert [record["sft/skipped_steps"] for record in metrics(run_dir)] == [1, 1]
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
+    assert not (run_dir / "huggingface").exists()

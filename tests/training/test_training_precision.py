@@ -97,6 +97,23 @@ def test_the_model_is_the_float32_weights_rounded_and_starts_from_what_was_loade
     assert {tensor.dtype for state in states for tensor in state.values()} == {torch.float32}
 
 
+@pytest.mark.parametrize(("dtype", "bytes_per_weight"), [(torch.float32, 16), *((each, 18) for each in HALF)])
+def test_a_weight_takes_the_bytes_that_the_docs_say(model, batch, dtype, bytes_per_weight):
+    engine = engine_of(model, dtype)
+    held, step = [], engine.optimizer.step
+
+    def stepping():
+        held.extend(p.grad for p in engine.optimizer._parameters)
+        return step()
+
+    engine.optimizer.step = stepping
+    engine.update(batch, loss_of, 1.0)
+    held += [*engine.model.parameters(), *engine.optimizer._parameters]
+    held += [s for o, _ in engine.optimizer._optimizers for state in o.state.values() for s in state.values() if s.ndim]
+    taken = sum({tensor.data_ptr(): tensor.nbytes for tensor in held}.values())
+    assert taken == bytes_per_weight * sum(p.numel() for p in model.parameters())
+
+
 def test_a_model_that_comes_rounded_is_trained_in_float32_too(model):
     rounded = copy.deepcopy(model).bfloat16()
     optimizer = OptimizerSet(rounded, OptimOptions(), None)

@@ -21,13 +21,14 @@ from typing import Any, Protocol
 
 from etude.agents.agent_data import AgentState
 from etude.agents.base import register
+from etude.agents.conversation import Conversation, add_time, append_to_last_user, end, record
 from etude.agents.environments.env import Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.scores import environment_score
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
-from etude.agents.tool_agent import Conversation, ToolAgentLoop, add_time, append_to_last_user, end, record
+from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
-from etude.errors import EtudeError, InfrastructureError, is_infrastructure, one_line
+from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.number import as_reward
 from etude.tools import BaseTool
 from etude.trajectory import StopReason
@@ -82,6 +83,8 @@ class Stage(Protocol):
 class EnvAgentLoop(ToolAgentLoop):
     """See the module's docstring."""
 
+    _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # its environment runs the tools
+
     async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
         """See `ToolAgentLoop.converse`.
 
@@ -101,13 +104,16 @@ class EnvAgentLoop(ToolAgentLoop):
         finally:
             await uninterrupted(self._stage.close())
 
-    async def _handle_generating(self, data: Conversation) -> AgentState:
+    async def _handle_generating_state(
+        self, data: Conversation, sampling_params: Mapping[str, Any], ignore_termination: bool = False
+    ) -> AgentState:
+        self.set_sampling(data, sampling_params, ignore_termination)
         output = await self.sample(data)
         if output.stop_reason != "stop" or self.room(data.trajectory) < 1:
             return end(data, StopReason.RESPONSE_LENGTH)
         return AgentState.PROCESSING_TOOLS
 
-    async def _handle_tools(self, data: Conversation) -> AgentState:
+    async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory = data.trajectory
         started = time.perf_counter()
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
@@ -300,7 +306,7 @@ async def _called(
             )
         return await within(environment.timeout, _threads.run, function, *args, **kwargs)
     except Exception as error:
-        line = f"environment '{environment.name}': {method} failed: {type(error).__name__}: {one_line(error)}"
+        line = f"environment '{environment.name}': {method} failed: {describe_error(error)}"
         if is_infrastructure(error):
             raise InfrastructureError(line) from error
         if isinstance(error, EtudeError):

@@ -4,7 +4,8 @@ Invariant: `History.keys[i]` is a digest of everything that messages 0 to i say 
 sampling; two requests have the same key where, and only where, they tell the same history. Clients may drop what is empty,
 add what is None, leave reasoning out, call `system` `developer`, name calls anew, write a text as a list of parts, put the
 keys of a call's arguments in another order, or strip white space around what the model said: the history is the same. Two
-answers that are swapped between the calls of a turn make another one, and so does an image in other bytes.
+answers that are swapped between the calls of a turn make another one, and so does an image in other bytes. Reasoning is in
+no key, since it may be left out; one that was edited is found by `edits_thoughts`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from etude.agents.gateway.errors import GatewayError
-from etude.chat.placeholders import text_of
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Message = dict[str, Any]
@@ -87,12 +87,6 @@ def _address(image: object, where: str) -> str:
     return address
 
 
-def length_of(message: Message) -> int:
-    """Characters of everything in a message that is a text."""
-    others = sum(len(value) for name, value in message.items() if name != "content" and isinstance(value, str))
-    return others + len(text_of(message["content"]))
-
-
 def _call(call: object, where: str) -> Message:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
@@ -133,6 +127,12 @@ def likeness(one: Message, other: Message) -> tuple[int, int, int]:
         int(thoughts[0] == thoughts[1]),
         int(one["content"] == other["content"] and _written(calls) == _written(theirs)),
     )
+
+
+def edits_thoughts(told: Message, message: Message) -> bool:
+    """Whether a client tells a turn's thoughts otherwise than they were; one that leaves them out does not."""
+    thoughts = told.get("reasoning_content", "").strip()
+    return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
 
 
 def _written(calls: Sequence[Message]) -> list[str]:

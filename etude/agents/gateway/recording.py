@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from etude.agents.gateway.messages import Message, answered, likeness
+from etude.agents.gateway.messages import Message, answered, edits_thoughts, likeness
 from etude.agents.gateway.reading import ReadTurn
 from etude.chat.labelled import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
@@ -94,12 +94,12 @@ class Recording:
             self._continued.add(turn.parent)
 
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
-        """The turn that a history ends with; of several that said the same, the one whose identifiers and thoughts are those
-        of the history's messages, or else one that nothing continues yet."""
-        twins = self._after.get(key, [])
+        """The turn that a history ends with, none of whose thoughts it edits; of several that said the same, the one whose
+        identifiers and thoughts are those of the history's messages, or else one that nothing continues yet."""
+        told = [message for message in reversed(history) if message["role"] == "assistant"]
+        twins = [turn for turn in self._after.get(key, ()) if not _edited(turn, told)]
         if len(twins) < 2:
             return twins[0] if twins else None
-        told = [message for message in reversed(history) if message["role"] == "assistant"]
         return max(twins, key=lambda turn: (*_alike(turn, told), turn not in self._continued))
 
     @property
@@ -120,6 +120,11 @@ class Recording:
         place = {turn: number for number, turn in enumerate(self.last.path())}
         main.rewards.steps = [(place.get(turn, len(place) - 1), name, value) for turn, name, value in self.rewards]
         return made[::-1]
+
+
+def _edited(turn: Turn, told: Sequence[Message]) -> bool:
+    """Whether the assistant's messages `told`, the last first, change a thought of the path."""
+    return any(edits_thoughts(message, each.message) for message, each in zip(told, reversed(turn.path())))
 
 
 def _alike(turn: Turn, told: Sequence[Message]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ import asyncio
 import contextlib
 import json
 import logging
-import re
 from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -20,10 +19,10 @@ from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
 from etude.agents.gateway.answer import as_events, as_object
-from etude.agents.gateway.errors import GatewayError, error_body
+from etude.agents.gateway.errors import TOO_LONG, GatewayError, error_body
 from etude.agents.gateway.session import GatewaySession
 from etude.agents.gateway.store import SessionStore
-from etude.agents.gateway.wire import ChatRequest, read_request
+from etude.agents.gateway.wire import ChatRequest, decode_body
 from etude.bounded import settle
 from etude.errors import one_line
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
@@ -31,7 +30,6 @@ from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 logger = logging.getLogger(__name__)
 
 _ABANDONED = 499
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that is spelled as two
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
@@ -81,18 +79,28 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
             return Response(as_events(completion, tokenizer), media_type="text/event-stream")
         return Response(json.dumps(as_object(completion, tokenizer)), media_type="application/json")
 
+    def read(session: GatewaySession, body: bytes, *, is_new: bool) -> ChatRequest:
+        try:
+            return session.read(body)
+        except GatewayError as error:
+            session.declined = error
+            if is_new and error.code != TOO_LONG:
+                store.remove(session.name)
+            raise
+
     @app.post("/s/{session}/v1/chat/completions")
     async def complete(session: str, request: Request) -> Response:
         """One turn of a session, which begins with its first request that can be read."""
         key = _key(request)
-        found = None if store.makes(session) else store.get(session, key)
+        if not store.makes(session):
+            store.get(session, key)  # which says that there is none, before the body is read
+        body = await request.body()
+        is_new, found = store.makes(session), store.get_or_make(session, key)
+        chat = read(found, body, is_new=is_new)
         try:
-            chat = read_request(await _json(request))
-            found = store.get_or_make(session, key)
             return await answered(found, chat, request)
         except GatewayError as error:
-            if found is not None:
-                found.declined = error
+            found.declined = error
             raise
 
     @app.post("/v1/chat/completions")
@@ -101,10 +109,10 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
         name = f"single-{uuid4().hex}"
         if not store.makes(name):
             store.get(name, "")  # which says that there is none, before the body is read
-        chat = read_request(await _json(request))
+        body = await request.body()
         session = store.get_or_make(name, "")
         try:
-            return await answered(session, chat, request)
+            return await answered(session, read(session, body, is_new=True), request)
         finally:
             store.end(session)
 
@@ -135,7 +143,7 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
     async def reward(session: str, request: Request) -> dict[str, Any]:
         """A step reward of the session's last turn."""
         found = store.get(session, _key(request))
-        found.reward(await _json(request))
+        found.reward(decode_body(await request.body()))
         return {"rewards": len(found.recording.rewards)}
 
     if export is None:
@@ -178,19 +186,3 @@ def _add_errors(app: FastAPI) -> None:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
-
-
-async def _json(request: Request) -> Any:
-    body = await request.body()
-    try:
-        text = body.decode()
-        value = json.loads(text)
-        if _HALF.search(text):
-            json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeDecodeError as error:
-        raise GatewayError(400, f"the request's body is no UTF-8: {one_line(error, 100)}") from error
-    except UnicodeEncodeError as error:
-        raise GatewayError(400, "the request holds half a character: a surrogate without the other one") from error
-    except (ValueError, RecursionError) as error:
-        raise GatewayError(400, f"the request's body is no JSON: {one_line(error, 100)}") from error
-    return value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import resource
 import secrets
 import socket
 from collections.abc import AsyncIterator, Iterator
@@ -23,10 +22,9 @@ from etude.agents.gateway.session import GatewaySession
 from etude.agents.gateway.store import SessionStore
 from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
-from etude.sandbox.serving import listen
+from etude.sandbox.serving import listen, raise_file_limit
 
 _GRACE_SECONDS = 2
-_MOST_FILES = 1 << 16
 _MOST_REQUEST_MB = 128  # a history's images travel in every request; and the agents are the user's own
 
 
@@ -107,7 +105,7 @@ class LocalGateway:
         secret = secrets.token_urlsafe(24)
         try:
             if self._server is None:
-                _allow_files()
+                raise_file_limit()
                 app = create_app(self._store, tokenizer, ServerOptions(max_request_mb=_MOST_REQUEST_MB))
                 self._server = BackgroundServer(app, listen("127.0.0.1", 0))
             server = self._server
@@ -126,16 +124,6 @@ async def _all_ended(server: BackgroundServer, clients: list[Clients]) -> None:
     for each in clients:
         await each.close()
     await server.stop()
-
-
-def _allow_files() -> None:
-    """Lets this process have as many connections as it may: each request under way is two, and 1,024 files are often all
-    that a process is allowed unless it asks."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
-    if soft != resource.RLIM_INFINITY and soft < most:
-        with contextlib.suppress(OSError, ValueError):
-            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 _gateways: WeakKeyDictionary[asyncio.AbstractEventLoop, LocalGateway] = WeakKeyDictionary()

@@ -13,6 +13,7 @@ import asyncio
 import hashlib
 import json
 import time
+from array import array
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -21,12 +22,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
-from etude.agents.gateway.messages import History, Message, length_of, plain_messages
+from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.pictures import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
-from etude.agents.gateway.wire import ChatRequest
+from etude.agents.gateway.wire import ChatRequest, TooLong, read_request
 from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
@@ -38,8 +39,6 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-CHARACTERS_PER_TOKEN = 32
-"""Prompts of more than that, for each token of the context, are refused unread: real text has three or four."""
 MOST_REWARDS = 10_000
 """Step rewards of a session."""
 _SEEDED = 1 << 40  # draws that a request's seed names lie beyond those that are counted
@@ -121,6 +120,18 @@ class GatewaySession:
         self.end()
         await settle(set(self._at_work))
 
+    def read(self, body: bytes) -> ChatRequest:
+        """The request in a body.
+
+        Raises:
+            GatewayError: it is none, asks for what cannot be done, or is too long, which `refused` tells then.
+        """
+        longest = longest_sequence(self._context.options)
+        try:
+            return read_request(body, longest)
+        except TooLong as error:
+            raise self._too_long(error.length, longest) from error
+
     async def complete(self, request: ChatRequest) -> Completion:
         """Answers a request.
 
@@ -138,7 +149,9 @@ class GatewaySession:
         arrived = self.last_used = time.monotonic()
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
-        self._check_size(messages, sum(map(len, addresses)))
+        longest = longest_sequence(self._context.options)
+        if (count := sum(map(len, addresses))) > longest:  # each takes a token at least
+            raise self._too_long(f"{count} images", longest)
         pictures = Pictures.none(len(messages))
         if any(addresses):
             [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
@@ -240,15 +253,6 @@ class GatewaySession:
         if place.room < least or (first and len(place.ids) > options.prompt_length):
             raise self._too_long(f"{len(place.ids)}", place.longest)
 
-    def _check_size(self, messages: list[Message], images: int) -> None:
-        """Refuses what no tokenizer makes short enough, before one is kept busy with it; an image has a token at least."""
-        longest = longest_sequence(self._context.options)
-        length = sum(map(length_of, messages))
-        if length > longest * CHARACTERS_PER_TOKEN:
-            raise self._too_long(f"{length} characters", longest)
-        if images > longest:
-            raise self._too_long(f"{images} images", longest)
-
     def _too_long(self, length: str, longest: int) -> GatewayError:
         options = self._context.options
         reason = StopReason.RESPONSE_LENGTH if self.recording.turns else StopReason.PROMPT_TOO_LONG
@@ -302,7 +306,8 @@ class GatewaySession:
             sampling_params=replace(params, max_tokens=most),
             images=shown or None,
         )
-        outputs = await self._all([ask(draw=_draw(request, choice)) for choice in range(request.n or 1)], arrived)
+        draws = [_draw(request.seed, place, choice) for choice in range(request.n or 1)]
+        outputs = await self._all([ask(draw=draw) for draw in draws], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
         return outputs
@@ -363,9 +368,13 @@ def _drawn(params: SamplingParams) -> dict[str, float]:
     return {name: getattr(params, name) for name in _DRAWN}
 
 
-def _draw(request: ChatRequest, choice: int) -> int | None:
-    """The number that a request's `seed` gives its draws, so that the same request draws the same in this session."""
-    return None if request.seed is None else _SEEDED + (request.seed % _SEEDED) * 1024 + choice
+def _draw(seed: int | None, place: Place, choice: int) -> int | None:
+    """The number that a request's `seed` gives its draws: the same request draws the same in this session, and other turns
+    of an agent that always sends one seed do not share their random numbers."""
+    if seed is None:
+        return None
+    asked = hashlib.blake2b(array("q", place.ids).tobytes(), digest_size=16).hexdigest()
+    return _SEEDED + int.from_bytes(hashlib.blake2b(f"{seed}/{choice}/{asked}".encode(), digest_size=5).digest(), "big")
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:

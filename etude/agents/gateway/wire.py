@@ -8,13 +8,22 @@ thing is taken for a hint that is none elsewhere: `strict` of a tool, since the 
 
 from __future__ import annotations
 
+import json
+import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from etude.agents.gateway.errors import GatewayError
+from etude.errors import one_line
 from etude.registry import did_you_mean
 
+CHARACTERS_PER_TOKEN = 32
+"""Requests of more than that, for each token of the context, are refused unread: real text has three or four."""
+_BYTES_PER_CHARACTER = 6  # of JSON at most, with every character escaped
+_IMAGE = re.compile(rb'"url"\s*:\s*"data:image/[^"\\]*"')
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that is spelled as two
 MOST_STOPS = 16
 MOST_NESTED = 64
 """Levels of a tool's parameters."""
@@ -164,21 +173,97 @@ def _is_texts(value: object) -> bool:
     return isinstance(value, list) and all(isinstance(each, str) for each in value)
 
 
-def read_request(body: object) -> ChatRequest:
-    """The request in a decoded JSON body.
+class TooLong(Exception):
+    """A request is longer than any that fits the context; `length` says how long."""
+
+    def __init__(self, length: str) -> None:
+        super().__init__(length)
+        self.length = length
+
+
+def read_request(body: bytes, longest: int) -> ChatRequest:
+    """The request in a body of JSON, for a context of `longest` tokens.
+
+    Everything that a template would write counts towards one budget (messages, calls' arguments, tools' schemas) and is
+    counted before it is looked at, so that no request keeps the event loop busy for longer than a full context does.
 
     Raises:
-        GatewayError: it is none, or asks for what cannot be done; names the parameter.
+        TooLong: the budget does not hold it.
+        GatewayError: it is no request, or asks for what cannot be done; names the parameter.
     """
-    if not isinstance(body, dict):
+    budget = longest * CHARACTERS_PER_TOKEN
+    if len(body) > budget * _BYTES_PER_CHARACTER:
+        text = len(body) - sum(len(found.group()) for found in _IMAGE.finditer(body))
+        if text > budget * _BYTES_PER_CHARACTER:
+            raise TooLong(f"{text} bytes without its images")
+    request = decode_body(body)
+    if not isinstance(request, dict):
         raise GatewayError(400, "the request's body must be a JSON object")
+    messages = request.get("messages")
+    if isinstance(messages, list) and len(messages) > longest:
+        raise TooLong(f"{len(messages)} messages")
+    length = _count_characters(request)
+    if length > budget:
+        raise TooLong(f"{length} characters")
+    return _validate(request)
+
+
+def decode_body(body: bytes) -> Any:
+    """The JSON in a body.
+
+    Raises:
+        GatewayError: it is none, or holds what cannot be encoded.
+    """
+    try:
+        text = body.decode()
+        value = json.loads(text)
+        if _HALF.search(text):
+            json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeDecodeError as error:
+        raise GatewayError(400, f"the request's body is no UTF-8: {one_line(error, 100)}") from error
+    except UnicodeEncodeError as error:
+        raise GatewayError(400, "the request holds half a character: a surrogate without the other one") from error
+    except (ValueError, RecursionError) as error:
+        raise GatewayError(400, f"the request's body is no JSON: {one_line(error, 100)}") from error
+    return value
+
+
+def _count_characters(request: Mapping[str, Any]) -> int:
+    """Characters of all texts and keys of a request, images' addresses apart; whatever is no text counts as one."""
+    count, waiting = -sum(map(len, _image_addresses(request.get("messages")))), [request]
+    while waiting:
+        value: Any = waiting.pop()
+        if isinstance(value, dict):
+            count += 1 + sum(map(len, value))
+            waiting += value.values()
+        elif isinstance(value, list):
+            count += 1
+            waiting += value
+        else:
+            count += len(value) if isinstance(value, str) else 1
+    return count
+
+
+def _image_addresses(messages: object) -> list[str]:
+    contents = (
+        [each.get("content") for each in messages if isinstance(each, dict)] if isinstance(messages, list) else []
+    )
+    parts = [part for content in contents if isinstance(content, list) for part in content if isinstance(part, dict)]
+    images = [part.get("image_url") for part in parts if part.get("type") == "image_url"]
+    addresses = [image.get("url") for image in images if isinstance(image, dict)]
+    return [address for address in addresses if isinstance(address, str) and address.startswith("data:image/")]
+
+
+def _validate(body: dict[str, Any]) -> ChatRequest:
     try:
         return ChatRequest.model_validate(body)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         param = ".".join(map(str, first["loc"])) or None
         reason = first["msg"].removeprefix("Value error, ")
-        if first["type"] == "extra_forbidden":
+        if param in ("presence_penalty", "frequency_penalty") and first["type"].endswith("than_equal"):
+            reason = "penalties are not supported: training needs log-probs of what was sampled from; send 0"
+        elif first["type"] == "extra_forbidden":
             near = did_you_mean(str(first["loc"][0]), ChatRequest.model_fields)
             reason = f"this server knows no such parameter{near}"
         raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error

@@ -15,7 +15,7 @@ from typing import Any
 
 from etude.agents.interactions.base import BaseInteraction
 from etude.bounded import uninterrupted, within
-from etude.errors import ConfigError, InfrastructureError, one_line
+from etude.errors import ConfigError, InfrastructureError, describe_error, one_line
 from etude.rewards.number import as_reward
 
 logger = logging.getLogger(__name__)
@@ -106,8 +106,7 @@ class InteractionSession:
         try:
             return await within(self._limits.timeout, getattr(self._interaction, method), *args, **kwargs)
         except Exception as error:
-            line = f"{type(error).__name__}: {one_line(error)}"
-            raise InfrastructureError(f"{self._label(method)} failed: {line}") from error
+            raise InfrastructureError(f"{self._label(method)} failed: {describe_error(error)}") from error
 
     def _label(self, method: str) -> str:
         return f"interaction '{self._interaction.name}': {method}"

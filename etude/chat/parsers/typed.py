@@ -11,6 +11,8 @@ import math
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from pydantic import BaseModel
+
 from etude.chat.parsers.base import Tools
 from etude.chat.parsers.json_call import Unreadable, decode
 from etude.chat.parsers.literal import parse_expression, read_literal
@@ -43,6 +45,8 @@ def properties_of(tools: Tools | None, name: str) -> dict[str, Any]:
 
 def _functions(tools: Tools | None) -> Iterator[Mapping[str, Any]]:
     for tool in tools or ():
+        if isinstance(tool, BaseModel):  # an `OpenAIFunctionToolSchema`
+            tool = tool.model_dump(exclude_unset=True)
         function = tool.get("function", tool) if isinstance(tool, Mapping) else None
         if isinstance(function, Mapping):
             yield function

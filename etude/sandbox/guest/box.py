@@ -12,12 +12,15 @@ import shutil
 import socket
 import struct
 import tempfile
+import time
 from dataclasses import dataclass
 
 from . import kernel
 from .settings import BOX, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
+_WRITTEN = ("meminfo", "stat")
+_TCP_BUFFER = 106_496  # bytes: half of what Linux gives other sockets
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
@@ -29,6 +32,8 @@ class Box:
     tmp: str
     folder: str
     """What has to be removed at the end; empty when the kernel does it."""
+    written: int = -1
+    """The folder of what `show_limits` writes, open."""
 
     def close(self) -> None:
         """Removes what the kernel does not."""
@@ -50,10 +55,11 @@ def open_box(settings: Settings) -> Box:
         source = f"{BOX}/{os.path.basename(target)}"
         os.mkdir(source, 0o700)
         kernel.mount(source, target, "", kernel.MS_BIND)
-    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC, "subset=pid")
+    _limit_tcp_buffers()
+    written = _mount_proc()
     _raise_loopback()
     socket.sethostname("sandbox")
-    return Box(WORK, TMP, "")
+    return Box(WORK, TMP, "", written)
 
 
 def limit_disk(settings: Settings, size_mb: int) -> None:
@@ -61,6 +67,53 @@ def limit_disk(settings: Settings, size_mb: int) -> None:
     if settings.isolated:
         flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
         kernel.mount("tmpfs", WORK, "tmpfs", flags, f"size={size_mb}m,nr_inodes={_INODES}")
+
+
+def show_limits(box: Box, memory_mb: int) -> None:
+    """Lets the program find in `/proc` how much memory it may have, and no more of the machine than it could measure."""
+    if box.written < 0:
+        return
+    amounts = {"MemTotal": memory_mb, "MemFree": memory_mb, "MemAvailable": memory_mb}
+    amounts |= dict.fromkeys(("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SwapTotal", "SwapFree"), 0)
+    cpus = ("cpu", *(f"cpu{i}" for i in range(len(os.sched_getaffinity(0)))))
+    booted = int(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+    texts = {
+        "meminfo": "".join(f"{name + ':':<16}{amount << 10:>8} kB\n" for name, amount in amounts.items()),
+        "stat": "".join(f"{cpu} 0 0 0 0 0 0 0 0 0 0\n" for cpu in cpus) + f"btime {booted}\n",
+    }
+    for name in _WRITTEN:
+        with open(os.open(name, os.O_WRONLY | os.O_TRUNC, dir_fd=box.written), "w", encoding="ascii") as file:
+            file.write(texts[name])
+
+
+def _mount_proc() -> int:
+    """A `/proc` that shows the processes of the run, the files of `show_limits`, and closed doors for all else.
+
+    Returns the folder of those files, which nothing in the box has a path to: the doors cover it, and are read-only.
+    """
+    kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
+    doors = f"{BOX}/proc"
+    os.mkdir(doors)
+    os.mkdir(f"{doors}/folder", 0)
+    for name in ("file", *_WRITTEN):
+        os.close(os.open(f"{doors}/{name}", os.O_CREAT | os.O_WRONLY, 0o444 if name in _WRITTEN else 0))
+    written = os.open(doors, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    kernel.mount(doors, BOX, "", kernel.MS_BIND)
+    flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
+    kernel.mount("", BOX, "", flags)
+    for entry in list(os.scandir("/proc")):
+        if entry.is_symlink() or entry.name.isdigit():
+            continue
+        door = entry.name if entry.name in _WRITTEN else "folder" if entry.is_dir() else "file"
+        kernel.mount(f"{BOX}/{door}", entry.path, "", kernel.MS_BIND)
+    return written
+
+
+def _limit_tcp_buffers() -> None:
+    """Keeps both buffers of a connection together at what any other socket has: by default they grow to dozens of MiB."""
+    for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
+        with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
+            file.write(f"4096 {start} {_TCP_BUFFER}")
 
 
 def _raise_loopback() -> None:

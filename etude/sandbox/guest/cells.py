@@ -1,19 +1,20 @@
 """The program's side of a session: runs one cell after the other in one `__main__`, as a notebook does.
 
-Invariant: one answer for each cell, JSON within fixed lengths. This code shares its process with the model's, which may
-tamper with it; all it can forge is what its own session prints. A cell that ends in an expression has that value's
-`repr` as its text; values with `_repr_png_` and open matplotlib figures become PNG images.
+Invariant: one answer for each cell, a frame within fixed lengths: its short JSON is `{"cell": number, "parts": [[kind,
+bytes], …]}`, its payload the parts one after the other, so that nobody parses what a cell can make long. This code shares
+its process with the model's, which may tamper with it; all it can forge is what its own session prints. A cell that ends
+in an expression has that value's `repr` as its text; values with `_repr_png_` and open matplotlib figures become PNG images.
 """
 
 from __future__ import annotations
 
 import ast
-import base64
 import contextlib
 import inspect
 import io
 import linecache
 import os
+import re
 import signal
 import sys
 import traceback
@@ -26,12 +27,17 @@ from . import frames, program
 if TYPE_CHECKING:
     import asyncio
 
+_NOTEBOOK_LINE = re.compile(r"([ \t]*)([!%])(.*?)(\r?\n?)", re.DOTALL)
+_SYSTEM, _MAGIC = "__notebook_system__", "__notebook_magic__"
 MAX_TEXT = 1 << 20
 MAX_TRACEBACK = 1 << 16
 MAX_IMAGES = 8
 MAX_IMAGE_BYTES = 2 << 20
-MAX_ANSWER = 28 << 20
-"""Longest JSON of an answer: all images in base64 and the texts, escaped."""
+MAX_PARTS = MAX_IMAGES + 4
+MAX_HEADER = 4 << 10
+"""Longest JSON of an answer."""
+MAX_ANSWER = 24 << 20
+"""Longest payload of an answer: the texts, each character in up to four bytes, and all images."""
 
 
 def serve(connection: int, work: str) -> NoReturn:
@@ -45,10 +51,15 @@ def serve(connection: int, work: str) -> NoReturn:
         try:
             answer = notebook.run(received[0]["code"])
         except KeyboardInterrupt as error:  # it came a moment after the cell had ended
-            answer = {"text": None, "images": [], "error": _described(error)}
+            answer = _described(error)
         if os.getpid() != owner:  # a fork in the cell came out of it as well
             os._exit(0)
-        frames.send(connection, {"cell": received[0]["cell"], **answer})
+        kinds = [kind for kind, _ in answer]
+        parts = [
+            part if isinstance(part, bytes) else str.encode(part, "utf-8", "backslashreplace") for _, part in answer
+        ]
+        header = {"cell": received[0]["cell"], "parts": list(zip(kinds, map(len, parts), strict=True))}
+        frames.send(connection, header, b"".join(parts))
     os._exit(0)
 
 
@@ -60,35 +71,34 @@ class _Notebook:
         self._count = 0
         self._images: list[bytes] = []
         self._loop: asyncio.AbstractEventLoop | None = None
-        main.__dict__["display"] = self._display
+        main.__dict__.update({"display": self._display, _SYSTEM: self._system, _MAGIC: _magic})
 
-    def run(self, code: str) -> dict[str, Any]:
-        """Runs a cell; its answer."""
+    def run(self, code: str) -> list[tuple[str, str | bytes]]:
+        """Runs a cell; the parts of its answer."""
         self._count += 1
         self._images = []
         name = f"<cell {self._count}>"
         linecache.cache[name] = (len(code), None, code.splitlines(keepends=True), name)
-        text = error = None
+        answer: list[tuple[str, str | bytes]] = []
         try:
             signal.signal(signal.SIGINT, signal.default_int_handler)
             value = self._execute(code, name)
             if value is not None:
                 self._main.__dict__["_"] = value
-                text = self._shown(value)
+                answer.append(("text", self._shown(value)))
             self._collect_figures()
         except BaseException as raised:
             signal.signal(signal.SIGINT, signal.SIG_IGN)
-            error = _described(raised)
+            answer += _described(raised)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         for stream in (sys.stdout, sys.stderr):
             with contextlib.suppress(BaseException):
                 stream.flush()
-        images = [base64.b64encode(image).decode() for image in self._images]
-        return {"text": text, "images": images, "error": error}
+        return answer + [("image", image) for image in self._images]
 
     def _execute(self, code: str, name: str) -> object:
         """The value of the last expression, or None."""
-        tree = ast.parse(code, name)
+        tree = _parse(code, name)
         last = tree.body.pop() if tree.body and isinstance(tree.body[-1], ast.Expr) else None
         self._evaluate(tree, name, "exec")
         return self._evaluate(ast.Expression(last.value), name, "eval") if isinstance(last, ast.Expr) else None
@@ -103,7 +113,15 @@ class _Notebook:
             return self._loop.run_until_complete(eval(compiled, self._main.__dict__))
         return eval(compiled, self._main.__dict__)
 
-    def _shown(self, value: object) -> str | None:
+    def _system(self, command: str) -> None:
+        """Runs a line of shell; what it prints is the cell's output."""
+        import subprocess  # here: every run's process would carry it
+
+        sys.stdout.flush()
+        done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, check=False)
+        self._main.__dict__["_exit_code"] = done.returncode
+
+    def _shown(self, value: object) -> str:
         """The text of a value; one with a PNG form is kept as an image as well."""
         self._keep_png(value)
         text = repr(value)
@@ -141,14 +159,40 @@ class _Notebook:
         return True
 
 
+def _parse(code: str, name: str) -> ast.Module:
+    """The cell's syntax tree; a line of a notebook that is no Python, `!command` or `%magic`, becomes a call of ours.
+
+    Such a line is seen by its being where the syntax breaks: one in a string or a longer expression is left alone.
+    """
+    lines: list[str] = []
+    while True:
+        try:
+            return ast.parse("".join(lines) or code, name)
+        except SyntaxError as error:
+            lines = lines or code.splitlines(keepends=True)
+            number = (error.lineno or 0) - 1
+            line = lines[number] if 0 <= number < len(lines) else ""
+            found = _NOTEBOOK_LINE.fullmatch(line)
+            if found is None:
+                raise
+            indent, kind, text, end = found.groups()
+            lines[number] = f"{indent}{_SYSTEM if kind == '!' else _MAGIC}({text!r}){end}"
+
+
+def _magic(line: str) -> None:
+    """`%matplotlib …`: figures are shown anyway."""
+    if line.split()[:1] != ["matplotlib"]:
+        raise NameError(f"%{line.split()[0] if line.split() else ''} is not known here; only %matplotlib is")
+
+
 def _drawn(figure: Any) -> bytes:
     target = io.BytesIO()
     figure.savefig(target, format="png", bbox_inches="tight")
     return target.getvalue()
 
 
-def _described(error: BaseException) -> dict[str, str]:
-    """An exception without the frames of this file."""
+def _described(error: BaseException) -> list[tuple[str, str | bytes]]:
+    """An exception without the frames of this file, as parts of an answer."""
     own = error.__traceback__
     ours = {__file__, getattr(sys.modules.get("asyncio.base_events"), "__file__", __file__)}
     while own is not None and own.tb_frame.f_code.co_filename in ours:
@@ -161,4 +205,4 @@ def _described(error: BaseException) -> dict[str, str]:
         text = (
             f"{text[: MAX_TRACEBACK // 2]}\n… [{len(text) - MAX_TRACEBACK} characters] …\n{text[-MAX_TRACEBACK // 2 :]}"
         )
-    return {"name": type(error).__name__[:200], "value": value[:MAX_TRACEBACK], "traceback": text}
+    return [("name", type(error).__name__[:200]), ("value", value[:MAX_TRACEBACK]), ("traceback", text)]

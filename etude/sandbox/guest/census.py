@@ -1,16 +1,20 @@
 """What all processes of a run hold together: memory and CPU time, read from its own `/proc`.
 
-Invariant: the numbers cover every process of the run and none besides (the PID namespace sees to both); without isolation
-they cover the descendants of the supervisor. Memory of files in the box's tmpfs is bounded by its size and not counted.
+Invariant: the numbers cover every process and socket of the run and none besides (its PID and network namespaces see to
+both); without isolation they cover the descendants of the supervisor, and no sockets. What cannot be measured is counted
+at its most: a socket's buffers are as good as full. Memory of files in the box's tmpfs is bounded by its size and not
+counted; what else is not, `docs/sandbox.md` lists.
 """
 
 from __future__ import annotations
 
 import os
+import socket
 from collections.abc import Iterator
 
-_PAGE = os.sysconf("SC_PAGE_SIZE")
 _TICK = os.sysconf("SC_CLK_TCK")
+_MEMORY = ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
+"""What `/proc/PID/status` has of a process's memory: resident, swapped out, the tables of its pages, and huge pages."""
 
 
 def processes(isolated: bool) -> Iterator[int]:
@@ -23,32 +27,67 @@ def processes(isolated: bool) -> Iterator[int]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for child in _read(f"/proc/{pid}/task/{pid}/children").split():
-        yield int(child)
-        yield from _descendants(int(child))
+    for task in _tasks(pid):  # a child is its thread's
+        for child in _read(f"{task}/children").split():
+            yield int(child)
+            yield from _descendants(int(child))
 
 
-def resident_bytes(pids: list[int], limit: int) -> int:
-    """Resident bytes of `pids` together. Pages that several share are counted once if the sum would be over `limit`."""
-    total = sum(_resident(pid) for pid in pids)
+def memory_bytes(pids: list[int], limit: int) -> int:
+    """Bytes of `pids` together. Pages that several share are counted once if the sum would be over `limit`."""
+    total = sum(_held(pid) for pid in pids)
     return total if total <= limit else sum(_proportional(pid) for pid in pids)
 
 
-def _resident(pid: int) -> int:
-    fields = _read(f"/proc/{pid}/statm").split()
-    return int(fields[1]) * _PAGE if len(fields) > 1 else 0
+def _held(pid: int) -> int:
+    if held := _fields(f"/proc/{pid}/status", _MEMORY):
+        return held
+    # A process whose first thread has ended looks like a zombie, which has no memory; its other threads still do.
+    return max((_fields(f"{task}/status", _MEMORY) for task in _tasks(pid)), default=0)
 
 
 def _proportional(pid: int) -> int:
     """With shared pages divided among those who share them; in full for a process that has made itself unreadable."""
-    text = _read(f"/proc/{pid}/smaps_rollup")
-    if not text:
-        return _resident(pid)
-    total = 0
-    for line in text.splitlines():
-        if line.startswith(("Pss:", "SwapPss:")):
-            total += int(line.split()[1]) * 1024
-    return total
+    for folder in (f"/proc/{pid}", *_tasks(pid)):
+        if shared := _fields(f"{folder}/smaps_rollup", ("Pss", "SwapPss")):
+            return shared + _fields(f"{folder}/status", ("VmPTE", "HugetlbPages"))
+    return _held(pid)
+
+
+def _tasks(pid: int) -> list[str]:
+    folder = f"/proc/{pid}/task"
+    try:
+        return [f"{folder}/{name}" for name in os.listdir(folder)]
+    except OSError:
+        return []
+
+
+def _fields(path: str, names: tuple[str, ...]) -> int:
+    """Bytes in these fields of a file whose lines are a name and KiB."""
+    fields = (line.split() for line in _read(path).splitlines())
+    return 1024 * sum(int(field[1]) for field in fields if field and field[0].rstrip(":") in names)
+
+
+def socket_bytes() -> int:
+    """What the sockets of this network namespace can hold at most.
+
+    Also those that are in no process's hands: on their way in a message, not accepted yet, or closed while somebody has not
+    read what they sent. Their contents would be hard to find, so that all are taken to be full.
+    """
+    for line in _read("/proc/self/net/sockstat").splitlines():
+        if line.startswith("sockets: used"):
+            return int(line.split()[2]) * _SOCKET
+    return 0
+
+
+def _largest_socket() -> int:
+    """A socket sends while its buffer has room left, so that its last message may be as large as all before it."""
+    with socket.socket(socket.AF_UNIX) as one:
+        sizes = [one.getsockopt(socket.SOL_SOCKET, option) for option in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
+    return 2 * max(sizes)
+
+
+_SOCKET = _largest_socket()
 
 
 def cpu_seconds(pids: list[int]) -> float:

@@ -29,6 +29,5 @@ def enter_user_namespace(inner_id: int, further_flags: int = 0) -> None:
         ("uid_map", f"{inner_id} {user} 1"),
         ("gid_map", f"{inner_id} {group} 1"),
     ):
-        fd = os.open(f"/proc/self/{name}", os.O_WRONLY)
-        os.write(fd, text.encode())
-        os.close(fd)
+        with open(f"/proc/self/{name}", "wb", buffering=0) as file:
+            file.write(text.encode())

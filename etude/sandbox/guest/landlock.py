@@ -27,16 +27,20 @@ def restrict(writable: Sequence[str], devices: Sequence[str]) -> None:
     handled = (1 << _RIGHTS_OF_VERSION[min(version, 5)]) - 1
     scoped = _SCOPE_ABSTRACT_SOCKETS | _SCOPE_SIGNALS
     ruleset = kernel.landlock_ruleset(struct.pack("=QQQ", handled, 0, scoped)[: 24 if version >= 6 else 8])
-    _allow(ruleset, "/", _EXECUTE | _READ_FILE | _READ_DIR)
-    for path in writable:
-        _allow(ruleset, path, handled)
-    for path in devices:
-        _allow(ruleset, path, (_WRITE_FILE | _READ_FILE | _READ_DIR | _IOCTL_DEVICE) & handled)
-    kernel.landlock_restrict(ruleset)
-    os.close(ruleset)
+    try:
+        _allow(ruleset, "/", _EXECUTE | _READ_FILE | _READ_DIR)
+        for path in writable:
+            _allow(ruleset, path, handled)
+        for path in devices:
+            _allow(ruleset, path, (_WRITE_FILE | _READ_FILE | _READ_DIR | _IOCTL_DEVICE) & handled)
+        kernel.landlock_restrict(ruleset)
+    finally:
+        os.close(ruleset)
 
 
 def _allow(ruleset: int, path: str, access: int) -> None:
     directory = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    kernel.landlock_allow_beneath(ruleset, directory, access)
-    os.close(directory)
+    try:
+        kernel.landlock_allow_beneath(ruleset, directory, access)
+    finally:
+        os.close(directory)

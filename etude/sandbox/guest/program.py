@@ -93,8 +93,15 @@ def limit(bounds: Bounds, isolated: bool) -> None:
         resource.RLIMIT_CPU: (cpu, cpu + 1),
         resource.RLIMIT_FSIZE: (bounds.file_size_mb * _MIB,) * 2,
         resource.RLIMIT_NOFILE: (bounds.open_files,) * 2,
-        resource.RLIMIT_CORE: (0, 0),
+        resource.RLIMIT_CORE: (
+            1,
+            1,
+        ),  # 0 would forbid a file, but not the program that the host's core_pattern may name
         resource.RLIMIT_MEMLOCK: (1 << 16, 1 << 16),
+        resource.RLIMIT_MSGQUEUE: (1 << 16, 1 << 16),
+        resource.RLIMIT_SIGPENDING: (1024, 1024),
+        resource.RLIMIT_RTPRIO: (0, 0),
+        resource.RLIMIT_NICE: (0, 0),
         resource.RLIMIT_STACK: (8 * _MIB, resource.getrlimit(resource.RLIMIT_STACK)[1]),
     }
     if isolated:  # counted in the program's own user namespace; without one it would count the host user's processes

@@ -49,11 +49,13 @@ def start(stem: Stem, request: dict[str, Any], command: list[str] | None) -> Non
         Broken: it could not be confined, or its interpreter could not be started.
     """
     wanted = ("kind", "source", "code", "args", "limits", "address_space")
-    frames.send(stem.orders, {"command": command, **{name: request[name] for name in wanted}})
     failure = b""
-    while part := os.read(stem.orders, 4096):
-        failure += part
-    os.close(stem.orders)
+    try:
+        frames.send(stem.orders, {"command": command, **{name: request[name] for name in wanted}})
+        while part := os.read(stem.orders, 4096):
+            failure += part
+    finally:
+        os.close(stem.orders)
     if failure:
         raise Broken(failure.decode("utf-8", "replace"))
 

@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any, NoReturn
 
 from . import census, frames, kernel
-from .box import Box, limit_disk, open_box
+from .box import Box, limit_disk, open_box, show_limits
 from .files import read_files, write_files
 from .settings import Settings
 from .stem import Broken, prepare, start
@@ -90,6 +90,7 @@ class Supervisor:
                 return
             request, payload = received
             limit_disk(self._settings, request["limits"]["disk_mb"])
+            show_limits(self._box, request["limits"]["memory_mb"])
             files = _unpacked(request["files"], payload)
             if request["source"]:
                 files.append((request["source"], request["code"].encode("utf-8", "surrogatepass")))
@@ -197,8 +198,8 @@ class Supervisor:
         busy, self._cpu_seen = cpu > self._cpu_seen, cpu
         if cpu > limits["cpu_seconds"]:
             return busy, "time_limit"
-        memory = limits["memory_mb"] << 20
-        return busy, "memory_limit" if census.resident_bytes(pids, memory) > memory else None
+        memory = (limits["memory_mb"] << 20) - (census.socket_bytes() if self._settings.isolated else 0)
+        return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
 
     def _obey(self, pid: int) -> bool:
         """Does what the host asks of a session; False when it wants the end."""

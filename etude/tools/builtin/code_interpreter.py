@@ -3,7 +3,8 @@
 Invariant: whatever the code does is told to the model in words (`code_report`); whatever the sandbox fails to do is an
 infrastructure failure, and no answer at all. At most `num_workers` programs of a process run at once, and `rate_limit`
 of the whole cluster. Stateless calls share nothing; a stateful trajectory has one interpreter of its own from its first
-call to its release.
+call to its release, and another one only after its own code has ended that: once a cell was sent, an interpreter that is
+lost in any other way is an infrastructure failure for good, and no cell is ever sent twice.
 """
 
 from __future__ import annotations
@@ -40,7 +41,6 @@ from etude.tools.builtin.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 MAX_IMAGE_PIXELS = 4_000_000
-LOST_SESSION = "(the interpreter was idle for long and was closed: its variables are lost, this is a new one)"
 _FENCE = re.compile(r"\s*```[ \t]*[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 _SCHEMA = {
     "type": "function",
@@ -89,6 +89,8 @@ class _Trajectory:
     """What belongs to one instance: its interpreter, in a stateful tool."""
 
     session: str | None = None
+    lost: str = ""
+    """Why its interpreter is gone, or may be, through no doing of its own code; nothing more can be run for it."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -160,24 +162,28 @@ class SandboxFusionTool(BaseTool):
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
         trajectory = self._trajectories.setdefault(instance_id, _Trajectory())
         async with trajectory.lock, self._permits():
-            result, note = await self._cell_of(trajectory, code, limits)
+            result = await self._cell_of(trajectory, code, limits)
             if not result.session_alive:
                 trajectory.session = None
-        text = cell_report(result, limits, limits.wall_seconds, note)
+        text = cell_report(result, limits, limits.wall_seconds)
         metrics = {"status": result.status.value, "seconds": result.wall_seconds}
         return ToolResponse(text=text, image=_images(result) or None), 0.0, metrics
 
-    async def _cell_of(self, trajectory: _Trajectory, code: str, limits: Limits) -> tuple[CellResult, str]:
-        """The cell's result, and what to say first if it ran in another interpreter than the one before."""
-        sandbox, note = self._sandbox(), ""
-        for _ in range(2):
-            if trajectory.session is None:
-                trajectory.session = await sandbox.session(limits)
-            try:
-                return await sandbox.run_cell(trajectory.session, code, limits.wall_seconds), note
-            except UnknownSessionError:  # it did not run
-                trajectory.session, note = None, LOST_SESSION
-        raise SandboxError("a new session was closed before its first cell ran")
+    async def _cell_of(self, trajectory: _Trajectory, code: str, limits: Limits) -> CellResult:
+        if trajectory.lost:  # also for a call that is tried again
+            raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}")
+        sandbox = self._sandbox()
+        if trajectory.session is None:
+            trajectory.session = await sandbox.session(limits)
+        try:
+            return await sandbox.run_cell(trajectory.session, code, limits.wall_seconds)
+        except SandboxRequestError:  # refused: it did not run
+            raise
+        except BaseException as error:  # a cancelled cell may have run, too
+            trajectory.lost = one_line(error) or type(error).__name__
+            if isinstance(error, UnknownSessionError):
+                raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}") from error
+            raise
 
     @contextlib.asynccontextmanager
     async def _permits(self) -> AsyncIterator[None]:

@@ -31,14 +31,14 @@ def run_report(result: RunResult, limits: Limits) -> str:
     return _joined(result.stdout.rstrip("\n"), stderr, ending) or NOTHING
 
 
-def cell_report(result: CellResult, limits: Limits, seconds: float, note: str = "") -> str:
-    """The text for a cell of a session that was given `seconds`; `note` comes first."""
+def cell_report(result: CellResult, limits: Limits, seconds: float) -> str:
+    """The text for a cell of a session that was given `seconds`."""
     ending = _ending(result.status, seconds, limits)
     if not result.session_alive:
         ending = _joined(ending, "(the interpreter ended: its variables are lost, the next call starts a new one)")
     images = f"({len(result.images)} image{'s' * (len(result.images) > 1)} shown)" if result.images else ""
     error = tail(result.error.traceback) if result.error and result.status is RunStatus.FINISHED else ""
-    parts = (note, result.stdout.rstrip("\n"), result.text or "", images, tail(result.stderr), error, ending)
+    parts = (result.stdout.rstrip("\n"), result.text or "", images, tail(result.stderr), error, ending)
     return _joined(*parts) or NOTHING
 
 

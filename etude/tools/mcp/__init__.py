@@ -9,7 +9,15 @@ The SDK is imported by the first connection and by nothing before.
 
 from etude.tools.mcp.connection import close_connections
 from etude.tools.mcp.discovery import McpSelection, discover_tools
-from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.options import McpServer, McpTransport, anchor_servers
 from etude.tools.mcp.tool import MCPBaseTool
 
-__all__ = ["MCPBaseTool", "McpSelection", "McpServer", "McpTransport", "close_connections", "discover_tools"]
+__all__ = [
+    "MCPBaseTool",
+    "McpSelection",
+    "McpServer",
+    "McpTransport",
+    "anchor_servers",
+    "close_connections",
+    "discover_tools",
+]

@@ -7,9 +7,10 @@ headers or environment, which hold keys. The spelling is that of the documents a
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
+from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -114,6 +115,31 @@ class McpServer:
         parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return f"MCP server '{self.name}' ({parts.scheme}://{host}{parts.path})"
+
+
+def anchor_servers(servers: object, folder: Path) -> object:
+    """`servers`, the mapping of an `mcpServers` key in `folder`, with the paths of their commands in full: a `cwd` that is
+    a folder there, and, without one, a command with a slash or an argument that is a file there."""
+    if not isinstance(servers, Mapping):
+        return servers
+    return {name: _anchored(entry, folder.resolve()) for name, entry in servers.items()}
+
+
+def _anchored(entry: object, folder: Path) -> object:
+    if not isinstance(entry, Mapping):
+        return entry
+
+    def full(text: object, named: Callable[[Path], bool]) -> object:
+        return str(folder / text) if isinstance(text, str) and text and named(folder / text) else text
+
+    if entry.get("cwd") is not None:
+        return {**entry, "cwd": full(entry["cwd"], Path.is_dir)}
+    made = {**entry}
+    if "/" in str(entry.get("command")):  # another is a program of the search path
+        made["command"] = full(entry["command"], Path.is_file)
+    if isinstance(entry.get("args"), list | tuple):
+        made["args"] = [full(each, Path.is_file) for each in entry["args"]]
+    return made
 
 
 def _transport(entry: Mapping[str, Any], where: str) -> McpTransport:

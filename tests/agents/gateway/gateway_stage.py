@@ -2,6 +2,7 @@
 `openai` clients."""
 
 import asyncio
+import json
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from types import SimpleNamespace
@@ -12,6 +13,7 @@ from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context,
 from etude.agents import AgentLoopManager, TrajectoryClient
 from etude.agents.gateway import GatewaySession
 from etude.agents.gateway.serving import LocalGateway
+from etude.agents.gateway.wire import read_request
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
 from etude.models import TinyModelSpec, build_tiny_model
 
@@ -83,6 +85,11 @@ def talk(work, script=None, *, engine=None, **given):
             return await asyncio.wait_for(work(stage), 4 * PATIENCE)
 
     return asyncio.run(main())
+
+
+def request_of(body):
+    """The request in a body that was read for a long context."""
+    return read_request(json.dumps(body).encode(), 100_000)
 
 
 def answer(choice):

@@ -203,6 +203,28 @@ def test_seeds_repeat_a_draw_within_the_session_and_nothing_else_does():
     talk(work, engine=native())
 
 
+def test_a_constant_seed_gives_each_turn_its_own_random_numbers():
+    """With no tools and hardly a prompt, a draw of the same numbers would often be the same token."""
+
+    async def work(stage):
+        history, seeds = [USER], set()
+        for _ in range(3):
+            made = await stage.chat(history, max_tokens=4, seed=42)
+            seeds.add(stage.engine.seeds[-1])
+            history = [*history, answer(made.choices[0]), USER]
+        await stage.chat([USER], max_tokens=4, seed=42)
+        return seeds, stage.engine.seeds
+
+    class Seeded(Recorder):
+        @property
+        def seeds(self):
+            return [params.seed for _, _, params in self.asked]
+
+    seeds, asked = talk(work, engine=Seeded(lambda *_: says("5")))
+    assert len(seeds) == 3
+    assert asked[3] == asked[0]
+
+
 # -- choices and streams -------------------------------------------------------------------------------------------
 
 

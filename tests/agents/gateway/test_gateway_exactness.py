@@ -10,13 +10,12 @@ import asyncio
 import pytest
 import torch
 from exact_stage import SPECIAL, TEMPLATES, TEXTS
-from gateway_stage import ECHO, SPEC, session
+from gateway_stage import ECHO, SPEC, request_of, session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents.gateway.answer import as_object
 from etude.agents.gateway.errors import GatewayError
-from etude.agents.gateway.wire import read_request
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import build_tiny_model, build_tiny_tokenizer
@@ -101,7 +100,7 @@ async def play(made, steps, stop):
 
     async def ask(messages, n=1):
         body = {"messages": messages, "tools": [ECHO], "n": n, "max_tokens": 12, **stop}
-        completion = await made.complete(read_request(body))
+        completion = await made.complete(request_of(body))
         return [choice["message"] for choice in as_object(completion, made._context.tokenizer)["choices"]]
 
     for kind, text, number in steps:
@@ -206,7 +205,7 @@ def test_a_mask_that_claims_more_is_refused(n):
 
     async def main():
         made = POLICIES["own"].session(Witness(POLICIES["own"]))
-        await made.complete(read_request({"messages": [{"role": "user", "content": "a"}], "n": n, "max_tokens": 5}))
+        await made.complete(request_of({"messages": [{"role": "user", "content": "a"}], "n": n, "max_tokens": 5}))
         return made
 
     made = asyncio.run(main())

@@ -7,12 +7,11 @@ from pathlib import Path
 
 import pytest
 from agents_stage import call
-from gateway_stage import USER
+from gateway_stage import USER, request_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents.gateway.reading import _PROBE, read_turn
-from etude.agents.gateway.wire import read_request
 from etude.chat import HermesToolParser, ToolParser
 from etude.inference import TokenOutput
 
@@ -49,7 +48,7 @@ def output_of(text):
 
 
 def cut(parser, text, tools):
-    request = read_request({"messages": [USER], "tools": tools, "parallel_tool_calls": False})
+    request = request_of({"messages": [USER], "tools": tools, "parallel_tool_calls": False})
     return asyncio.run(read_turn(parser, output_of(text), request))
 
 

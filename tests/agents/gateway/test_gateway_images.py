@@ -10,7 +10,7 @@ import openai
 import pytest
 import torch
 from agents_stage import SAMPLING, ScriptedEngine, context
-from gateway_stage import USER, answer, session, talk
+from gateway_stage import USER, answer, request_of, session, talk
 from vision_stage import build_vision_stage, picture, plain_log_probs
 
 from etude.agents import AgentLoopManager
@@ -19,7 +19,6 @@ from etude.agents.gateway.errors import GatewayError
 from etude.agents.gateway.messages import History, plain_messages
 from etude.agents.gateway.pictures import row_for_clients
 from etude.agents.gateway.session import SessionRules
-from etude.agents.gateway.wire import read_request
 from etude.chat import ChatTemplate, ToolParser
 from etude.errors import DataError
 from etude.inference import NativeEngine
@@ -121,7 +120,7 @@ def test_over_the_real_engine_a_forward_pass_gives_the_log_probs_of_every_sequen
         made = session(engine, **SIGHT)
 
         async def ask(*messages):
-            completion = await made.complete(read_request({"messages": list(messages), "n": 2, "max_tokens": 12}))
+            completion = await made.complete(request_of({"messages": list(messages), "n": 2, "max_tokens": 12}))
             return completion.turns[0].message
 
         first = await ask(shown(A))
@@ -253,7 +252,7 @@ def test_images_that_leave_no_room_are_refused_before_they_are_decoded(monkeypat
         made = session(Recorder(), **(SIGHT | {"prompt_length": 40, "response_length": 20}))
         monkeypatch.setattr(ImageReader, "read_file", decoded)
         with pytest.raises(GatewayError, match="maximum context length is 60 tokens"):
-            await made.complete(read_request({"messages": [shown(big)]}))
+            await made.complete(request_of({"messages": [shown(big)]}))
         return made.trajectories()
 
     [trajectory] = asyncio.run(main())
@@ -269,7 +268,7 @@ def test_a_session_keeps_no_more_pixels_than_it_may():
         answers = []
         for pictures in (ten, [*ten, ten[0]], [picture(64, 64, seed=10)], ten):
             try:
-                answers.append(len((await made.complete(read_request({"messages": [shown(*pictures)]}))).turns))
+                answers.append(len((await made.complete(request_of({"messages": [shown(*pictures)]}))).turns))
             except GatewayError as error:
                 answers.append(str(error))
         return answers, len(engine.asked)
@@ -284,7 +283,7 @@ def test_requests_at_once_keep_no_more_pixels_than_they_may_together():
 
         async def ask(seed):
             pictures = [picture(64, 64, seed=10 * seed + n) for n in range(10)]
-            return await made.complete(read_request({"messages": [shown(*pictures)]}))
+            return await made.complete(request_of({"messages": [shown(*pictures)]}))
 
         answers = await asyncio.gather(*map(ask, range(5)), return_exceptions=True)
         return made, sum(isinstance(each, GatewayError) for each in answers)
@@ -298,7 +297,7 @@ def test_turns_share_the_pixels_of_an_image_that_was_read_twice():
     async def main():
         made = session(Recorder(*[says("a")] * 3), **(SIGHT | {"images": ImageReader(PROCESSOR, remembered_bytes=1)}))
         for text in "abc":
-            await made.complete(read_request({"messages": [shown(A, B, text=text)]}))
+            await made.complete(request_of({"messages": [shown(A, B, text=text)]}))
         return made.trajectories()
 
     first, *others = asyncio.run(main())
@@ -320,7 +319,7 @@ def test_a_session_that_ends_while_images_are_read_samples_nothing_more(monkeypa
         engine = Recorder(says("a"))
         made = session(engine, **SIGHT)
         monkeypatch.setattr(gateway_session, stage, slow)
-        asked = asyncio.ensure_future(made.complete(read_request({"messages": [shown(A)]})))
+        asked = asyncio.ensure_future(made.complete(request_of({"messages": [shown(A)]})))
         await reading.wait()
         assert made.under_way == 1
         await made.close()
@@ -339,7 +338,7 @@ def test_reading_images_counts_towards_a_requests_time(monkeypatch):
         made = session(Recorder(says("a")), rules=SessionRules(request_seconds=0.05), **SIGHT)
         monkeypatch.setattr(gateway_session, "read_pictures", slow)
         with pytest.raises(GatewayError, match=r"no answer within 0\.05 s") as caught:
-            await made.complete(read_request({"messages": [shown(A)]}))
+            await made.complete(request_of({"messages": [shown(A)]}))
         return caught.value.status
 
     assert asyncio.run(main()) == 504
@@ -362,10 +361,10 @@ def test_a_template_that_loses_an_image_is_a_refusal_and_no_failure(monkeypatch)
 
     async def main():
         made = session(Recorder(says("a"), says("b")), **SIGHT)
-        first = (await made.complete(read_request({"messages": [shown(A)]}))).turns[0].message
+        first = (await made.complete(request_of({"messages": [shown(A)]}))).turns[0].message
         monkeypatch.setattr(ChatTemplate, "context_ids", loses)
         with pytest.raises(GatewayError, match="1 placeholder for 2 images") as caught:
-            await made.complete(read_request({"messages": [shown(A), first, shown(A, B)]}))
+            await made.complete(request_of({"messages": [shown(A), first, shown(A, B)]}))
         return caught.value.status, made.broken.done()
 
     assert asyncio.run(main()) == (400, False)
@@ -374,7 +373,7 @@ def test_a_template_that_loses_an_image_is_a_refusal_and_no_failure(monkeypatch)
 def test_a_limit_that_is_reached_while_images_are_looked_at_holds():
     async def main():
         made = session(Recorder(says("a"), says("b")), **SIGHT, multi_turn={"max_assistant_turns": 1})
-        requests = [made.complete(read_request({"messages": [shown(each)]})) for each in (A, B)]
+        requests = [made.complete(request_of({"messages": [shown(each)]})) for each in (A, B)]
         answers = await asyncio.gather(*requests, return_exceptions=True)
         return sorted(type(each).__name__ for each in answers)
 

@@ -67,6 +67,26 @@ def test_a_choice_stays_chosen_when_what_follows_says_the_same_too():
     assert "<think>A</think>" not in shown
 
 
+@pytest.mark.parametrize(
+    ("thoughts", "continues"), [("A", True), (" A\n", True), (None, True), ("", True), ("B", False), ("A and B", False)]
+)
+@pytest.mark.parametrize("turns", [1, 2])
+def test_a_thought_that_a_client_edits_begins_a_sequence(thoughts, continues, turns):
+    """In whichever turn it stands; the edited one is what the model is shown then."""
+
+    async def work(stage):
+        history = [USER]
+        for _ in range(turns):
+            history += [answer((await stage.chat(history)).choices[0]), AND]
+        history[1]["reasoning_content"] = thoughts
+        await stage.chat(history)
+        made = stage.session.trajectories()
+        stage.session._client.check(*[trajectory.to_output() for trajectory in made])
+        return len(made)
+
+    assert talk(work, engine=scripted(*["<think>A</think>5"] * turns, "6")) == (1 if continues else 2)
+
+
 # -- whom an answer answers -----------------------------------------------------------------------------------------
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 
 import aiohttp
 import openai
@@ -53,8 +54,8 @@ async def refused(coroutine):
             "'auto' and 'none'",
         ),
         ({"response_format": {"type": "json_object"}}, "response_format", "constrains"),
-        ({"presence_penalty": 0.5}, "presence_penalty", ""),
-        ({"frequency_penalty": -1.0}, "frequency_penalty", ""),
+        ({"presence_penalty": 0.5}, "presence_penalty", "penalties are not supported"),
+        ({"frequency_penalty": -1.0}, "frequency_penalty", "penalties are not supported"),
         ({"logit_bias": {"5": 10}}, "logit_bias", ""),
         ({"logprobs": True, "top_logprobs": 3}, "top_logprobs", ""),
         ({"functions": [{"name": "f"}]}, "functions", ""),
@@ -324,20 +325,51 @@ def test_a_request_that_fails_uses_up_no_turn():
     assert made.choices[0].message.content == "5"
 
 
-def test_what_no_tokenizer_makes_short_enough_is_refused_unread(monkeypatch):
+SCHEMA = {"type": "object", "description": "a" * 3200}
+PARTS = {"type": "object", "properties": {f"p{n}": {"type": "string"} for n in range(300)}}
+CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": json.dumps({"a": "b" * 3200})}}
+
+
+@pytest.mark.parametrize(
+    ("request_more", "length"),
+    [
+        ({"messages": [{"role": "user", "content": "a" * 3200}]}, r"\d+ characters"),
+        ({"tools": [tool(parameters=SCHEMA)]}, r"\d+ characters"),
+        ({"tools": [tool(parameters=PARTS)]}, r"\d+ characters"),
+        ({"tools": [tool(parameters={**SCHEMA, "url": "data:image/png;base64," + "a" * 3200})]}, r"\d+ characters"),
+        ({"messages": [USER, {"role": "assistant", "tool_calls": [CALL]}, USER]}, r"\d+ characters"),
+        ({"messages": [{"role": "user", "content": "a", "name": "b" * 3200}]}, r"\d+ characters"),
+        ({"messages": [{"role": "user", "content": "a"}] * 101}, "101 messages"),
+        ({"messages": [{"role": "user", "content": "a"}] * 1000}, r"\d+ bytes without its images"),
+        ({"messages": [USER], "metadata": {"a": "b" * 20_000}}, r"\d+ bytes without its images"),
+    ],
+)
+def test_what_no_tokenizer_makes_short_enough_is_refused_unread(monkeypatch, request_more, length):
     def initial_ids(*_):
         raise AssertionError("it was read")
 
     monkeypatch.setattr(type(CHAT), "initial_ids", initial_ids)
-    most = 32 * 100
 
     async def work(stage):
-        error = await refused(stage.chat([{"role": "user", "content": "a" * most}]))
+        request = {"messages": [USER], **request_more}
+        error = await refused(stage.chat(request.pop("messages"), **request))
         return error, stage.session.trajectories()
 
     error, [trajectory] = talk(work, [], prompt_length=60, response_length=40)
     assert (error.code, trajectory.stop_reason) == (TOO_LONG, StopReason.PROMPT_TOO_LONG)
-    assert f"have {most + 4} characters" in error.body["message"]
+    assert re.search(f"these messages have {length}\\.$", error.body["message"])
+
+
+@pytest.mark.parametrize("content", ["a" * 2500, "\x01" * 2000])
+def test_what_may_fit_is_counted_in_tokens_only(content):
+    """Characters that JSON writes as six included."""
+
+    async def work(stage):
+        return await refused(stage.chat([{"role": "user", "content": content}]))
+
+    error = talk(work, [], prompt_length=60, response_length=40)
+    assert error.code == TOO_LONG
+    assert not re.search("characters|bytes", error.body["message"])
 
 
 # -- failures ------------------------------------------------------------------------------------------------------

@@ -7,11 +7,10 @@ import json
 import openai
 import pytest
 from agents_stage import CHAT, TOKENIZER, Recorder, call, says
-from gateway_stage import ECHO, USER, answer, session, talk
+from gateway_stage import ECHO, USER, answer, request_of, session, talk
 
 from etude.agents.gateway import SessionRules
 from etude.agents.gateway.messages import History, plain_messages
-from etude.agents.gateway.wire import read_request
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError
 from etude.schemas import FunctionCall
@@ -242,7 +241,7 @@ def test_a_template_that_cannot_show_the_new_messages_there_begins_a_sequence():
         engine = Recorder([says("1"), says("2")])
         made = session(engine)
         late = {"role": "system", "content": "Be brief."}
-        await made.complete(read_request({"messages": [USER]}))
+        await made.complete(request_of({"messages": [USER]}))
         chat = made._context.chat
         context_ids = chat.context_ids
 
@@ -251,7 +250,7 @@ def test_a_template_that_cannot_show_the_new_messages_there_begins_a_sequence():
 
         chat.context_ids = refusing
         try:
-            await made.complete(read_request({"messages": [USER, said("1"), late, AND]}))
+            await made.complete(request_of({"messages": [USER, said("1"), late, AND]}))
         finally:
             chat.context_ids = context_ids
         return made.trajectories()

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from parsers_formats import FORMATS
 
 from etude.chat import TOOL_PARSERS, ToolParser
+from etude.schemas import OpenAIFunctionToolSchema
 
 
 def parse(name, text, tools=None):
@@ -541,6 +542,16 @@ def test_the_schema_says_what_a_bare_text_means(key, text, value):
     [(_, arguments)] = calls_of(parse("qwen3_coder", written, tools))
     assert arguments == {key: value}
     assert type(arguments[key]) is type(value)
+
+
+@pytest.mark.parametrize("form", [lambda tool: tool, lambda tool: tool.function, lambda tool: tool.to_openai()])
+def test_schemas_may_be_objects(form):
+    """verl's loops hand its parsers `tool.tool_schema`: the types of the arguments were lost."""
+    schema = {"type": "function", "function": {"name": "f", "parameters": TYPED}}
+    tool = form(OpenAIFunctionToolSchema.model_validate(schema))
+    written = "<tool_call><function=f><parameter=i>\n3\n</parameter></function></tool_call>"
+    assert calls_of(parse("qwen3_coder", written, [tool])) == calls_of(parse("qwen3_coder", written, [schema]))
+    assert calls_of(parse("qwen3_coder", written, [tool])) == [("f", {"i": 3})]
 
 
 NULLABLE = {"anyOf": [{"type": "integer"}, {"type": "null"}]}

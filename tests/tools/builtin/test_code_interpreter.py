@@ -13,7 +13,7 @@ from etude.sandbox import CellError, CellResult, CompileResult, Limits, RunResul
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools import load_tools
 from etude.tools.builtin import builtin_config
-from etude.tools.builtin.code_interpreter import LOST_SESSION, SandboxFusionTool
+from etude.tools.builtin.code_interpreter import SandboxFusionTool
 from etude.tools.builtin.code_report import MAX_STDERR_CHARS, NOTHING, cell_report, run_report, tail
 
 pytestmark = pytest.mark.usefixtures("isolation")
@@ -212,14 +212,51 @@ class TestStateful:
         assert "NameError" in await said(stateful, "x", instance)
         await stateful.release(instance)
 
-    async def test_a_session_that_expired_is_replaced_and_the_model_told(self, tool):
+    async def test_a_session_that_is_lost_is_infrastructure_for_good_and_no_cell_runs_elsewhere(self, tool, tmp_path):
         stateful = tool(stateful=True)
         instance, _ = await stateful.create()
         await said(stateful, "x = 1", instance)
-        await stateful._sandbox().close_session(stateful._trajectories[instance].session)
-        text = await said(stateful, "print(2)", instance)
-        assert text == f"{LOST_SESSION}\n2"
+        await stateful._sandbox().close_session(stateful._trajectories[instance].session)  # as one idle for long is
+        for _ in range(3):  # `max_retries` calls again
+            with pytest.raises(InfrastructureError, match="the trajectory has lost its interpreter"):
+                await said(stateful, "print(2)", instance)
         await stateful.release(instance)
+        again, _ = await stateful.create()
+        assert await said(stateful, "print(2)", again) == "2"
+        await stateful.release(again)
+
+    async def test_a_call_that_was_cut_off_is_not_sent_again(self, tool):
+        stateful = tool(stateful=True)
+        instance, _ = await stateful.create()
+        await said(stateful, "n = 0", instance)
+        task = asyncio.create_task(said(stateful, "n += 1\nimport time; time.sleep(60)", instance))
+        await asyncio.sleep(0.5)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(InfrastructureError, match="the trajectory has lost its interpreter"):
+            await said(stateful, "n", instance)
+        await stateful.release(instance)
+
+    async def test_an_answer_that_never_came_is_not_asked_for_again(self, tool, serve):
+        """A server that breaks off while the cell may be running sees each cell once."""
+        cells = []
+
+        async def answer(request):
+            body = await request.json()
+            if "code" not in body:
+                return web.json_response({"session_id": f"s{len(cells)}"})
+            cells.append(body["code"])
+            request.transport.abort()
+            return web.Response()
+
+        url = (await serve(answer, "/{path:.*}")).removesuffix("/{path:.*}")
+        stateful = tool(stateful=True, sandbox_fusion_url=url)
+        instance, _ = await stateful.create()
+        for _ in range(3):
+            with pytest.raises(InfrastructureError):
+                await said(stateful, "x += 1", instance)
+        assert cells == ["x += 1"]
 
     async def test_calls_of_one_turn_run_one_after_the_other(self, tool):
         stateful = tool(stateful=True)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -19,10 +20,16 @@ PATIENCE = 60  # seconds for what takes one, on a busy machine
 class ServerProcess:
     """Started by the constructor; `url` is where it listens."""
 
-    def __init__(self, *options, env=None):
+    def __init__(self, *options, env=None, descriptors=None):
+        """`descriptors` are the most that the server may open."""
         command = [sys.executable, "-m", "etude.cli.main", "sandbox", "serve", "--port", "0", *options]
         self.process = subprocess.Popen(
-            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **(env or {})}
+            command,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, **(env or {})},
+            preexec_fn=descriptors and (lambda: resource.setrlimit(resource.RLIMIT_NOFILE, (descriptors, descriptors))),
         )
         line = self.process.stdout.readline()
         if not line:

@@ -1,0 +1,125 @@
+"""`Conversation`: what one run of `tool_agent` knows, and what its handlers and tools are handed as `agent_data`.
+
+Invariant: what it says of tokens, messages, turns and rewards is a view of the trajectory, which alone is trained on.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from etude.agents.agent_data import AgentState
+from etude.agents.interactions import InteractionSession
+from etude.chat import ParsedResponse
+from etude.chat.placeholders import content_of, image_count
+from etude.errors import EtudeError
+from etude.inference import SamplingParams
+from etude.schemas import FunctionCall
+from etude.tools import TokenLimit, ToolOutcome, ToolSession
+from etude.trajectory import StopReason, Trajectory
+
+
+def _view(read: Callable[[Conversation], Any], instead: str) -> Any:
+    """A property of `Conversation` that says what to change instead of it."""
+
+    def refuse(data: Conversation, value: object) -> None:
+        raise EtudeError(f"what agent_data says of its tokens and turns is read only here: {instead}")
+
+    return property(read, refuse)
+
+
+_BY_APPEND = "add tokens with  agent_data.trajectory.append(ids, provenance, log_probs=…)"
+_BY_REWARD = "add a reward with  agent_data.trajectory.rewards.steps.append((turn, source, value))"
+
+
+@dataclass
+class Conversation:
+    """What one run knows: the growing trajectory, and the turn in hand.
+
+    Handlers and tools of verl's manner know it as `agent_data`, by the names of `AgentData`. What these say of tokens,
+    messages and rewards are copies, as tuples: they change with the trajectory alone. `extra_fields` is for a subclass or
+    a tool to keep things in, for as long as the trajectory lives.
+    """
+
+    trajectory: Trajectory
+    session: ToolSession
+    sampling: SamplingParams
+    tool_schemas: list[dict[str, Any]]
+    tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
+    user: InteractionSession | None = None
+    token_limit: TokenLimit | None = None  # cuts the tools' answers further, where they leave too little room
+    started: float = field(default_factory=time.perf_counter)
+    parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
+    spoken: dict[int, str] = field(default_factory=dict)  # by the number of the message: what a user hears of a turn
+    tool_answers: set[int] = field(default_factory=set)  # numbers of messages that answer calls, whatever their role
+    sampled: Sequence[int] = ()  # the last turn's ids
+
+    request_id = _view(lambda data: data.trajectory.request_id, "it names the trajectory")
+    metrics = _view(lambda data: data.trajectory.timings, "set its entries")
+    messages = _view(lambda data: tuple(data.trajectory.messages), "they are what the trajectory's tokens say")
+    image_data = _view(lambda data: tuple(data.trajectory.images) or None, "they are what the trajectory's tokens show")
+    prompt_ids = _view(lambda data: tuple(data.trajectory.context_ids()), _BY_APPEND)
+    response_ids = _view(lambda data: tuple(data.sampled), _BY_APPEND)
+    response_mask = _view(lambda data: tuple(data.trajectory.response_mask), _BY_APPEND)
+    response_logprobs = _view(lambda data: tuple(data.trajectory.response_log_probs), _BY_APPEND)
+    user_turns = _view(lambda data: data.trajectory.user_turns, "feed_back counts them")
+    assistant_turns = _view(lambda data: data.trajectory.assistant_turns, "sample counts them")
+    tool_rewards = _view(lambda data: tuple(value for _, _, value in data.trajectory.rewards.steps), _BY_REWARD)
+    turn_scores = tool_rewards
+
+    @property
+    def tool_calls(self) -> list[FunctionCall]:
+        """The calls of the turn in hand; a handler may replace them before they run."""
+        return self.parsed.calls
+
+    @tool_calls.setter
+    def tool_calls(self, calls: Sequence[FunctionCall]) -> None:
+        self.parsed = replace(self.parsed, calls=list(calls))
+
+    def heard(self) -> list[dict[str, Any]]:
+        """The conversation for an interaction: see `BaseInteraction.generate_response`."""
+        heard = []
+        for number, message in enumerate(self.trajectory.messages):
+            if number in self.spoken:
+                message = {**message, "spoken": self.spoken[number]}
+            elif number in self.tool_answers:
+                message = {**message, "role": "tool"}
+            heard.append(message)
+        return heard
+
+
+def end(data: Conversation, reason: StopReason) -> AgentState:
+    data.trajectory.stop_reason = reason
+    return AgentState.TERMINATED
+
+
+def add_time(trajectory: Trajectory, name: str, started: float) -> None:
+    trajectory.timings[name] = trajectory.timings.get(name, 0.0) + time.perf_counter() - started
+
+
+def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
+    """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
+
+    Returns the number of images that stand before those.
+    """
+    last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
+    if last is None:
+        messages.append({"role": "user", "content": content_of(text, images)})
+        return sum(map(image_count, messages[:-1]))
+    message = messages[last]
+    before, content = sum(map(image_count, messages[: last + 1])), message["content"]
+    if isinstance(content, str) and not images:
+        message["content"] = f"{content}\n{text}"
+    else:
+        parts = [{"type": "text", "text": content}] if isinstance(content, str) else list(content)
+        message["content"] = [*parts, *[{"type": "image"}] * images, {"type": "text", "text": f"\n{text}"}]
+    return before
+
+
+def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
+    trajectory.tool_calls.append(outcome.to_record(text))
+    if outcome.error is None:
+        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))

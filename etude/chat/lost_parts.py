@@ -1,0 +1,133 @@
+"""`LostParts`: which part of a message a chat template leaves out of the text.
+
+A template that knows no tool calls writes an assistant's call as an empty turn, and says nothing; so it may be with words
+beside a call, or with reasoning. Whether a part reaches the text is tried: the part is changed, and the text must change.
+
+Invariant: a part that is said to be lost has no effect on the text; conversations of one shape (roles, the parts of each
+message, the names of calls' arguments) are tried once. Reasoning that the template drops for its place alone, as many do
+before the last question, is the template's policy and not lost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from typing import Any
+
+from etude.chat.contents import Message, plain_message
+from etude.chat.recent import Recent
+from etude.chat.rendering import Renderer
+from etude.chat.turns import USER_STUB
+from etude.errors import ConfigError
+
+_REASONING = ("reasoning_content", "reasoning", "thinking")  # one text under the name that a template reads
+_OTHERS = ("content", "tool_plan", "function_call")
+_CHANGE = " qzxv"
+_SHAPES_KEPT = 1024
+
+
+class LostParts:
+    """Of one template."""
+
+    def __init__(self, renderer: Renderer) -> None:
+        self._renderer = renderer
+        self._whole = Recent[bool](_SHAPES_KEPT)
+
+    def of_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[int, str] | None:
+        """The first part that a prompt loses: the message's number, and the part's name, such as "tool_calls[0].city".
+
+        Raises:
+            DataError: the template refuses the messages.
+        """
+        return self._find([plain_message(message) for message in messages], tools, generate=True)
+
+    def of_turn(self, message: Message) -> str | None:
+        """The first part that the template loses of an assistant's turn by itself.
+
+        Raises:
+            DataError: the template refuses the message.
+        """
+        tools = self._renderer.stand_in_for([message])
+        lost = self._find([dict(USER_STUB), plain_message(message)], tools, generate=False)
+        return None if lost is None else lost[1]
+
+    def _find(
+        self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
+    ) -> tuple[int, str] | None:
+        shape = (str(generate), str(bool(tools)), *map(_shape, messages))
+        if self._whole.get(shape):
+            return None
+        text = self._renderer.text_of_row(messages, tools, generate=generate)
+        for number, message in enumerate(messages):
+            for name, changed in _changes(message):
+                other = [*messages[:number], changed, *messages[number + 1 :]]
+                if self._reaches(text, other, tools, generate=generate):
+                    continue
+                if not self._is_policy(name, message, changed, tools):
+                    return number, name
+        self._whole.put(shape, True)
+        return None
+
+    def _reaches(
+        self, text: str, other: Sequence[Message], tools: Sequence[dict[str, Any]] | None, *, generate: bool
+    ) -> bool:
+        try:
+            return self._renderer.text(other, tools, generate=generate) != text
+        except ConfigError:  # it looked at the part
+            return True
+
+    def _is_policy(self, name: str, message: Message, changed: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
+        """Whether the template drops reasoning for its place alone: it writes it in a last turn."""
+        if name not in _REASONING or message["role"] != "assistant":
+            return False
+        with suppress(ConfigError):
+            text = self._renderer.text([USER_STUB, message], tools, generate=False)
+            return self._reaches(text, [USER_STUB, changed], tools, generate=False)
+        return False
+
+
+def _shape(message: Message) -> str:
+    return repr([message.get("role"), *(name for name, _ in _changes(message))])
+
+
+def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The parts of a message that say something, each with the message in which it says something else."""
+    for name in _OTHERS:
+        if (changed := _changed(message.get(name))) is not None:
+            yield name, {**message, name: changed}
+    if thoughts := {name: changed for name in _REASONING if (changed := _changed(message.get(name))) is not None}:
+        yield next(iter(thoughts)), {**message, **thoughts}
+    calls = message.get("tool_calls") or []
+    for place, call in enumerate(calls):
+        function = call.get("function") or call
+        arguments = function.get("arguments")
+        changes: list[tuple[str, dict[str, Any]]] = [("", {"name": f"{function.get('name')}_qzxv"})]
+        if isinstance(arguments, dict):
+            changes += [
+                (f".{key}", {"arguments": {**arguments, key: _other_value(arguments[key])}}) for key in arguments
+            ]
+        for suffix, change in changes:
+            made = {**call, "function": {**function, **change}} if "function" in call else {**call, **change}
+            yield f"tool_calls[{place}]{suffix}", {**message, "tool_calls": [*calls[:place], made, *calls[place + 1 :]]}
+
+
+def _changed(value: Any) -> Any:
+    """None for what says nothing."""
+    if isinstance(value, str):
+        return value.rstrip() + _CHANGE if value.strip() else None
+    if isinstance(value, list):  # parts: the last text
+        texts = [n for n, part in enumerate(value) if isinstance(part, dict) and str(part.get("text") or "").strip()]
+        if not texts:
+            return None
+        part = value[texts[-1]]
+        return [*value[: texts[-1]], {**part, "text": part["text"].rstrip() + _CHANGE}, *value[texts[-1] + 1 :]]
+    return {"name": _CHANGE.strip(), "arguments": "{}"} if value else None
+
+
+def _other_value(value: Any) -> Any:
+    """Another value of the same type, since templates treat texts and numbers in different ways."""
+    if isinstance(value, bool):
+        return not value
+    if isinstance(value, int | float):
+        return value + 1
+    return value + _CHANGE if isinstance(value, str) else _CHANGE.strip()

@@ -1,0 +1,16 @@
+"""`open_console`: where commands print their tables.
+
+Invariant: on a terminal lines fit it; in a pipe or a file they are as long as they are.
+"""
+
+from __future__ import annotations
+
+from rich.console import Console
+
+_PIPE_WIDTH = 1000  # columns: a table is never wider than what it holds
+
+
+def open_console() -> Console:
+    """A console on standard output."""
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_PIPE_WIDTH)

@@ -1,0 +1,407 @@
+"""Keys that the command lines of verl, Search-R1 and RL-Factory have and Étude's tree has not.
+
+Invariant: none of them is a key of ours; one that gets a meaning leaves these tables. Three fates: another name of a key
+of ours (`ALIASES`), no effect on the result (`INERT`, accepted and named at the start), or a line that must change
+(`REPLACED`). `REFUSED_VALUES` are values that mean something else there. Patterns are those of `fnmatch` and cover what
+lies below a section; applying them is left to `translation`.
+"""
+
+from __future__ import annotations
+
+ALIASES = {
+    "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
+    "critic.grad_clip": "critic.optim.clip_grad",
+    **{
+        f"{section}.optim.{theirs}": f"{section}.optim.{ours}"
+        for section in ("actor_rollout_ref.actor", "critic")
+        for theirs, ours in {
+            "warmup_style": "lr_scheduler_type",
+            "lr_decay_style": "lr_scheduler_type",
+            "decay_type": "lr_scheduler_type",
+            "min_lr_factor": "min_lr_ratio",
+        }.items()
+    },
+    "reward.custom_reward_function": "custom_reward_function",
+    "reward.reward_manager.name": "reward_model.reward_manager",
+    "reward.reward_kwargs": "reward_model.reward_kwargs",
+    "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+}
+"""Key, or section with all that is below it → what it is called here."""
+
+_MICRO_BATCHES = "rows are packed by tokens: ppo_max_token_len_per_gpu bounds memory and changes no result"
+_PLACES = "one process on one device trains"
+_KERNELS = "memory and speed alone; the result is the same"
+_SHARDING = "nothing is sharded or offloaded"
+_ENGINE = "the native engine has no such setting, and servers take theirs on their own command line"
+_PROFILING = "there is no profiler here; rollout.trace records spans"
+_CHECKPOINTS = "a checkpoint holds all that a resumed run needs, and a model folder"
+_ROWS = "a row keeps all its columns, its messages and its token ids"
+_RAY = "Ray is not used"
+_NO_SUCH_LOSS = "an option of policy losses that are not here"
+_NO_REWARD_MODEL = "scores come from functions, not from a reward model"
+_NO_LORA = "there are no adapters"
+_ONLY_WITH = "it depends on a switch that is off"
+
+INERT = {
+    "*.ppo_micro_batch_size*": _MICRO_BATCHES,
+    "*.log_prob_micro_batch_size*": _MICRO_BATCHES,
+    "*.forward_micro_batch_size*": _MICRO_BATCHES,
+    "*.forward_max_token_len_per_gpu": _MICRO_BATCHES,
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO_BATCHES,
+    "actor_rollout_ref.rollout.micro_batch_size*": _MICRO_BATCHES,
+    "reward_model.micro_batch_size*": _MICRO_BATCHES,
+    "*.use_dynamic_bsz": _MICRO_BATCHES,
+    "*.log_prob_use_dynamic_bsz": _MICRO_BATCHES,
+    "*.use_remove_padding": _MICRO_BATCHES,
+    "*.pad_to_length*": _MICRO_BATCHES,
+    "trainer.balance_batch": _MICRO_BATCHES,
+    "trainer.nnodes": _PLACES,
+    "*.n_gpus_per_node": _PLACES,
+    "actor_rollout_ref.rollout.nnodes": _PLACES,
+    "*.rollout_n": "rollout.n is the number of answers per prompt",
+    "actor_rollout_ref.hybrid_engine": _PLACES,
+    "*.nccl_timeout": _PLACES,
+    "actor_rollout_ref.rollout.agent.num_workers": "all trajectories run at once in one process; "
+    "rollout.max_concurrent_trajectories bounds them",
+    "model_engine": _PLACES,
+    "*.ulysses_sequence_parallel_size": _PLACES,
+    "*.strategy": _SHARDING,
+    "*.fsdp": _SHARDING,
+    "*.fsdp_config": _SHARDING,
+    "*.megatron": _SHARDING,
+    "*.veomni": _SHARDING,
+    "*.torchtitan": _SHARDING,
+    "*.checkpoint": _CHECKPOINTS,
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together",
+    "trainer.del_local_ckpt_after_load": _CHECKPOINTS,
+    "trainer.esi_redundant_time": _CHECKPOINTS,
+    "*.enable_gradient_checkpointing": _KERNELS,
+    "*.enable_activation_offload": _KERNELS,
+    "*.entropy_from_logits_*": _KERNELS,
+    "*.entropy_checkpointing": _KERNELS,
+    "*.sum_pi_squared_checkpointing": _KERNELS,
+    "*.calculate_entropy": _KERNELS,
+    "*.calculate_sum_pi_squared": _KERNELS,
+    "*.use_torch_compile": _KERNELS,
+    "*.use_fused_kernels": _KERNELS,
+    "*.fused_kernel_options": _KERNELS,
+    "*.use_liger": _KERNELS,
+    "*.use_shm": _KERNELS,
+    "*.tiled_mlp": _KERNELS,
+    "*.use_prefix_grouper": _KERNELS,
+    "*optim.optimizer_impl": _KERNELS,
+    "*optim.use_*": _SHARDING,
+    "*optim.*_dtype": _SHARDING,
+    "*optim.lr_wsd_*": _ONLY_WITH,
+    "*.layer_name_map": _SHARDING,
+    "actor_rollout_ref.ref.optim": "the reference is frozen",
+    "*optim.zero_indexed_step": "the warm-up rises from 0",
+    "*.qat": _ONLY_WITH,
+    "*.mtp": _ONLY_WITH,
+    "*.router_replay": _ONLY_WITH,
+    "actor_rollout_ref.actor.tau_???": _NO_SUCH_LOSS,
+    "*.policy_loss.*_cov_*": _NO_SUCH_LOSS,
+    "*.policy_loss.ppo_kl_coef": _NO_SUCH_LOSS,
+    "*.policy_loss.dro_beta": _NO_SUCH_LOSS,
+    "algorithm.pf_ppo": _ONLY_WITH,
+    "algorithm.rollout_correction.*_threshold*": _ONLY_WITH,
+    "algorithm.rollout_correction.rollout_is_batch_normalize": _ONLY_WITH,
+    "algorithm.rollout_correction.use_policy_gradient": _ONLY_WITH,
+    "*._target_": "no class is named in this section",
+    "algorithm.filter_groups.max_inflight_gen_batches": _PLACES,
+    "actor_rollout_ref.rollout.gpu_memory_utilization": _ENGINE,
+    "actor_rollout_ref.rollout.tensor_model_parallel_size": _ENGINE,
+    "actor_rollout_ref.rollout.data_parallel_size": _ENGINE,
+    "actor_rollout_ref.rollout.expert_parallel_size": _ENGINE,
+    "actor_rollout_ref.rollout.pipeline_model_parallel_size": _ENGINE,
+    "actor_rollout_ref.rollout.enforce_eager": _ENGINE,
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes": _ENGINE,
+    "actor_rollout_ref.rollout.enable_chunked_prefill": _ENGINE,
+    "actor_rollout_ref.rollout.load_format": _ENGINE,
+    "actor_rollout_ref.rollout.layered_summon": _ENGINE,
+    "actor_rollout_ref.rollout.disable_log_stats": _ENGINE,
+    "actor_rollout_ref.rollout.multi_stage_wake_up": _ENGINE,
+    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": _ENGINE,
+    "actor_rollout_ref.rollout.checkpoint_engine": _ENGINE,
+    "actor_rollout_ref.rollout.scheduling_policy": _ENGINE,
+    "actor_rollout_ref.rollout.skip_tokenizer_init": _ENGINE,
+    "actor_rollout_ref.rollout.router_config_path": _ENGINE,
+    "actor_rollout_ref.rollout.prometheus": _ENGINE,
+    "actor_rollout_ref.rollout.disaggregation": _ENGINE,
+    "actor_rollout_ref.rollout.limit_images": _ENGINE,
+    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": _ENGINE,
+    "actor_rollout_ref.rollout.skip_dump_dir": _ONLY_WITH,
+    "actor_rollout_ref.rollout.calculate_log_probs": "the engine's log-probs are always kept",
+    "actor_rollout_ref.rollout.trace.*_name": "trainer.project_name and experiment_name name the run",
+    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampling and training share one token sequence, "
+    "so there is one template",
+    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never encoded again, so there "
+    "is nothing to compare; `etude chat check` tries a template",
+    "*.profiler": _PROFILING,
+    "*.profile": _PROFILING,
+    "global_profiler": _PROFILING,
+    "trainer.npu_profile": _PROFILING,
+    "trainer.profile_steps": _PROFILING,
+    "trainer.*_nsight_options": _PROFILING,
+    "trainer.log_val_generations": "trainer.validation_data_dir keeps every conversation",
+    "trainer.ray_wait_register_center_timeout": _RAY,
+    "trainer.use_legacy_worker_impl": _RAY,
+    "trainer.use_v1": _RAY,
+    "trainer.v1": _ONLY_WITH,
+    "ray_init": _RAY,
+    "ray_kwargs": _RAY,
+    "transfer_queue": _RAY,
+    "skip": _ONLY_WITH,
+    "*.rollout.skip": _ONLY_WITH,
+    "data.continuous_token": "sampled ids are never encoded again, whatever the model's family",
+    "distillation": _ONLY_WITH,
+    "data.return_raw_chat": _ROWS,
+    "data.return_raw_input_ids": _ROWS,
+    "data.return_full_prompt": _ROWS,
+    "data.return_multi_modal_inputs": _ROWS,
+    "data.image_patch_size": "the model's own processor reads images",
+    "data.validation_shuffle": "figures of a validation do not depend on the order of its rows",
+    "data.filter_overlong_prompts_workers": _PLACES,
+    "data.dataloader_num_workers": _PLACES,
+    "data.sampler.class_name": _ONLY_WITH,
+    "data.custom_cls.name": _ONLY_WITH,
+    "data.datagen.name": _ONLY_WITH,
+    "critic.data_loader_seed": "the critic's mini-batches are mixed as the actor's",
+    "*.lora_alpha": _NO_LORA,
+    "*.target_modules": _NO_LORA,
+    "*.exclude_modules": _NO_LORA,
+    "*.model.lora": _NO_LORA,
+    "reward_model.model": _NO_REWARD_MODEL,
+    "reward_model.rollout": _NO_REWARD_MODEL,
+    "reward_model.max_length": _NO_REWARD_MODEL,
+    "reward_model.enable_resource_pool": _NO_REWARD_MODEL,
+    "reward_model.nnodes": _PLACES,
+    "reward_model.num_workers": "scorers run in threads of the rollout's process",
+    "reward_model.launch_reward_fn_async": "rollout.mode=async scores each trajectory as it ends",
+    "reward_model.reward_loop_class_name": _ONLY_WITH,
+    "reward.num_workers": "scorers run in threads of the rollout's process",
+    "reward.reward_model": _NO_REWARD_MODEL,
+    "reward.reward_manager.module.name": _ONLY_WITH,
+}
+"""Pattern → why such a key changes nothing."""
+
+_OFF = (None, False)
+_LIMIT = "max_concurrent_calls in a tool's config bounds its calls at once"
+_CACHE = "cache in a tool's config keeps the answers of a tool that is pure"
+_LORA = "delete it: all weights are trained, there is no LoRA here yet"
+_IMAGES_ONLY = "delete it: a model is shown images only (data.image_key)"
+_SCORER = "write custom_reward_function.path=FILE.py with a compute_score that asks it"
+_SANDBOX = (
+    "write custom_reward_function.path=etude.rewards.code, and such limits as its custom_reward_function.reward_kwargs"
+)
+_PLUGIN = "write plugins=[FILE.py], where @register(NAME) stands before the class, and reward_model.reward_manager=NAME"
+_DTYPE = "write actor_rollout_ref.model.dtype=bfloat16 (or float16)"
+_FLOAT32 = (None, "fp32", "float32")
+
+REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
+    "*.fsdp_config.model_dtype": (_DTYPE, _FLOAT32),
+    "*.fsdp_config.dtype": (_DTYPE, _FLOAT32),
+    "*.fsdp_config.mixed_precision": (_DTYPE, (None,)),
+    "*.qat.enable": ("delete it: weights are not quantised in training", _OFF),
+    "*.mtp.enable": ("delete it: there is no multi-token prediction", _OFF),
+    "*.router_replay.mode": ("delete it: experts are routed anew in training", (None, "disabled")),
+    "*.enable_rollout_routing_replay": ("delete it: experts are routed anew in training", _OFF),
+    "*optim.optimizer": ("write optim.name=adamw or muon", (None, "AdamW", "adamw")),
+    "*optim.lr_warmup_steps_ratio": (
+        "write optim.lr_warmup_steps=N: that share of all training steps",
+        (None, 0, 0.0, -1),
+    ),
+    "*optim.total_training_steps": (
+        "write trainer.total_training_steps: a schedule ends where the run ends",
+        (None, -1),
+    ),
+    "*optim.min_lr": ("write optim.min_lr_ratio: the final rate as a share of the peak", (None, 0, 0.0)),
+    "*optim.lr_min": ("write optim.min_lr_ratio: the final rate as a share of the peak", (None, 0, 0.0)),
+    "*optim.lr_start": ("delete it: the warm-up rises from 0", (None, 0, 0.0)),
+    "*optim.lr_warmup_init": ("delete it: the warm-up rises from 0", (None, 0, 0.0)),
+    "*optim.lr_decay_steps": (
+        "write optim.lr_decay_ratio: the share of the run, at its end, over which it decays",
+        (None,),
+    ),
+    "*optim.weight_decay_incr_style": ("delete it: the weight decay is constant", (None, "constant")),
+    "*optim.eps": ("delete it: Adam's epsilon is 1e-8", (None, 1e-8)),
+    "*.load_weight": ("delete it: a run starts from the model's weights", (None, True)),
+    "*optim.num_cycles": ("delete it: a cosine schedule falls once", (None, 0.5)),
+    "*optim.override_optimizer_config": ("write optim.betas, optim.weight_decay …", (None,)),
+    "*.override_config": ("delete it, and write the values into config.json of the model's folder", (None, {})),
+    "*.external_lib": ("write plugins=[MODULE]", (None,)),
+    "*.hf_config_path": ("delete it: model.path holds configuration, weights and tokenizer", (None,)),
+    "actor_rollout_ref.model.tokenizer_path": (
+        "delete it: model.path holds configuration, weights and tokenizer",
+        (None,),
+    ),
+    "critic.model.tokenizer_path": ("delete it: the critic reads the policy's tokens", (None,)),
+    "*.custom_chat_template": (
+        "delete it, and save the template as chat_template.jinja in the model's folder",
+        (None,),
+    ),
+    "*.lora_rank": (_LORA, (None, 0)),
+    "*.lora.rank": (_LORA, (None, 0)),
+    "*.lora_adapter_path": (_LORA, (None,)),
+    "*.lora.adapter_path": (_LORA, (None,)),
+    "critic.model.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
+    "critic.enable": ("delete it: a critic is built where algorithm.adv_estimator needs values", (None,)),
+    "critic.shuffle": ("delete it: the critic's mini-batches are mixed as the actor's (actor.shuffle)", (None,)),
+    "critic.loss_scale_factor": ("delete it: the critic's is the response width", (None,)),
+    "*.freeze_vision_tower": ("delete it: all weights are trained", _OFF),
+    "actor_rollout_ref.ref.model": ("delete it: the reference is the policy as it starts", (None,)),
+    "actor_rollout_ref.actor.use_token_level_loss": (
+        "write actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
+        (None, True),
+    ),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("delete it: there is no importance sampling yet", (None, -1)),
+    "actor_rollout_ref.actor.state_masking": (
+        "delete it: exactly the sampled tokens are trained on, always",
+        (),
+    ),
+    "actor_rollout_ref.rollout.over_sample_rate": (
+        "delete it: every row of a batch is rolled out to its end; algorithm.filter_groups draws further ones",
+        (None, 0, 0.0),
+    ),
+    "actor_rollout_ref.rollout.ignore_eos": ("delete it: a turn ends at its end token", _OFF),
+    "actor_rollout_ref.rollout.logprobs_mode": (
+        "delete it: log-probs are those of the distribution sampled from",
+        (None, "processed_logprobs"),
+    ),
+    "actor_rollout_ref.rollout.repetition_penalty": (
+        "delete it: log-probs would not be the policy's",
+        (None, 1, 1.0),
+    ),
+    "actor_rollout_ref.rollout.full_determinism": ("write trainer.deterministic=true", _OFF),
+    "actor_rollout_ref.rollout.use_fire_sampling": ("delete it: every token is sampled at rollout.temperature", _OFF),
+    "actor_rollout_ref.rollout.skip_rollout": ("delete it: every step rolls out", _OFF),
+    "actor_rollout_ref.rollout.quantization*": ("write rollout.engine_kwargs.vllm.quantization", (None,)),
+    "actor_rollout_ref.rollout.mtp": ("delete it: there is no multi-token prediction", (None,)),
+    "actor_rollout_ref.rollout.tool_response_length": (
+        "write rollout.multi_turn.max_tool_response_length for a tool's answer; rollout.response_length bounds all turns "
+        "and answers of a conversation together",
+        (),
+    ),
+    "actor_rollout_ref.rollout.multi_turn.num_repeat_rollouts": ("write rollout.n=N: answers per prompt", (None,)),
+    "actor_rollout_ref.rollout.multi_turn.completion_callback": (
+        "write rollout.agent.agent_loop_config_path with an agent loop of yours",
+        (None,),
+    ),
+    "actor_rollout_ref.rollout.agent.agent_loop_manager_class": (
+        "write a loop of your own as a class that a row's agent_name names (plugins, rollout.agent.agent_loop_config_path)",
+        (None,),
+    ),
+    "actor_rollout_ref.rollout.agent.custom_async_server": (
+        "write plugins=[FILE.py] with an engine of your own, and rollout.name=NAME",
+        (None,),
+    ),
+    "data.tool_config_path": ("write actor_rollout_ref.rollout.multi_turn.tool_config_path", (None,)),
+    "data.function_tool_path": ("write actor_rollout_ref.rollout.multi_turn.function_tool_path", (None,)),
+    "data.truncation_side": ("delete it: a prompt is never cut", (None,)),
+    "data.gen_batch_size": (
+        "delete it: algorithm.filter_groups draws data.train_batch_size prompts at a time until the batch is full",
+        (None,),
+    ),
+    "data.train_max_samples": ("delete it, and cut the file", (None, -1)),
+    "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
+    "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
+    "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
+    "data.custom_cls.path": (
+        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
+        (None,),
+    ),
+    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
+    "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
+    "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
+    "data.video_key": (_IMAGES_ONLY, (None, "videos")),
+    "data.audio_key": (_IMAGES_ONLY, (None, "audios")),
+    "algorithm.use_pf_ppo": ("delete it: rows are not drawn by weight", _OFF),
+    "algorithm.filter_groups.metric": (
+        "delete it: groups whose total rewards are all equal are left out, a length penalty included",
+        (None, "reward", "seq_reward", "seq_final_reward", "score"),
+    ),
+    "algorithm.rollout_correction.rollout_is": ("delete it: there is no importance sampling yet", _OFF),
+    "algorithm.rollout_correction.rollout_rs": ("delete it: there is no rejection sampling yet", _OFF),
+    "algorithm.rollout_correction.loss_type": (
+        "delete it: actor.policy_loss.loss_mode picks the loss",
+        (None, "ppo_clip"),
+    ),
+    "algorithm.rollout_is*": ("delete it: there is no importance sampling yet", _OFF),
+    "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
+    "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
+    "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
+    "trainer.v1.trainer_mode": ("delete it: steps are synchronous", (None, "sync")),
+    "async_training": ("delete it: steps are synchronous", ()),
+    "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
+    "skip.*.enable": ("delete it: every step rolls out", _OFF),
+    "distillation.enabled": ("delete it: there is no distillation here", _OFF),
+    "reward_model.model.path": (_SCORER, (None,)),
+    "reward.reward_model.model_path": (_SCORER, (None,)),
+    "reward.reward_model.enable": (_SCORER, _OFF),
+    "reward.reward_manager.source": (_PLUGIN, (None, "register")),
+    "reward.reward_manager.module.path": (_PLUGIN, (None,)),
+    "reward_model.reward_loop_source": (_PLUGIN, (None, "register")),
+    "reward_model.reward_loop_module_path": (_PLUGIN, (None,)),
+    "*sandbox_fusion.url": ("delete it, and set the environment variable ETUDE_SANDBOX_URL", (None,)),
+    "*sandbox_fusion.max_concurrent": (_SANDBOX, (None, 64)),
+    "*sandbox_fusion.memory_limit_mb": (_SANDBOX, (None, 1024)),
+    "*.env.model_type": (
+        "write multi_turn.format for the parser (auto: by the chat template), env.tool_manager for the manager",
+        (),
+    ),
+    "*.env.mcp_mode": ("delete it: each MCP server of the tool file says how it is reached, by command or by url", ()),
+    "*.env.parallel_sse_tool_call": (
+        "delete it: a tool's calls run at the same time as they are; max_concurrent_calls in its config bounds them",
+        (),
+    ),
+    "*.env.tool_name_selected": (
+        "delete it: tool_selection in a row's extra_info names the tools that its model is shown",
+        (),
+    ),
+    "*.env.enable_thinking": ("write data.apply_chat_template_kwargs.enable_thinking", ()),
+    "*.env.load_custom_chat_template": (
+        "delete it: the chat template is the tokenizer's; save it in the model's folder",
+        (),
+    ),
+    "*.env.max_prompt_length": ("write data.max_prompt_length, which counts the tools' schemas, too", ()),
+    "*.env.tool_timeout": ("delete it: timeout in a tool's config bounds its calls", ()),
+    "*.env.enable_limiter": (f"delete it: {_LIMIT}", ()),
+    "*.env.max_concurrency": (f"delete it: {_LIMIT}", ()),
+    "*.env.use_storage_manager": (f"delete it: {_CACHE}", ()),
+    "*.env.cache": (f"delete it: {_CACHE}", ()),
+    "*.env.local_cache": (f"delete it: {_CACHE}", ()),
+    "*.env.persist": ("delete it: cache.path in a tool's config names the file in which answers outlive the run", ()),
+    "*.env.persist_dir": (
+        "delete it: cache.path in a tool's config names the file in which answers outlive the run",
+        (),
+    ),
+    "*.env.max_size": ("delete it: cache.max_entries in a tool's config bounds its answers", ()),
+    "*.env.eviction": (
+        "delete it: cache.max_entries in a tool's config bounds its answers; which of them go first is not chosen",
+        (),
+    ),
+    "*.env.mmtool": ("delete it: tools answer with images wherever the model can see them", ()),
+}
+"""Pattern → (what to do about such a key, its values that say what is so here anyway: accepted as inert)."""
+
+_NEVER_CUT = "write error or drop: a prompt is never cut, since its start is the task"
+REFUSED_VALUES: dict[str, dict[object, str]] = {
+    "data.truncation": {"left": _NEVER_CUT, "right": _NEVER_CUT, "middle": _NEVER_CUT},
+    "actor_rollout_ref.rollout.name": {
+        "sglang_async": "write sglang",
+        "vllm_async": "write vllm",
+        "hf": "write native",
+    },
+    "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
+}
+"""Key of ours → its values elsewhere that cannot be taken as they are, each with what to do."""
+
+IN_PROCESS_VLLM: dict[str, tuple[str, object]] = {
+    "gpu_memory_utilization": ("gpu_memory_utilization", None),
+    "tensor_model_parallel_size": ("tensor_parallel_size", 1),
+    "pipeline_model_parallel_size": ("pipeline_parallel_size", 1),
+    "enforce_eager": ("enforce_eager", False),
+    "enable_chunked_prefill": ("enable_chunked_prefill", True),
+}
+"""Name in verl's rollout section → (argument of vLLM in this process, its value there without being set)."""

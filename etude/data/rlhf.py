@@ -1,0 +1,77 @@
+"""`RLHFDataset`: `RLDataset` made as verl makes its own, from files, a tokenizer and the `data` section.
+
+Invariant: the same rows, checks and items as `RLDataset`'s; what of verl's section has no effect here is named once.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from typing import Any
+
+from etude.chat import ChatTemplate
+from etude.data.dataset import RLDataset
+from etude.data.options import DataOptions
+from etude.errors import ConfigError
+from etude.tools import load_function_tools, load_tools
+
+logger = logging.getLogger(__name__)
+
+_TOOL_FILES = {"tool_config_path": load_tools, "function_tool_path": load_function_tools}
+
+
+class RLHFDataset(RLDataset):
+    """The prompts of `data_files`; the tools whose schemas count are those of `config.tool_config_path`, if set.
+
+    Args:
+        data_files: .parquet, .jsonl or .json, one or several.
+        tokenizer: with a chat template.
+        config: the `data` section; verl's own further keys are named in a warning.
+        processor: of a vision-language model; None where rows have no images.
+        max_samples: stop after this many rows; -1 for all.
+
+    Raises:
+        ConfigError: a key has a value that is not possible here, or a tool file is wrong.
+        DataError: as `RLDataset`.
+    """
+
+    def __init__(
+        self,
+        data_files: str | Sequence[str],
+        tokenizer: Any,
+        config: Mapping[str, Any],
+        processor: Any = None,
+        max_samples: int = -1,
+    ) -> None:
+        given = {str(key): config[key] for key in config if config[key] is not None}
+        files = {key: given.pop(key) for key in _TOOL_FILES if key in given}
+        known = {field.name for field in fields(DataOptions)}
+        if unread := sorted(given.keys() - known):
+            logger.warning("RLHFDataset: no effect here: %s", ", ".join(f"data.{key}" for key in unread))
+        options = DataOptions(**{key: value for key, value in given.items() if key in known})
+        tools = [tool for key, paths in files.items() for path in _listed(paths) for tool in _TOOL_FILES[key](path)]
+        names = [tool.name for tool in tools]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"two tools have one name: {', '.join(sorted(names))}")
+        self.tokenizer, self.processor, self.config = tokenizer, processor, config
+        super().__init__(
+            [str(file) for file in _listed(data_files)],
+            ChatTemplate(tokenizer, processor=processor, **dict(options.apply_chat_template_kwargs)),
+            {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools} if files else None,
+            options,
+            images=_image_reader(processor),
+            max_samples=max_samples,
+        )
+
+
+def _image_reader(processor: Any) -> Any:
+    if processor is None:
+        return None
+    from etude.models import ImageReader  # here, so that rows are read without torch
+
+    return ImageReader(processor)
+
+
+def _listed(paths: str | Sequence[str]) -> list[str]:
+    return [paths] if isinstance(paths, str) else list(paths)

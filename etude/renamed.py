@@ -1,0 +1,59 @@
+"""Where verl's and RL-Factory's modules are here, for a Python file that still imports them.
+
+Invariant: every module named on the right exists. Names within a module keep theirs; docs/migrating.md has both tables.
+"""
+
+from __future__ import annotations
+
+import ast
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+
+MODULES = {
+    "verl": "etude.protocol",
+    "verl.protocol": "etude.protocol",
+    "verl.tools": "etude.tools",
+    "verl.utils.rollout_trace": "etude.trace",
+    "verl.utils.reward_score": "etude.rewards",
+    "verl.utils.dataset": "etude.data",
+    "verl.interactions": "etude.agents.interactions",
+    "verl.experimental.agent_loop": "etude.agents",
+    "verl.experimental.agent_loop.tool_parser": "etude.chat",
+    "verl.experimental.reward_loop": "etude.rewards",
+    "verl.experimental.reward": "etude.rewards",
+    "verl.workers.reward_manager": "etude.rewards",
+    "verl.single_controller": "etude.distributed",
+    "verl.trainer.ppo.core_algos": "etude.algorithms",
+    "envs": "etude.agents.environments",
+}
+"""The longest entry that a module begins with counts."""
+
+
+def renamed_imports(error: ModuleNotFoundError) -> str:
+    """`"; …"`: what to write for each such import of the file in which `error` was raised; empty for other packages."""
+    package = (error.name or "").partition(".")[0]
+    frames = traceback.extract_tb(error.__traceback__)
+    path = Path(frames[-1].filename) if frames else Path()
+    if package not in MODULES or not path.is_file():
+        return ""
+    lines = [f"; {path.name}:{number}: {name} is {_place(name)} here" for number, name in _imports(path, package)]
+    return "".join(lines) + "; see docs/migrating.md"
+
+
+def _place(module: str) -> str:
+    names = module.split(".")
+    known = (".".join(names[:depth]) for depth in range(len(names), 1, -1))
+    found = next((MODULES[each] for each in known if each in MODULES), None)
+    return found or MODULES.get(module, "not used")
+
+
+def _imports(path: Path, package: str) -> Iterator[tuple[int, str]]:
+    """(line, module) of each import of `package` or of something in it."""
+    for node in ast.walk(ast.parse(path.read_bytes())):
+        if not isinstance(node, ast.Import | ast.ImportFrom):
+            continue
+        names = (
+            [alias.name for alias in node.names] if isinstance(node, ast.Import) else [node.module or ""][node.level :]
+        )
+        yield from ((node.lineno, name) for name in names if name.partition(".")[0] == package)

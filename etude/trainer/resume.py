@@ -1,0 +1,224 @@
+"""Resuming: which checkpoint a run goes on from, what may have changed since it was made, and who else is in the folder.
+
+Invariant: every key whose value differs from the one that the checkpoint was made with is honoured and named, refused by
+name, or named as having no effect; `RULES` says which, and a key without a rule is honoured. All of it is known before a
+model is loaded. The run's `config.yaml` holds the values that are used.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import functools
+import json
+import logging
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from enum import Enum
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+
+from etude.config import flatten
+from etude.errors import CheckpointError, ConfigError, one_line
+from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.dumps import written_atomically
+from etude.trainer.options import RunOptions
+
+logger = logging.getLogger(__name__)
+
+Leaves = dict[str, Any]  # dotted key → value
+
+
+class Effect(str, Enum):
+    """What becomes of a key that was changed between a checkpoint and the run that goes on from it."""
+
+    HONOURED = "honoured"
+    REFUSED = "refused"
+    NONE = "no effect"
+    UNCOMPARED = "not compared"  # it says where a run is or how it resumes, not what it does
+
+
+@dataclass(frozen=True)
+class Rule:
+    """The effect of the keys that match `pattern`, and why; `when` looks at (leaves then, leaves now)."""
+
+    pattern: str
+    effect: Effect
+    why: str = ""
+    when: Callable[[Leaves, Leaves], bool] = lambda then, now: True
+
+
+def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
+    return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
+
+
+_ORDER = "the order of the rows still to come depends on it"
+RULES = (
+    Rule("trainer.resume_*", Effect.UNCOMPARED),
+    Rule("trainer.*_dir", Effect.UNCOMPARED),
+    Rule("trainer.project_name", Effect.UNCOMPARED),
+    Rule("trainer.experiment_name", Effect.UNCOMPARED),
+    Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),
+    Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
+    Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
+    Rule("data.shuffle", Effect.REFUSED, _ORDER),
+    Rule("data.seed", Effect.REFUSED, _ORDER),
+    Rule("actor_rollout_ref.actor.optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
+    Rule("optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
+    Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller goes on from its own", _stays_adaptive),
+    Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),
+)
+"""First match counts; a key that matches none is honoured."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """One key that differs."""
+
+    key: str
+    then: Any
+    now: Any
+    rule: Rule
+
+    def __str__(self) -> str:
+        return f"{self.key}: {_shown(self.then)} → {_shown(self.now)}"
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """A checkpoint to go on from, its loop's state, and what has changed since it was made."""
+
+    folder: Path
+    state: dict[str, Any]
+    changes: tuple[Change, ...] = ()
+
+    def having(self, effect: Effect) -> list[Change]:
+        """The changes of one kind."""
+        return [change for change in self.changes if change.rule.effect is effect]
+
+    @contextmanager
+    def restoring(self) -> Iterator[dict[str, Any]]:
+        """Hands the loop's state to a block that puts a run into it.
+
+        Raises:
+            CheckpointError: the state, or the tensors beside it, are not of this kind of run.
+        """
+        try:
+            yield self.state
+        except (KeyError, TypeError, ValueError, RuntimeError) as error:
+            advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"
+            raise CheckpointError(
+                f"{self.folder} does not fit this configuration: {one_line(error)}; {advice}"
+            ) from error
+
+    def announce(self) -> None:
+        """Logs what was changed: one line a key."""
+        for change in self.having(Effect.HONOURED):
+            logger.warning("changed since %s: %s", self.folder.name, change)
+        for change in self.having(Effect.NONE):
+            logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
+
+
+def find_resumption(options: RunOptions, checkpoints: Checkpoints, config: DictConfig) -> Resumption | None:
+    """The checkpoint that `trainer.resume_mode` names, compared with `config`; None for a fresh start.
+
+    Raises:
+        CheckpointError: the folder named is no checkpoint.
+        ConfigError: keys were changed that a resumed run cannot honour; names all of them.
+    """
+    if options.resume_mode == "disable":
+        return None
+    given = options.resume_from_path if options.resume_mode == "resume_path" else None
+    folder = Path(given) if given else checkpoints.latest()
+    if folder is None:
+        return None
+    state = Checkpoints.read_state(folder)
+    found = Resumption(folder, state, tuple(compare(state.get("config") or {}, _plain(config))))
+    if refused := found.having(Effect.REFUSED):
+        listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
+        raise ConfigError(
+            f"{folder} was made with another configuration: {listed}. Undo the change, set trainer.default_local_dir for a "
+            "run of its own, or trainer.resume_mode=disable to begin again in this folder"
+        )
+    return found
+
+
+def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
+    """The keys that differ and are compared, in the order of `now`; nothing where no configuration was stored."""
+    before, after = dict(flatten(then)), dict(flatten(now))
+    for key in dict.fromkeys([*after, *before]) if before else ():
+        old, new = before.get(key), after.get(key)
+        if old == new or (key.endswith(".path") and _same_file(old, new)):
+            continue
+        rule = next(
+            (r for r in RULES if fnmatchcase(key, r.pattern) and r.when(before, after)), Rule(key, Effect.HONOURED)
+        )
+        if rule.effect is not Effect.UNCOMPARED:
+            yield Change(key, old, new, rule)
+
+
+def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any]:
+    """The resolved configuration as a checkpoint stores it, with the values that a resumed run really has."""
+    used = _plain(config)
+    for change in resumed.having(Effect.NONE) if resumed else ():
+        *sections, name = change.key.split(".")
+        functools.reduce(dict.__getitem__, sections, used)[name] = change.then
+    return used
+
+
+def write_config(run_dir: Path, used: Mapping[str, Any]) -> None:
+    """Writes `config.yaml`: what the run in the folder really runs with."""
+    with written_atomically(run_dir / "config.yaml") as file:
+        file.write(yaml.safe_dump(dict(used), sort_keys=False, allow_unicode=True).encode())
+
+
+@contextmanager
+def run_lock(folder: Path) -> Iterator[None]:
+    """Holds `folder` for this process while the block runs; the system lets go of it however the process ends.
+
+    A record lock, since those, unlike `flock`'s, are not inherited by tool servers and sandboxes that outlive a killed run.
+
+    Raises:
+        ConfigError: another process trains into this folder.
+    """
+    path = folder / ".lock"
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        file = path.open("a+")
+    except OSError as error:
+        raise ConfigError(f"cannot write to trainer.default_local_dir={folder}: {one_line(error)}") from error
+    with file:
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            file.seek(0)
+            holder = file.read(100).strip() or "another process"
+            raise ConfigError(
+                f"{holder} is training into {folder}: wait for it, or set trainer.default_local_dir"
+            ) from None
+        except OSError as error:  # a file system without locks
+            logger.warning("%s cannot be locked against a second process: %s", folder, one_line(error))
+        file.truncate(0)
+        file.write(f"process {os.getpid()} on {os.uname().nodename}")
+        file.flush()
+        yield
+
+
+def _plain(config: DictConfig) -> dict[str, Any]:
+    values = json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
+    assert isinstance(values, dict)
+    return values
+
+
+def _same_file(then: object, now: object) -> bool:
+    return isinstance(then, str) and isinstance(now, str) and os.path.realpath(then) == os.path.realpath(now)
+
+
+def _shown(value: object) -> str:
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else text[:79] + "…"

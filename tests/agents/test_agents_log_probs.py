@@ -1,0 +1,116 @@
+"""The log-probs that are trained on: the engine's for every sampled token, whatever the loop says of them."""
+
+import numpy as np
+import pytest
+from agents_stage import Drawn, Recorder, loop_that_returns, run, says
+
+from etude.agents import (
+    AgentLoopBase,
+    AgentLoopOutput,
+    SingleTurnAgentLoop,
+)
+from etude.errors import EtudeError
+from etude.inference import TokenOutput
+from etude.trajectory import StopReason, Trajectory
+
+
+def without_log_probs(trajectory):
+    for number, segment in enumerate(trajectory.segments):
+        trajectory.segments[number] = segment._replace(log_probs=None)
+    return trajectory.to_output()
+
+
+def flat(change):
+    def made(trajectory):
+        values = change(trajectory.response_log_probs)
+        return AgentLoopOutput(
+            trajectory.prompt_ids, trajectory.response_ids, trajectory.response_mask, response_logprobs=values
+        )
+
+    return made
+
+
+TURNS = [says("one"), says("two three")]
+
+
+@pytest.mark.parametrize(
+    "made",
+    [
+        Trajectory.to_output,
+        without_log_probs,
+        flat(lambda values: None),
+        flat(lambda values: values),
+        flat(lambda values: [float(np.float32(value)) for value in values]),  # as a tensor would have held them
+        flat(lambda values: [7.0 if value == 0 else value for value in values]),  # of what was not sampled
+    ],
+)
+def test_the_log_probs_that_are_trained_on_are_the_engines(loop_named, made):
+    loop_named("own", loop_that_returns(made))
+    ([result], _) = run("own", engine=Drawn(TURNS))
+    expected = [-(1 + token / 7 + place / 1000) for turn in TURNS for place, token in enumerate(turn)]
+    trajectory = result.trajectory
+    assert [v for v, m in zip(trajectory.response_log_probs, trajectory.response_mask) if m] == expected
+    assert [v for v, m in zip(trajectory.response_log_probs, trajectory.response_mask) if not m] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("change", "value"),
+    [
+        (lambda values: [0.0] * len(values), "0"),
+        (lambda values: [value - 0.01 for value in values], "-"),
+        (lambda values: [float("nan")] * len(values), "nan"),
+        (lambda values: [float("-inf")] * len(values), "-inf"),
+        (lambda values: [*values[1:], values[0]], "-"),
+    ],
+)
+def test_other_log_probs_than_the_engines_are_refused(loop_named, change, value):
+    def in_segments(trajectory):
+        values = change(trajectory.response_log_probs)
+        start = 0
+        for number, segment in enumerate(trajectory.segments):
+            end = start + len(segment.token_ids)
+            trajectory.segments[number] = segment._replace(log_probs=tuple(values[start:end]))
+            start = end
+        return trajectory.to_output()
+
+    for made in (flat(change), in_segments):
+        loop_named("own", loop_that_returns(made))
+        with pytest.raises(EtudeError, match=f"gave response token 0 of .* the log-prob {value}") as caught:
+            run("own", engine=Drawn(TURNS))
+        assert "\n" not in str(caught.value)
+
+
+def test_of_twin_draws_the_one_that_the_loop_took_counts(loop_named):
+    """The same token after the same ids, drawn twice with other log-probs, as after an update of the weights."""
+
+    class Later(Drawn):
+        async def generate(self, *args, **kwargs):
+            output = await super().generate(*args, **kwargs)
+            return TokenOutput(output.token_ids, [v - len(self.asked) for v in output.log_probs], output.stop_reason)
+
+    class Twice(AgentLoopBase):
+        async def run(self, sampling_params, **row):
+            prompt = self.chat.initial_ids(row["raw_prompt"])
+            drawn = [
+                await self.server_manager.generate(prompt_ids=prompt, sampling_params=sampling_params) for _ in range(2)
+            ]
+            kept = drawn[self.config["kept"]]
+            return AgentLoopOutput(prompt, kept.token_ids, [1] * len(kept.token_ids), kept.log_probs)
+
+    loop_named("own", Twice)
+    for kept in (0, 1):
+        ([result], _) = run("own", engine=Later([TURNS[0], TURNS[0]]), config={"kept": kept})
+        expected = [-(1 + t / 7 + i / 1000) - 1 - kept for i, t in enumerate(TURNS[0])]
+        assert result.trajectory.response_log_probs == pytest.approx(expected, abs=1e-12)
+
+
+def test_an_engine_that_draws_with_no_finite_log_prob_is_broken(loop_named):
+    class Broken(Recorder):
+        async def generate(self, *args, **kwargs):
+            output = await super().generate(*args, **kwargs)
+            return TokenOutput(output.token_ids, [float("nan")] * len(output.token_ids), output.stop_reason)
+
+    loop_named("own", SingleTurnAgentLoop)
+    ([result], _) = run("own", engine=Broken([says("4")]), infrastructure_retries=0)
+    assert result.dropped is StopReason.INFRASTRUCTURE
+    assert "not finite" in result.cause

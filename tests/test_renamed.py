@@ -1,0 +1,90 @@
+"""A Python file that still imports verl: one line that says what to write for each of its imports."""
+
+import asyncio
+import importlib
+
+import pytest
+
+from etude.agents.loops import register_agent_loops
+from etude.errors import ConfigError
+from etude.registry import import_module, import_object
+from etude.renamed import MODULES
+from etude.rewards.manager import BoundedScorer
+from etude.tools import load_tools
+
+TOOL = """import json
+from verl.tools.base_tool import (
+    BaseTool,
+)
+from verl import DataProto
+import verl.utils.nowhere, os
+
+
+def lazily():
+    from verl.utils.reward_score import gsm8k
+"""
+
+
+def refusal(file):
+    with pytest.raises(ConfigError) as caught:
+        import_module(str(file))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_each_import_is_named_with_its_line_and_its_place_here(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text(TOOL)
+    assert refusal(file) == (
+        f"cannot import '{file}': ModuleNotFoundError: No module named 'verl'"
+        "; mine.py:2: verl.tools.base_tool is etude.tools here"
+        "; mine.py:5: verl is etude.protocol here"
+        "; mine.py:6: verl.utils.nowhere is not used here"
+        "; mine.py:10: verl.utils.reward_score is etude.rewards here"
+        "; see docs/migrating.md"
+    )
+
+
+def test_a_helper_that_imports_verl_is_the_file_named(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "my_helper_of_verl.py").write_text("from verl.interactions.base import BaseInteraction\n")
+    (tmp_path / "mine.py").write_text("import my_helper_of_verl\n")
+    assert "; my_helper_of_verl.py:1: verl.interactions.base is etude.agents.interactions here;" in refusal(
+        tmp_path / "mine.py"
+    )
+
+
+def test_other_missing_packages_are_left_alone(tmp_path):
+    (tmp_path / "mine.py").write_text("import no_such_package\n")
+    assert refusal(tmp_path / "mine.py").endswith("No module named 'no_such_package'")
+
+
+def test_an_import_in_a_scorers_body_ends_the_run_with_the_same_line(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def compute_score(**_):\n    from verl.utils.reward_score.gsm8k import extract_solution\n"
+    )
+    scorer = BoundedScorer(import_object(f"{tmp_path}/mine.py:compute_score"), 10)
+    with pytest.raises(ConfigError, match=r"; mine\.py:2: verl\.utils\.reward_score\.gsm8k is etude\.rewards here"):
+        asyncio.run(scorer(data_source="x"))
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES.values())))
+def test_the_places_exist(module):
+    importlib.import_module(module)
+
+
+@pytest.mark.parametrize(
+    ("read", "entry"),
+    [
+        (load_tools, "tools: [{{class_name: 'mine.py:Mine', config: {{type: native}}}}]"),
+        (register_agent_loops, "[{{name: mine, _target_: '{folder}/mine.py:Mine'}}]"),
+    ],
+)
+def test_files_that_name_a_class_of_such_a_file_say_it_whole(read, entry, tmp_path):
+    (tmp_path / "mine.py").write_text(TOOL)
+    file = tmp_path / "named.yaml"
+    file.write_text(entry.format(folder=tmp_path))
+    with pytest.raises(ConfigError) as caught:
+        read(str(file))
+    assert str(caught.value).startswith(str(file))
+    assert str(caught.value).endswith("; see docs/migrating.md")
