@@ -135,8 +135,8 @@ def test_wrong_input_is_one_line(tiny, tmp_path, capsys):
         "model.path=null": "model.path is not set",
         "data.train_files=/nowhere.parquet": "/nowhere.parquet",
         f"data.train_files={broken}": "broken.parquet",
-        "multi_turn.format=hermess": "unknown tool parser 'hermess'",
-        "optim.lr_decay_ratio=2": "lr_decay_ratio must lie in (0, 1]",
+        "multi_turn.format=hermess": "nothing is registered as 'hermess'; did you mean 'hermes'?",
+        "optim.lr_decay_ratio=2": "optim.lr_decay_ratio must be a number above 0 to 1, got 2",
     }.items():
         assert wanted in one_line_error(capsys, ["sft", *arguments(tiny, tmp_path / "run", override)])
     assert not (tmp_path / "run").exists()
