@@ -10,7 +10,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from draws import allowed, overrides, shapes
+from draws import allowed, configurations, shapes
 from hypothesis import HealthCheck, Phase, given, settings
 from plain_trainer import PlainTrainer
 from reference_stage import build, run_product
@@ -33,14 +33,15 @@ def folder(tmp_path_factory):
 
 
 @settings(EACH_DRAW, max_examples=30)
-@given(chosen=overrides(), shape=shapes)
+@given(chosen=configurations, shape=shapes)
 @pytest.mark.slow
 def test_the_step_is_the_plain_step(folder, chosen, shape):
     agree(folder, chosen, shape)
 
 
 @settings(EACH_DRAW, max_examples=500)
-@given(chosen=overrides(), shape=shapes)
+@given(chosen=configurations, shape=shapes)
+@pytest.mark.timeout(7200)
 @pytest.mark.soak
 def test_many_steps_are_plain_steps(folder, chosen, shape):
     agree(folder, chosen, shape)
