@@ -72,7 +72,8 @@ def rollout_figures(asked, config):
         "rollout/dropped": len(gone),
         "rollout/given_up": sum(r.failures < r.attempts_allowed for r in gone),
         "rollout/nothing_sampled": sum(not r.main.sampled for r in there),
-        **dict.fromkeys(("rollout/prompt_too_long", "rollout/unwritable_answers", "rollout/context_refused"), 0),
+        **dict.fromkeys(("rollout/prompt_too_long", "rollout/context_refused"), 0),
+        **dict.fromkeys(("rollout/release_failures", "rollout/unwritable_answers"), 0),
     }
     if not there:
         return figures
