@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from contextlib import suppress
 
 import psutil
 import pytest
@@ -279,10 +280,33 @@ def kill_in_mid_call(tool, kill, times):
     tool.execute = watched
 
 
+def keep_killing(tool, kill):
+    """Wraps the tool's `execute`: while programs sleep, `kill` strikes, however long a box takes to start."""
+    execute, under_way = tool.execute, set()
+
+    def strike():
+        with suppress(AttributeError, OSError):  # the next one is not there yet
+            kill()
+        if under_way:
+            asyncio.get_running_loop().call_later(0.5, strike)
+
+    async def watched(instance_id, parameters, **kwargs):
+        if "sleep" in parameters["code"]:
+            if not under_way:
+                asyncio.get_running_loop().call_later(0.5, strike)
+            under_way.add(instance_id)
+        try:
+            return await execute(instance_id, parameters, **kwargs)
+        finally:
+            under_way.discard(instance_id)
+
+    tool.execute = watched
+
+
 @pytest.mark.parametrize("stateful", [False, True])
 def test_a_sandbox_that_is_killed_costs_attempts_and_no_trajectory(interpreter, stateful):
     tool = interpreter(stateful=stateful)
-    kill_in_mid_call(tool, lambda: kill_jail(tool), times=1)
+    keep_killing(tool, lambda: kill_jail(tool))
 
     def script(request_id, prompt, turn):
         late = "import time; time.sleep(300)" if request_id.endswith("/0") else "print(6 * 7)"
@@ -299,7 +323,7 @@ def test_a_sandbox_that_is_killed_costs_attempts_and_no_trajectory(interpreter, 
 
 def test_a_sandbox_that_is_killed_again_and_again_is_no_reward(interpreter):
     tool = interpreter()
-    kill_in_mid_call(tool, lambda: kill_jail(tool), times=2)
+    keep_killing(tool, lambda: kill_jail(tool))
     turn = says(call("code_interpreter", code="import time; time.sleep(300)"))
     results, scored = roll_out([tool], lambda *_: turn, infrastructure_retries=1)
     assert_dropped(results)

@@ -80,7 +80,7 @@ class Ragged(AgentLoopBase):
             made = Trajectory(row["request_id"], prompt)
             await self.talk(made, sampling_params, silent=last and self.dice.random() < shape.silent)
             sequences.append(made)
-        if shape.tool_rewards:
+        if shape.tool_rewards and group.random() < 0.7:
             self.reward(sequences[-1])
         LEDGER.returned[key] = sequences
         return [sequence.to_output() for sequence in sequences]
@@ -122,15 +122,20 @@ import zlib
 from reference_stage import LEDGER
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     levels = LEDGER.shape.levels
-    return levels[zlib.crc32(solution_str.encode()) % len(levels)]
+    return levels[zlib.crc32(solution_str.encode()) % len(levels)] + bonus
+
+
+def other_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 7.0
 '''
 
 
 def build(folder):
     """Writes models, rows and the scorer into `folder`."""
     tokenizer = build_tiny_tokenizer([], VOCABULARY)
+    tokenizer.chat_template = "{% if loud is defined %}! {% endif %}" + tokenizer.chat_template
     for name, seed in (("policy", 1), ("other", 2)):
         spec = TinyModelSpec(
             hidden_size=16,
@@ -201,7 +206,7 @@ def run_product(folder, run, shape, overrides):
     config = compose("ppo_trainer", arguments(folder, run, *overrides))
     train(config)
     figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    steps = range(1, config.trainer.total_training_steps + 1)
+    steps = [each["step"] for each in figures if each["step"]]
     last = run / f"global_step_{steps[-1]}"
     weights = {part.name: load_weights(part / "huggingface") for part in last.iterdir() if part.is_dir()}
     resolved = OmegaConf.to_container(config, resolve=True)
