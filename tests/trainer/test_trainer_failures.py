@@ -7,11 +7,20 @@ from house_stage import Launched, metrics, one_line_error, same, steps, weights
 from safetensors.torch import load_file
 from trainer_tools import Moody
 
-from etude.errors import EtudeError, TrainingStopped
+from etude.agents import SingleTurnAgentLoop, register
+from etude.errors import EtudeError, InfrastructureError, TrainingStopped
 from etude.trainer import ppo, report
 from etude.trainer.run import evaluate, train
 
 RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
+
+
+@register("loses_each_first")
+class LosesEachFirst(SingleTurnAgentLoop):
+    async def run(self, sampling_params, **row):
+        if row["rollout_index"] % 2 == 0:
+            raise InfrastructureError("gone")
+        return await super().run(sampling_params, **row)
 
 
 @pytest.fixture
@@ -93,6 +102,26 @@ def test_some_losses_are_survived(tiny, tmp_path):
     train(tiny.config(tmp_path / "run", *settings))
     assert any(record["rollout/dropped"] > 0 for record in metrics(tmp_path / "run"))
     assert not same(weights(tmp_path / "run", 2), load_file(tiny.model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(("estimator", "given_up"), [("grpo", 2), ("gae", 0)])
+def test_what_is_left_of_a_group_is_given_up_where_answers_are_compared(tiny, tmp_path, estimator, given_up):
+    """One at a time, each group's first is lost before its second begins."""
+    settings = (
+        "actor_rollout_ref.rollout.agent.default_agent_loop=loses_each_first",
+        "actor_rollout_ref.rollout.max_concurrent_trajectories=1",
+        "actor_rollout_ref.rollout.n=2",
+        f"algorithm.adv_estimator={estimator}",
+        f"{RETRIES}=0",
+        "trainer.total_training_steps=1",
+    )
+    train(tiny.config(tmp_path / "run", *settings, "trainer.min_valid_fraction=0"))
+    [record] = metrics(tmp_path / "run")
+    assert record["rollout/infrastructure_failures"] == 2
+    assert (record["rollout/given_up"], record["rollout/dropped"]) == (given_up, 2 + given_up)
+    if given_up:  # those count as lost, too
+        with pytest.raises(TrainingStopped, match="4 of 4 trajectories were lost"):
+            train(tiny.config(tmp_path / "strict", *settings, "trainer.min_valid_fraction=0.5"))
 
 
 def test_a_tool_that_raises_tells_the_model(tiny, tmp_path):

@@ -237,7 +237,9 @@ def test_rollouts_that_teach_nothing_and_tools_that_were_not_released_are_counte
     sampled.append([2, 3], Provenance.SAMPLED, log_probs=[-0.1, -0.2])
     silent.append([2, 3], Provenance.TOOL)
     sampled.metrics["release_failures"], none.metrics["release_failures"] = 1.0, 2.0
-    dropped = RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)
-    figures = failure_metrics([*map(RolloutResult, (sampled, silent, none)), dropped])
+    reasons = [StopReason.INFRASTRUCTURE, *[StopReason.CANCELLED] * 2, *[StopReason.PROMPT_TOO_LONG] * 4]
+    dropped = [RolloutResult(None, dropped=reason) for reason in [*reasons, *[StopReason.CONTEXT_REFUSED] * 8]]
+    figures = failure_metrics([*map(RolloutResult, (sampled, silent, none)), *dropped])
     assert (figures["rollout/nothing_sampled"], figures["rollout/release_failures"]) == (2.0, 3.0)
-    assert figures["rollout/dropped"] == 1.0
+    assert (figures["rollout/dropped"], figures["rollout/given_up"]) == (3.0, 2.0)
+    assert (figures["rollout/prompt_too_long"], figures["rollout/context_refused"]) == (4.0, 8.0)

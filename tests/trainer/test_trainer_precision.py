@@ -3,6 +3,7 @@
 import pytest
 import torch
 from house_stage import ACTOR, metrics, same, weights
+from safetensors.torch import load_file
 
 from etude.models import load_causal_lm
 from etude.trainer.interrupts import Interrupts
@@ -36,6 +37,24 @@ def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
     assert all(seen)
     assert worker._manager.engine._model is worker.model
     assert worker.model.dtype == getattr(torch, dtype)
+
+
+def test_what_learns_starts_from_the_saved_weights_and_computes_with_rounded_ones(tiny, tmp_path):
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path, half("bfloat16"), GAE)))
+    trainer.init_workers()
+    saved = load_file(tiny.model / "model.safetensors")
+    actor, critic = trainer.policy_wg._workers[0], trainer.critic_wg._workers[0]
+    known = [
+        (saved[place], rounded, exact)
+        for model, optimizer in ((actor.model, actor._actor_optimizer), (critic.model, critic._optimizer))
+        for (name, rounded), exact in zip(model.named_parameters(), optimizer._parameters)
+        if (place := name.replace("backbone.", "model.")) in saved
+    ]
+    assert len(known) >= 2 * len(saved) - 1  # the critic has a head of its own
+    for weight, rounded, exact in known:
+        assert torch.equal(exact, weight)
+        assert torch.equal(rounded, weight.bfloat16())
+    assert any(not torch.equal(weight, weight.bfloat16().float()) for weight in saved.values())
 
 
 def test_a_resumed_bfloat16_run_ends_with_the_same_bits(tiny, tmp_path):

@@ -147,13 +147,14 @@ def test_float16_scales_small_gradients_up_and_backs_off_from_overflow(model, ba
 def test_float16_learns_from_gradients_below_its_smallest_number(model, batch):
     tiny = batch.select(deepcopy=True)
     tiny.batch["advantages"] = 1e-7 * tiny.batch["advantages"]
-    gradients = []
+    gradients, norms = [], []
     for dtype in (torch.float32, torch.float16):
         engine = engine_of(model, dtype)
-        engine.update(tiny, loss_of, 1.0)
+        norms.append(finish_metrics(engine.update(tiny, loss_of, 1.0))["grad_norm"])
         gradients.append(engine.optimizer.gradients)
     exact, ours = gradients
     assert float((exact - ours).norm()) < 0.05 * float(exact.norm())
+    assert norms[1] == pytest.approx(norms[0], rel=0.05)  # it is clipped, and reported, without the factor
 
 
 @pytest.mark.parametrize("dtype", HALF)

@@ -18,8 +18,8 @@ EXAMPLES = [
 ]
 
 
-def engine_of(model, name="adamw", lr=0.003):
-    return PolicyEngine(model, max_tokens=64, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None))
+def engine_of(model, name="adamw", lr=0.003, max_tokens=64):
+    return PolicyEngine(model, max_tokens=max_tokens, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None))
 
 
 def test_only_sampled_tokens_are_scored():
@@ -44,7 +44,8 @@ def test_an_empty_demonstration_is_a_row_with_nothing_to_learn():
     assert not columns["attention_mask"][1].any()
 
 
-def test_the_loss_is_the_mean_over_sampled_tokens(model):
+@pytest.mark.parametrize("max_tokens", [64, 8])  # one micro-batch, and one a row
+def test_the_loss_is_the_mean_over_sampled_tokens(model, max_tokens):
     expected = []
     for example in EXAMPLES:
         ids = [t for run, _ in example for t in run]
@@ -53,7 +54,7 @@ def test_the_loss_is_the_mean_over_sampled_tokens(model):
             log_probs = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
         expected += [-float(log_probs[i - 1, ids[i]]) for i in range(len(ids)) if scored[i]]
     batch = demonstrations_to_batch(EXAMPLES, pad_token_id=0)
-    figures = finish_metrics(sft_step(engine_of(model), batch))
+    figures = finish_metrics(sft_step(engine_of(model, max_tokens=max_tokens), batch))
     assert figures["loss"] == pytest.approx(math.fsum(expected) / len(expected), rel=1e-5)
     assert set(figures) == {"loss", "grad_norm", "lr", "optimizer_steps", "skipped_steps"}
 

@@ -43,6 +43,21 @@ def test_after_an_update_the_native_engine_is_probed(model_path):
     assert "weight_sync/largest_difference" not in figures
 
 
+def test_the_probe_draws_at_the_temperature_of_the_rollouts(model_path, monkeypatch):
+    group, worker = policy(model_path, rollout={"temperature": 0.6})
+    batch = learnable(group, prompts())
+    engine, temperatures = worker._manager.engine, set()
+    generate = engine.generate
+
+    async def watched(request_id, prompt_ids, params, **given):
+        temperatures.add(params.temperature)
+        return await generate(request_id, prompt_ids, params, **given)
+
+    monkeypatch.setattr(engine, "generate", watched)
+    group.update_actor(batch)
+    assert temperatures == {0.6}
+
+
 def test_the_probe_changes_no_rollout_and_no_figure(model_path):
     outcomes = []
     for probe in (True, False):
@@ -160,11 +175,12 @@ def test_a_server_of_another_dtype_needs_a_tolerance_of_its_own(model_path, serv
     assert group.generate_sequences(prompts()).batch["response_mask"].any()
 
 
-def test_memory_is_free_between_rollouts(model_path, server):
+@pytest.mark.parametrize("free", [True, False])
+def test_memory_is_free_between_rollouts(model_path, server, free):
     url, state = server
-    group, _ = served(model_path, url, free_cache_engine=True)
+    group, _ = served(model_path, url, free_cache_engine=free)
     batch = learnable(group, prompts())
-    assert state.asleep
+    assert state.asleep is free
     figures = finish_metrics(group.update_actor(batch)[0])  # wakes it for the new weights
     assert not state.asleep
     assert figures["weight_sync/largest_difference"] < 1e-4

@@ -8,6 +8,7 @@ import pytest
 import torch
 from workers_stage import Echo, learnable, policy, prompts, roles, weights_of
 
+from etude.agents import ValSamplingOptions
 from etude.agents.batch import rows_of
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
@@ -102,7 +103,7 @@ def test_a_step_towards_an_advantage_raises_its_log_probs(model_path):
 
 
 def test_equal_seeds_equal_rollouts_and_validation_is_greedy(model_path):
-    group, _ = policy(model_path)
+    group, _ = policy(model_path, rollout={"val_kwargs": ValSamplingOptions(temperature=2.0, do_sample=False)})
     one, two, other = (group.generate_sequences(prompts(seed=s)).batch["responses"] for s in (5, 5, 6))
     assert torch.equal(one, two)
     assert one.shape != other.shape or not torch.equal(one, other)

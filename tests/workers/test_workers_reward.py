@@ -64,6 +64,20 @@ def test_a_row_that_cannot_be_scored_is_dropped_and_a_dropped_one_stays_so(model
     assert (results[2].failures, results[2].dropped) == (2, StopReason.INFRASTRUCTURE)
 
 
+def test_the_keywords_of_a_scorer_and_of_its_manager_arrive(model_path, tmp_path):
+    """The buffer of `dapo` is as long as the response may be: each token costs an eighth."""
+    file = tmp_path / "worth.py"
+    file.write_text("def compute_score(solution_str, ground_truth, extra_info, worth=0.0):\n    return worth\n")
+    buffer = {"enable": True, "len": 64, "penalty_factor": 8.0}
+    group, _ = policy(
+        model_path,
+        custom_reward=CustomRewardOptions(path=str(file), reward_kwargs={"worth": 3.0}),
+        reward=RewardOptions(reward_manager="dapo", reward_kwargs={"overlong_buffer_cfg": buffer, "max_resp_len": 64}),
+    )
+    for result in group.generate_sequences(prompts(count=2, n=1)).non_tensor_batch["rollout"]:
+        assert result.trajectory.rewards.score == pytest.approx(3.0 - result.trajectory.response_length / 8)
+
+
 def test_without_a_manager_nothing_is_scored(model_path):
     options = {"reward": RewardOptions(enable=False), "rollout": {"mode": "sync"}}
     group, worker = policy(model_path, **options)
