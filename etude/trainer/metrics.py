@@ -24,6 +24,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
+from etude.trainer.problems import problems
 from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -244,18 +245,26 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+_MOST_EMPTY = 3  # training steps in a row without a token to train on
+
+
 class SkippedSteps:
-    """Ends a run whose last `limit` training steps taught nothing because every gradient of a model was not finite."""
+    """Ends a run whose last training steps taught nothing: every gradient of a model was not finite in `limit` of them, or
+    there was no token to train on in three."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._in_a_row = limit, 0
+        self._limit, self._in_a_row, self._empty = limit, 0, 0
 
     def note(self, metrics: Metrics) -> None:
-        """Counts a training step by its metrics; one that needed no update counts neither way.
+        """Counts a training step by its metrics; for gradients, one that needed no update counts neither way.
 
         Raises:
             TrainingStopped: there were too many in a row.
         """
+        self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
+        if self._empty >= _MOST_EMPTY:
+            why = "; ".join(problems(metrics).values())
+            raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
         taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
         if not any(taken.values()):
             return

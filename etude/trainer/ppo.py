@@ -116,7 +116,8 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
-            TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
+            TrainingStopped: too many trajectories were lost, or too many steps taught nothing; a checkpoint holds the steps
+                before.
             CheckpointError: a checkpoint could not be written or read.
         """
         resumed = None if self.resumption is None else self._restore_weights(self.resumption)

@@ -145,7 +145,7 @@ def test_wrong_input_is_one_line(tiny, tmp_path, capsys):
     broken = write_parquet([{"messages": [{"role": "user", "content": "hi"}]}], tmp_path / "broken.parquet")
     for override, wanted in {
         "optim.learning_rate=1": "unknown key optim.learning_rate",
-        "data.train_batch_size=0": "data.train_batch_size must be between 1 and 24",
+        "data.train_batch_size=0": "data.train_batch_size must be a whole number of at least 1",
         "data.max_length=20": "by_heart.parquet: row 0 has ",
         "model.path=null": "model.path is not set",
         "data.train_files=/nowhere.parquet": "/nowhere.parquet",
