@@ -120,7 +120,8 @@ class RunOptions:
     """What every run has: its length, its place, its seed."""
 
     total_epochs: Count = key(
-        "Passes over the training files.",
+        "Passes over the training files; a step that generates further prompts (algorithm.filter_groups) takes several of a "
+        "pass's batches.",
         default=1,
         when=When("with total_training_steps=null", lambda own, run: own.total_training_steps is None),
     )

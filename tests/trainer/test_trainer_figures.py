@@ -258,8 +258,8 @@ def test_a_run_without_a_token_to_train_on_stops_and_can_go_on(tiny, tmp_path, c
 def test_only_steps_in_a_row_without_a_token_end_a_run():
     empty = {"training/filter_groups/kept": 0.0, "rollout/prompt_too_long": 8.0}
     guard = SkippedSteps(5)
-    for metrics in (empty, empty, {"training/filter_groups/kept": 0.5}, empty, empty):
-        guard.note(metrics)
+    for step in (empty, empty, {"training/filter_groups/kept": 0.5}, empty, empty):
+        guard.note(step)
     with pytest.raises(TrainingStopped, match=r"last 3 .*: 8 prompts too long; no trajectory was left to train on"):
         guard.note(empty)
 

@@ -242,6 +242,25 @@ def test_epochs_follow_each_other(tiny, tmp_path):
     assert steps(tmp_path) == [1, 2, 3]
 
 
+def test_epochs_are_passes_over_the_data_however_many_batches_a_step_takes(tiny, tmp_path):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    config = tiny.config(
+        tmp_path / "run",
+        f"custom_reward_function.path={tmp_path}/flat.py",  # no group has spread: every step takes all it may
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+    )
+    train(config)
+    dumped = [list(read_rollouts(tmp_path / "run" / "rollouts" / f"{step}.jsonl")) for step in steps(tmp_path / "run")]
+    assert [len(records) for records in dumped] == [3 * 8, 8]  # three of the four batches, and the last one
+    assert len({record["index"] for records in dumped for record in records}) == 8
+    assert (tmp_path / "run" / "global_step_2").is_dir()
+    train(config)
+    assert steps(tmp_path / "run") == [1, 2]
+
+
 def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
     train(
         tiny.config(
