@@ -47,7 +47,9 @@ def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
     return {f"{name}/mean": flat.mean().item(), f"{name}/max": flat.max().item(), f"{name}/min": flat.min().item()}
 
 
-def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Metrics:
+def data_metrics(
+    batch: DataProto, max_response_length: int | None = None, longest_sequence: int | None = None
+) -> Metrics:
     """Scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Args:
@@ -55,6 +57,7 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
             `token_level_scores, token_level_rewards, advantages, returns, values, old_log_probs, rollout_log_probs`
             (batch, response_len).
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
+        longest_sequence: likewise, prompt included; None: no other limit.
 
     `critic/score` and `critic/rewards` are sums a rollout; the token columns are taken where `response_mask` is 1.
     The actor's log-probs are held against the engine's unless meta_info says that an update does it (`compare_rollout`).
@@ -80,7 +83,9 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
     if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
         found = rollout_mismatch(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
         metrics |= finish_metrics(found)
-    metrics |= _length_metrics(columns["attention_mask"][rollouts], mask.shape[-1], max_response_length)
+    width = mask.shape[-1]
+    limit = width if max_response_length is None else max_response_length
+    metrics |= _length_metrics(columns["attention_mask"][rollouts], width, limit, longest_sequence)
     return metrics
 
 
@@ -90,14 +95,18 @@ def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return (1.0 - residual / (returns.var(unbiased=False) + 1e-5)).item()
 
 
-def _length_metrics(attention_mask: torch.Tensor, width: int, max_response_length: int | None) -> Metrics:
+def _length_metrics(
+    attention_mask: torch.Tensor, width: int, max_response_length: int, longest_sequence: int | None
+) -> Metrics:
     """`attention_mask`: (valid rows, prompt_len + width)."""
     split = attention_mask.shape[-1] - width
     prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
     metrics = _spread("response_length", response) | _spread("prompt_length", prompt)
     if response.numel():
-        limit = width if max_response_length is None else max_response_length
-        metrics["response_length/clip_ratio"] = (response >= limit).double().mean().item()
+        clipped = response >= max_response_length
+        if longest_sequence is not None:
+            clipped |= prompt + response >= longest_sequence
+        metrics["response_length/clip_ratio"] = clipped.double().mean().item()
     return metrics
 
 

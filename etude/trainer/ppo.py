@@ -223,7 +223,7 @@ class PPOTrainer:
                     batch = self._with_values(batch)
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
-                metrics |= data_metrics(batch, self.setup.data.max_response_length)
+                metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
             learned = self._learned(batch)
             kept = int(main_rows(learned).sum())
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)

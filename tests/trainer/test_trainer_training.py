@@ -236,6 +236,18 @@ def test_a_batch_without_any_spread_is_a_step_without_an_update(tiny, tmp_path):
     assert metrics(tmp_path)[0]["training/filter_groups/kept"] == 0
 
 
+@pytest.mark.parametrize("limit", ["data.max_response_length=12", f"{ROLLOUT}.max_model_len=64"])
+def test_a_response_is_clipped_by_whichever_limit_it_meets(tiny, tmp_path, limit):
+    train(tiny.config(tmp_path, "trainer.total_training_steps=1", "data.max_prompt_length=60", limit))
+    lengths = [
+        (len(record["prompt_ids"]), len(record["response_ids"]))
+        for record in read_rollouts(tmp_path / "rollouts" / "1.jsonl")
+    ]
+    clipped = [response == 12 if "response" in limit else prompt + response == 64 for prompt, response in lengths]
+    assert any(clipped), lengths
+    assert metrics(tmp_path)[0]["response_length/clip_ratio"] == sum(clipped) / len(clipped)
+
+
 def test_epochs_follow_each_other(tiny, tmp_path):
     files = f"data.train_files={tiny.folder}/data/val.parquet"  # three rows: one batch of two an epoch
     train(tiny.config(tmp_path, files, "trainer.total_training_steps=null", "trainer.total_epochs=3"))
