@@ -27,7 +27,6 @@ def evaluate(
     more than trainer.min_valid_fraction allows, there are no figures.
 
     Greedy by default; sampled with  actor_rollout_ref.rollout.val_kwargs.do_sample=true
-    actor_rollout_ref.rollout.val_kwargs.temperature=1
 
     \b
     Example:

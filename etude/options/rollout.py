@@ -196,7 +196,7 @@ class ValSamplingOptions:
     """Sampling for validation."""
 
     n: Count = key("Answers per validation prompt.", default=1)
-    temperature: NonNegative = key("Sampling temperature.", default=0.0, when=SAMPLED)
+    temperature: NonNegative = key("Sampling temperature. 0: greedy.", default=1.0, when=SAMPLED)
     top_p: PositiveShare = key("Nucleus sampling. 1.0: off.", default=1.0, when=SAMPLED)
     top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
     do_sample: Flag = key("False: greedy, so that validation figures carry no sampling noise.", default=False)

@@ -120,7 +120,8 @@ class RunOptions:
     """What every run has: its length, its place, its seed."""
 
     total_epochs: Count = key(
-        "Passes over the training files.",
+        "Passes over the training files; a step that generates further prompts (algorithm.filter_groups) takes several of a "
+        "pass's batches.",
         default=1,
         when=When("with total_training_steps=null", lambda own, run: own.total_training_steps is None),
     )
@@ -153,7 +154,7 @@ class RunOptions:
     resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
     max_actor_ckpt_to_keep: CountOrOff | None = key("Checkpoints kept, newest first. Null or -1: all.", default=2)
     deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
-    seed: Natural = key("Seed of everything random.", default=1)
+    seed: Natural = key("Seed of everything random that has no seed of its own.", default=1)
     num_threads: Threads | None = key("Torch threads within an operation. Null: torch's own choice.", default=None)
     device: Device = key("auto (a GPU if there is one), cpu, cuda or cuda:N.", default="auto")
     max_skipped_steps: Count = key(

@@ -169,7 +169,8 @@ class ActorOptions:
     shuffle: Flag = key("Mix the rows before they are cut into mini-batches.", default=True, when=MIXED)
     data_loader_seed: Natural = key(
         "Seed of that mixing.",
-        default=42,
+        default=1,
+        written="${trainer.seed}",
         when=When(
             "with shuffle=true and several mini-batches a batch", lambda own, run: own.shuffle and MIXED.holds(own, run)
         ),

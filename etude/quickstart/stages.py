@@ -157,7 +157,7 @@ class Quickstart:
         step = 0 if when == "before" else int(model.parents[1].name.removeprefix("global_step_"))
         for how, sampling in (
             ("greedy", [f"{val}.do_sample=false"]),
-            ("sampled", [f"{val}.do_sample=true", f"{val}.temperature=1.0"]),
+            ("sampled", [f"{val}.do_sample=true"]),
         ):
             config = self._config(*common, f"actor_rollout_ref.model.path={model}", *sampling)
             folder = self.folder / "evaluation"

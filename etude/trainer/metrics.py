@@ -24,6 +24,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
+from etude.trainer.problems import problems
 from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -46,7 +47,9 @@ def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
     return {f"{name}/mean": flat.mean().item(), f"{name}/max": flat.max().item(), f"{name}/min": flat.min().item()}
 
 
-def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Metrics:
+def data_metrics(
+    batch: DataProto, max_response_length: int | None = None, longest_sequence: int | None = None
+) -> Metrics:
     """Scores, rewards, advantages, returns, values and lengths of a training batch.
 
     Args:
@@ -54,6 +57,7 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
             `token_level_scores, token_level_rewards, advantages, returns, values, old_log_probs, rollout_log_probs`
             (batch, response_len).
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
+        longest_sequence: likewise, prompt included; None: no other limit.
 
     `critic/score` and `critic/rewards` are sums a rollout; the token columns are taken where `response_mask` is 1.
     The actor's log-probs are held against the engine's unless meta_info says that an update does it (`compare_rollout`).
@@ -79,7 +83,9 @@ def data_metrics(batch: DataProto, max_response_length: int | None = None) -> Me
     if {"old_log_probs", "rollout_log_probs"} <= columns.keys() and not batch.meta_info.get("compare_rollout"):
         found = rollout_mismatch(columns["old_log_probs"], columns["rollout_log_probs"], columns["response_mask"])
         metrics |= finish_metrics(found)
-    metrics |= _length_metrics(columns["attention_mask"][rollouts], mask.shape[-1], max_response_length)
+    width = mask.shape[-1]
+    limit = width if max_response_length is None else max_response_length
+    metrics |= _length_metrics(columns["attention_mask"][rollouts], width, limit, longest_sequence)
     return metrics
 
 
@@ -89,14 +95,18 @@ def _explained_variance(values: torch.Tensor, returns: torch.Tensor) -> float:
     return (1.0 - residual / (returns.var(unbiased=False) + 1e-5)).item()
 
 
-def _length_metrics(attention_mask: torch.Tensor, width: int, max_response_length: int | None) -> Metrics:
+def _length_metrics(
+    attention_mask: torch.Tensor, width: int, max_response_length: int, longest_sequence: int | None
+) -> Metrics:
     """`attention_mask`: (valid rows, prompt_len + width)."""
     split = attention_mask.shape[-1] - width
     prompt, response = attention_mask[:, :split].sum(-1), attention_mask[:, split:].sum(-1)
     metrics = _spread("response_length", response) | _spread("prompt_length", prompt)
     if response.numel():
-        limit = width if max_response_length is None else max_response_length
-        metrics["response_length/clip_ratio"] = (response >= limit).double().mean().item()
+        clipped = response >= max_response_length
+        if longest_sequence is not None:
+            clipped |= prompt + response >= longest_sequence
+        metrics["response_length/clip_ratio"] = clipped.double().mean().item()
     return metrics
 
 
@@ -244,18 +254,26 @@ def _resident_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
+_MOST_EMPTY = 3  # training steps in a row without a token to train on
+
+
 class SkippedSteps:
-    """Ends a run whose last `limit` training steps taught nothing because every gradient of a model was not finite."""
+    """Ends a run whose last training steps taught nothing: every gradient of a model was not finite in `limit` of them, or
+    there was no token to train on in three."""
 
     def __init__(self, limit: int) -> None:
-        self._limit, self._in_a_row = limit, 0
+        self._limit, self._in_a_row, self._empty = limit, 0, 0
 
     def note(self, metrics: Metrics) -> None:
-        """Counts a training step by its metrics; one that needed no update counts neither way.
+        """Counts a training step by its metrics; for gradients, one that needed no update counts neither way.
 
         Raises:
             TrainingStopped: there were too many in a row.
         """
+        self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
+        if self._empty >= _MOST_EMPTY:
+            why = "; ".join(problems(metrics).values())
+            raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
         taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
         if not any(taken.values()):
             return

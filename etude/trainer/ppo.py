@@ -116,7 +116,8 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
-            TrainingStopped: too many trajectories were lost; a checkpoint holds the steps before.
+            TrainingStopped: too many trajectories were lost, or too many steps taught nothing; a checkpoint holds the steps
+                before.
             CheckpointError: a checkpoint could not be written or read.
         """
         resumed = None if self.resumption is None else self._restore_weights(self.resumption)
@@ -222,7 +223,7 @@ class PPOTrainer:
                     batch = self._with_values(batch)
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
-                metrics |= data_metrics(batch, self.setup.data.max_response_length)
+                metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
             learned = self._learned(batch)
             kept = int(main_rows(learned).sum())
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
@@ -234,6 +235,7 @@ class PPOTrainer:
                     metrics |= self._update_actor(learned)
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
+        self._end_with_the_passes()
         mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
         tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
         metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
@@ -241,6 +243,15 @@ class PPOTrainer:
         if self.options.rollout_data_dir:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
         return metrics
+
+    @property
+    def _passes_are_over(self) -> bool:
+        return self.options.total_training_steps is None and self.loader.epoch >= self.options.total_epochs
+
+    def _end_with_the_passes(self) -> None:
+        """Steps that generated further prompts took several batches, so that `total_epochs` passes make fewer steps."""
+        if self._passes_are_over:
+            self.total_steps = self.global_step
 
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
@@ -253,7 +264,8 @@ class PPOTrainer:
             results += results_of(rolled)
             engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
-            if sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size:
+            enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
+            if enough or self._passes_are_over:
                 break
         return joined(parts), self.rollouts.figures(results) | finish_metrics(add_metrics(engine))
 
@@ -342,6 +354,7 @@ class PPOTrainer:
             if self.kl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
+        self._end_with_the_passes()
         if self.algorithm.needs_critic and not (resumption.folder / "critic").is_dir():
             raise ConfigError(
                 f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "

@@ -31,6 +31,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
     "rollout/dropped": _count("trajectories dropped: infrastructure failed again and again"),
     "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
     "rollout/prompt_too_long": _count("prompts too long"),
+    "rollout/nothing_sampled": _count("rollouts without a sampled token"),
     "rollout/context_refused": _count("trajectories that the chat template does not write"),
     "rollout/unwritable_answers": _count("answers that the chat template does not write"),
     "rollout/malformed_calls": _count("malformed calls"),
@@ -45,7 +46,10 @@ def problems(metrics: Mapping[str, float]) -> dict[str, str]:
     if low is not None and low == high and math.isfinite(low):
         found["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
     elif metrics.get("training/filter_groups/kept") == 0.0:
-        found["equal rewards"] = "all groups filtered out: nothing is learned"
+        if low is None:
+            found["nothing left"] = "no trajectory was left to train on"
+        else:
+            found["equal rewards"] = "all groups filtered out: nothing is learned"
     for ending, words in _CUT.items():
         share = metrics.get(f"rollout/stop_reason/{ending}", 0.0)
         if share >= _CUT_SHARE:

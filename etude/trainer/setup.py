@@ -22,6 +22,7 @@ from etude.config.names import check_names
 from etude.data import RLDataset
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
+from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import (
     AlgorithmOptions,
     DataOptions,
@@ -72,6 +73,12 @@ class RunSetup:
         if not self.roles.rollout.multi_turn.enable:
             return None
         return {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.parts.tools.items()}
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Most tokens of prompt and response together; None where only their own limits count."""
+        folder = local_folder(str(self.roles.model.path))
+        return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
     def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
         """The rows of `files`, checked against the tools and the scorers.

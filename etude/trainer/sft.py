@@ -250,7 +250,7 @@ class SFTTrainer:
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
-        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=step, validate=False)
+        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=self._trial_seed(step), validate=False)
         batch = prompts.union(self.group.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
         place_scores(batch, RewardOptions())
@@ -258,6 +258,9 @@ class SFTTrainer:
         if not trajectories:
             raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
+
+    def _trial_seed(self, step: int) -> int:
+        return self.options.seed * 1_000_003 + step
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""

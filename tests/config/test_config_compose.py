@@ -471,3 +471,13 @@ def test_each_experiment_has_a_folder_and_the_same_one_its_own():
     assert folder("data.train_files=${trainer.default_local_dir}/rows.parquet") != same  # no circle
     assert folder(root="gsm8k_tool").startswith("runs/etude/gsm8k_tool-")
     assert compose("sft", ["model.path=a"]).trainer.default_local_dir != compose("sft").trainer.default_local_dir
+
+
+def test_one_seed_reaches_everything_random_that_has_none_of_its_own():
+    seeds = ("data.seed", "actor_rollout_ref.rollout.seed", "actor_rollout_ref.actor.data_loader_seed")
+    config = compose("grpo_trainer", ["trainer.seed=7"])
+    assert [OmegaConf.select(config, key) for key in seeds] == [7, 7, 7]
+    for key in seeds:
+        config = compose("grpo_trainer", ["trainer.seed=7", f"{key}=3"])
+        assert sorted(OmegaConf.select(config, each) for each in seeds) == [3, 7, 7]
+        assert OmegaConf.select(config, key) == 3

@@ -247,6 +247,31 @@ def test_a_kl_loss_without_gradient_is_refused(tiny, tmp_path, kind):
         prepare(tiny.config(tmp_path, f"{ACTOR}.kl_loss_type={kind}"))
 
 
+def test_a_run_without_a_token_to_train_on_stops_and_can_go_on(tiny, tmp_path, capsys):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    run = tmp_path / "run"
+    arguments = tiny.arguments(
+        run, f"custom_reward_function.path={tmp_path}/flat.py", "algorithm.filter_groups.enable=true"
+    )
+    assert run_command(cli, ["train", *arguments]) == 2
+    error = capsys.readouterr().err
+    assert "no token was trained on in the last 3 training steps: all rewards equal (1)" in error
+    assert steps(run) == [1, 2, 3]
+    assert (run / "global_step_3").is_dir()
+    spread = f"custom_reward_function.path={tiny.folder}/agent.py"
+    assert run_command(cli, ["train", *arguments, spread, "trainer.total_training_steps=4"]) == 0
+    assert steps(run) == [1, 2, 3, 4]
+
+
+def test_only_steps_in_a_row_without_a_token_end_a_run():
+    empty = {"training/filter_groups/kept": 0.0, "rollout/prompt_too_long": 8.0}
+    guard = SkippedSteps(5)
+    for step in (empty, empty, {"training/filter_groups/kept": 0.5}, empty, empty):
+        guard.note(step)
+    with pytest.raises(TrainingStopped, match=r"last 3 .*: 8 prompts too long; no trajectory was left to train on"):
+        guard.note(empty)
+
+
 def test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on(tiny, tmp_path, capsys):
     (tmp_path / "broken.py").write_text(
         "from etude.algorithms import POLICY_LOSSES\n"

@@ -55,6 +55,8 @@ def test_data_metrics_by_hand() -> None:
     assert metrics["response_length/clip_ratio"] == 0.5
     assert metrics["prompt_length/max"] == 2.0
     assert data_metrics(batch(), max_response_length=4)["response_length/clip_ratio"] == 0.0
+    for longest, share in ((4, 1.0), (5, 0.0)):  # of two rows with 1 + 3 and 2 + 2 tokens
+        assert data_metrics(batch(), 4, longest)["response_length/clip_ratio"] == share
 
 
 @pytest.mark.parametrize("padding", [1, 3])

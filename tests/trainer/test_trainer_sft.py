@@ -15,6 +15,7 @@ from etude.config import compose
 from etude.data.files import write_parquet
 from etude.errors import DataError, EtudeError, TrainingStopped
 from etude.models import load_causal_lm, load_tokenizer, save_pretrained
+from etude.trainer.rollouts import rollout_batch
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
 from etude.training import demonstrations_to_batch
@@ -103,6 +104,20 @@ def test_a_window_that_is_never_entered_leaves_nothing(tiny, tmp_path):
         fine_tune(config(tiny, tmp_path, *trial(tiny, 0.98, 0.99)))
     assert not (tmp_path / "huggingface").exists()
     assert not list(tmp_path.glob(".incomplete*"))
+
+
+def test_the_runs_seed_reaches_the_trials(tiny, tmp_path, monkeypatch):
+    drawn = []
+
+    def spy(rows, **given):
+        drawn.append(given["seed"])
+        return rollout_batch(rows, **given)
+
+    monkeypatch.setattr("etude.trainer.sft.rollout_batch", spy)
+    once = ("trainer.total_training_steps=1", *trial(tiny, 0.0, 1.0))
+    for seed in (1, 1, 2):
+        fine_tune(config(tiny, tmp_path / str(len(drawn)), *once, f"trainer.seed={seed}"))
+    assert drawn[0] == drawn[1] != drawn[2]
 
 
 def test_a_trial_that_is_lost_is_no_zero(tiny, tmp_path):

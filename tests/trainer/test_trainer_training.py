@@ -236,10 +236,41 @@ def test_a_batch_without_any_spread_is_a_step_without_an_update(tiny, tmp_path):
     assert metrics(tmp_path)[0]["training/filter_groups/kept"] == 0
 
 
+@pytest.mark.parametrize("limit", ["data.max_response_length=12", f"{ROLLOUT}.max_model_len=64"])
+def test_a_response_is_clipped_by_whichever_limit_it_meets(tiny, tmp_path, limit):
+    train(tiny.config(tmp_path, "trainer.total_training_steps=1", "data.max_prompt_length=60", limit))
+    lengths = [
+        (len(record["prompt_ids"]), len(record["response_ids"]))
+        for record in read_rollouts(tmp_path / "rollouts" / "1.jsonl")
+    ]
+    clipped = [response == 12 if "response" in limit else prompt + response == 64 for prompt, response in lengths]
+    assert any(clipped), lengths
+    assert metrics(tmp_path)[0]["response_length/clip_ratio"] == sum(clipped) / len(clipped)
+
+
 def test_epochs_follow_each_other(tiny, tmp_path):
     files = f"data.train_files={tiny.folder}/data/val.parquet"  # three rows: one batch of two an epoch
     train(tiny.config(tmp_path, files, "trainer.total_training_steps=null", "trainer.total_epochs=3"))
     assert steps(tmp_path) == [1, 2, 3]
+
+
+def test_epochs_are_passes_over_the_data_however_many_batches_a_step_takes(tiny, tmp_path):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    config = tiny.config(
+        tmp_path / "run",
+        f"custom_reward_function.path={tmp_path}/flat.py",  # no group has spread: every step takes all it may
+        "algorithm.filter_groups.enable=true",
+        "algorithm.filter_groups.max_num_gen_batches=3",
+        "trainer.total_training_steps=null",
+        "trainer.total_epochs=1",
+    )
+    train(config)
+    dumped = [list(read_rollouts(tmp_path / "run" / "rollouts" / f"{step}.jsonl")) for step in steps(tmp_path / "run")]
+    assert [len(records) for records in dumped] == [3 * 8, 8]  # three of the four batches, and the last one
+    assert len({record["index"] for records in dumped for record in records}) == 8
+    assert (tmp_path / "run" / "global_step_2").is_dir()
+    train(config)
+    assert steps(tmp_path / "run") == [1, 2]
 
 
 def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
@@ -252,7 +283,6 @@ def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
             "data.val_max_samples=3",
             f"{ROLLOUT}.val_kwargs.n=2",
             f"{ROLLOUT}.val_kwargs.do_sample=true",
-            f"{ROLLOUT}.val_kwargs.temperature=1.0",
             f"trainer.validation_data_dir={tmp_path}/validation",
         )
     )
