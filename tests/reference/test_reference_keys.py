@@ -204,12 +204,10 @@ MOVED = {
 NATIVE = {
     f"{ROLLOUT}.max_num_seqs": 3,
     f"{ROLLOUT}.max_num_batched_tokens": 77,
-    f"{ROLLOUT}.max_model_len": 64,
+    f"{ROLLOUT}.max_model_len": 100,
     f"{ROLLOUT}.kv_cache_memory_mb": 5,
     f"{ROLLOUT}.enable_prefix_caching": "false",
     "trainer.deterministic": "true",
-    f"{ROLLOUT}.prompt_length": 33,
-    f"{ROLLOUT}.response_length": 7,
 }
 SERVED = {
     f"{ROLLOUT}.server_urls": "[http://127.0.0.1:9]",

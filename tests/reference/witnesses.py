@@ -90,6 +90,8 @@ UNSEEN = {
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     f"{ROLLOUT}.do_sample": "training refuses greedy answers; those of validation are val_kwargs.do_sample's",
     f"{ROLLOUT}.weight_transfer": "its other value needs a GPU and vLLM",
+    f"{ROLLOUT}.prompt_length": "another name of data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "another name of data.max_response_length",
     f"{ROLLOUT}.tool_config": "another name of multi_turn.tool_config_path",
     f"{ROLLOUT}.max_turns": "another name of multi_turn.max_assistant_turns",
     "actor_rollout_ref.env.config_path": "another name of multi_turn.tool_config_path",
