@@ -191,6 +191,7 @@ MOVED = {
     f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
+    "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
     "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
     "custom_reward_function.reward_kwargs": ("{{bonus:2}}", figure("reward/score/mean"), {}),
     "data.apply_chat_template_kwargs": ("{{loud:true}}", figure("prompt_length/mean"), {}),
