@@ -288,9 +288,21 @@ def test_a_witness_exists(key):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("key", sorted(WITNESSED))
-def test_a_witness_fails_where_the_key_is_held_at_its_default(key):
+def test_a_witness_fails_where_the_key_is_held_at_its_default(key, tmp_path):
     environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(TESTS)}
     witness = f"{TESTS}/{'::'.join(WITNESSED[key])}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "hold_key", "-p", "no:cacheprovider", witness]
-    held = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "hold_key",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        f"{TESTS.parent}/pyproject.toml",
+        witness,
+    ]
+    held = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert held.returncode == 1, held.stdout[-2000:]  # 1: tests ran, and failed
