@@ -150,6 +150,7 @@ def build(folder):
         )
         save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / name)
     (folder / "scores.py").write_text(SCORES)
+    (folder / "sevens.py").write_text("def compute_score(**given):\n    return 7.0\n")
     rows = [
         {
             "data_source": "stage",

@@ -191,6 +191,7 @@ MOVED = {
     f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
+    "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
     "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
     "custom_reward_function.reward_kwargs": ("{{bonus:2}}", figure("reward/score/mean"), {}),
     "data.apply_chat_template_kwargs": ("{{loud:true}}", figure("prompt_length/mean"), {}),
@@ -204,12 +205,10 @@ MOVED = {
 NATIVE = {
     f"{ROLLOUT}.max_num_seqs": 3,
     f"{ROLLOUT}.max_num_batched_tokens": 77,
-    f"{ROLLOUT}.max_model_len": 64,
+    f"{ROLLOUT}.max_model_len": 100,
     f"{ROLLOUT}.kv_cache_memory_mb": 5,
     f"{ROLLOUT}.enable_prefix_caching": "false",
     "trainer.deterministic": "true",
-    f"{ROLLOUT}.prompt_length": 33,
-    f"{ROLLOUT}.response_length": 7,
 }
 SERVED = {
     f"{ROLLOUT}.server_urls": "[http://127.0.0.1:9]",
@@ -289,9 +288,21 @@ def test_a_witness_exists(key):
 
 @pytest.mark.soak
 @pytest.mark.parametrize("key", sorted(WITNESSED))
-def test_a_witness_fails_where_the_key_is_held_at_its_default(key):
+def test_a_witness_fails_where_the_key_is_held_at_its_default(key, tmp_path):
     environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(TESTS)}
     witness = f"{TESTS}/{'::'.join(WITNESSED[key])}"
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "hold_key", "-p", "no:cacheprovider", witness]
-    held = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "hold_key",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        f"{TESTS.parent}/pyproject.toml",
+        witness,
+    ]
+    held = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
     assert held.returncode == 1, held.stdout[-2000:]  # 1: tests ran, and failed

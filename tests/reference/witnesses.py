@@ -27,6 +27,9 @@ WITNESSES = {
     "data/test_data_images.py": {
         "data.image_key": "test_the_places_may_be_in_any_message_and_the_column_have_another_name",
     },
+    "workers/test_workers_user_files.py": {
+        "reward_model.reward_manager": "test_a_batch_reward_manager_of_the_documents_scores_row_by_row",
+    },
     "test_trace.py": {
         f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
         f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
@@ -36,13 +39,11 @@ WITNESSES = {
     },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
-        "reward_model.reward_manager": "test_an_env_scores_validation_rows_too",
     },
     "trainer/test_trainer_figures.py": {
         "trainer.max_skipped_steps": "test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on",
     },
     "trainer/test_trainer_failures.py": {
-        "trainer.max_actor_ckpt_to_keep": "test_a_full_disk_is_one_line_and_the_earlier_checkpoint_stays",
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
     },
     "trainer/test_trainer_images.py": {
@@ -63,11 +64,8 @@ WITNESSES = {
         f"{ROLLOUT}.mode": "test_a_step_goes_in_the_documented_order_through_groups_alone",
         f"{ROLLOUT}.val_kwargs.temperature": "test_validation_dumps_and_repeated_answers",
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
-        "trainer.logger": "test_the_command_trains_and_reports",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
-        "trainer.report": "test_the_command_trains_and_reports",
-        "custom_reward_function.path": "test_a_batch_without_any_spread_is_a_step_without_an_update",
     },
     "workers/test_workers_engine_link.py": {
         f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",
@@ -84,12 +82,17 @@ UNSEEN = {
     "trainer.num_threads": "changes speed alone",
     "trainer.project_name": "a name: of the folder by default, and of pages at trackers",
     "trainer.experiment_name": "a name: of the folder by default, and of pages at trackers",
+    "trainer.logger": "the trackers' own tests choose them by name; no run shows it yet",
+    "trainer.max_actor_ckpt_to_keep": "the checkpoints' own tests see it; no run shows it yet",
+    "trainer.report": "tests turn it off; the report's own tests write it",
     "data.val_batch_size": "bounds memory and changes nothing else",
     "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     "critic.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     f"{ROLLOUT}.do_sample": "training refuses greedy answers; those of validation are val_kwargs.do_sample's",
     f"{ROLLOUT}.weight_transfer": "its other value needs a GPU and vLLM",
+    f"{ROLLOUT}.prompt_length": "another name of data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "another name of data.max_response_length",
     f"{ROLLOUT}.tool_config": "another name of multi_turn.tool_config_path",
     f"{ROLLOUT}.max_turns": "another name of multi_turn.max_assistant_turns",
     "actor_rollout_ref.env.config_path": "another name of multi_turn.tool_config_path",
