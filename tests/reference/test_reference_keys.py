@@ -22,6 +22,7 @@ from witnesses import UNSEEN, WITNESSES
 
 from etude.config import compose
 from etude.inference import ENGINES
+from etude.options import TrainOptions, declarations
 from etude.trainer.setup import prepare
 from etude.workers.engine_link import build_engine
 
@@ -236,9 +237,11 @@ class Served:
 @pytest.mark.parametrize(("name", "key"), [("native", key) for key in NATIVE] + [("served", key) for key in SERVED])
 def test_a_key_reaches_the_engine(folder, name, key):
     moved = f"{key}={(NATIVE if name == 'native' else SERVED)[key]}"
+    owner = declarations(TrainOptions)[key].about.alias_of or key
+    base = [each for each in arguments(folder, folder) if not each.startswith(f"{owner}=")]
     made = []
     for given in ([], [moved]):
-        config = compose("grpo_trainer", [*arguments(folder, folder), f"{ROLLOUT}.name=reference_{name}", *given])
+        config = compose("grpo_trainer", [*base, f"{ROLLOUT}.name=reference_{name}", *given])
         setup = prepare(config)
         made.append(vars(build_engine(setup.roles, None, None)))
     assert made[0] != made[1]
