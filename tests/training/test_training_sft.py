@@ -19,7 +19,9 @@ EXAMPLES = [
 
 
 def engine_of(model, name="adamw", lr=0.003, max_tokens=64):
-    return PolicyEngine(model, max_tokens=max_tokens, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None))
+    return PolicyEngine(
+        model, max_tokens=max_tokens, optimizer=OptimizerSet(model, OptimOptions(name=name, lr=lr), None)
+    )
 
 
 def test_only_sampled_tokens_are_scored():
