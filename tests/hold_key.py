@@ -4,43 +4,26 @@ key's effect then fails.
     HOLD_KEY=algorithm.gamma PYTHONPATH=tests python -m pytest -p hold_key tests/reference
 
 The key is held where a configuration is composed and, since some tests build options by hand, in the options class of its
-section. `tests/test_config_effects.py` says which test observes which key, and proves it with this.
+section. `tests/reference/test_reference_keys.py` says which test observes which key, and proves it with this.
 """
 
 import functools
-import importlib
 import os
+import typing
 
 from omegaconf import OmegaConf
 
-SECTIONS = {
-    "data": "etude.data.options.DataOptions",
-    "actor_rollout_ref.model": "etude.workers.options.ModelOptions",
-    "actor_rollout_ref.actor": "etude.workers.options.ActorOptions",
-    "actor_rollout_ref.actor.policy_loss": "etude.workers.options.PolicyLossOptions",
-    "actor_rollout_ref.ref": "etude.workers.options.RefOptions",
-    "actor_rollout_ref.rollout": "etude.agents.options.RolloutOptions",
-    "actor_rollout_ref.rollout.multi_turn": "etude.agents.options.MultiTurnOptions",
-    "actor_rollout_ref.rollout.agent": "etude.agents.options.AgentOptions",
-    "actor_rollout_ref.rollout.agent.openai_agent": "etude.agents.options.OpenAIAgentOptions",
-    "actor_rollout_ref.rollout.trace": "etude.trace.TraceOptions",
-    "actor_rollout_ref.rollout.val_kwargs": "etude.agents.options.ValSamplingOptions",
-    "actor_rollout_ref.env": "etude.agents.environments.EnvOptions",
-    "critic": "etude.workers.options.CriticOptions",
-    "reward_model": "etude.workers.options.RewardOptions",
-    "custom_reward_function": "etude.workers.options.CustomRewardOptions",
-    "algorithm": "etude.trainer.options.AlgorithmOptions",
-    "trainer": "etude.trainer.options.TrainerOptions",
-}
+from etude.options.tree import TrainOptions
 
 
 def hold_in_options(key):
     """Makes the options class of the key's section drop what it is given for it."""
-    section, _, field = key.rpartition(".")
-    if section not in SECTIONS:
-        return
-    module, _, name = SECTIONS[section].rpartition(".")
-    cls = getattr(importlib.import_module(module), name)
+    *sections, field = key.split(".")
+    cls = TrainOptions
+    for section in sections:
+        if section not in (hints := typing.get_type_hints(cls)):
+            return
+        cls = hints[section]
     original = cls.__init__
 
     @functools.wraps(original)

@@ -54,10 +54,10 @@ class PPOTrainer:
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
         rollout = setup.roles.rollout
-        if not rollout.do_sample or rollout.temperature == 0 or rollout.top_k == 1:
+        if not rollout.do_sample or rollout.top_k == 1:
             raise ConfigError(
-                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false, temperature=0 and top_k=1 "
-                "give the likeliest one every time, and its log-probs no ratio to learn from"
+                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false and top_k=1 give the "
+                "likeliest one every time, and its log-probs no ratio to learn from"
             )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")

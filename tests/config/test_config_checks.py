@@ -245,7 +245,9 @@ def test_a_rooms_own_names_are_those_that_are_registered(key):
 def test_closed_choices_are_those_that_the_code_knows():
     declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
     assert declared[f"{ACTOR}.loss_agg_mode"] == LOSS_AGG_MODES
-    assert set(declared[f"{ACTOR}.kl_loss_type"]) == {kind + sign for kind in KL_KINDS for sign in ("", "+")}
+    kinds = {kind + sign for kind in KL_KINDS for sign in ("", "+")}
+    assert set(declared["algorithm.kl_penalty"]) == kinds
+    assert set(declared[f"{ACTOR}.kl_loss_type"]) == kinds - {"kl", "k1"}
     assert set(declared["actor_rollout_ref.model.dtype"]) == set(DTYPES)
 
 

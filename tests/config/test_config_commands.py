@@ -31,7 +31,7 @@ def test_a_corrected_command_composes_and_names_what_has_no_effect(name, tmp_pat
     place, arguments = arguments_of(name, tmp_path)
     with caplog.at_level(logging.WARNING, "etude"):
         config = compose(overrides=corrected(name, arguments), **place)
-    [line] = [message for message in caplog.messages if "no effect" in message]
+    [line] = [message for message in caplog.messages if message.startswith("no effect here: ")]
     for argument in corrected(name, arguments):
         key, _, value = argument.lstrip("+").partition("=")
         ours = OmegaConf.select(config, ALIASES.get(key, key), default=None)

@@ -205,7 +205,7 @@ def test_the_documents_class_is_made_of_files_a_tokenizer_and_the_data_section(t
 
 def test_the_documents_class_refuses_what_would_cut_prompts(tokenizer, tmp_path):
     file = jsonl(tmp_path / "a.jsonl", [a_row("a")])
-    with pytest.raises(ConfigError, match=r"data\.truncation must be 'error' or 'drop'"):
+    with pytest.raises(ConfigError, match="truncation must be one of error, drop, got 'left'"):
         RLHFDataset(file, tokenizer, {"truncation": "left"})
 
 

@@ -157,7 +157,7 @@ def steps(run):
 
 
 VALIDATED = {"data.val_files": "{folder}/rows.parquet"}
-SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true", f"{ROLLOUT}.val_kwargs.temperature": 1}
+SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true"}
 # key → (its value, where its effect shows, what it needs beside it)
 MOVED = {
     "data.shuffle": ("false", tokens, {}),
@@ -189,6 +189,7 @@ MOVED = {
     "reward_model.enable": ("false custom_reward_function.path=null", figure("reward/score/mean"), {}),
     "trainer.seed": (5, tokens, {}),
     f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
+    f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
     "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
@@ -204,7 +205,7 @@ MOVED = {
 NATIVE = {
     f"{ROLLOUT}.max_num_seqs": 3,
     f"{ROLLOUT}.max_num_batched_tokens": 77,
-    f"{ROLLOUT}.max_model_len": 64,
+    f"{ROLLOUT}.max_model_len": 100,
     f"{ROLLOUT}.kv_cache_memory_mb": 5,
     f"{ROLLOUT}.enable_prefix_caching": "false",
     "trainer.deterministic": "true",
@@ -291,16 +292,7 @@ def test_a_witness_exists(key):
 @pytest.mark.parametrize("key", sorted(WITNESSED))
 def test_a_witness_fails_where_the_key_is_held_at_its_default(key):
     environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(TESTS)}
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "hold_key",
-        "-p",
-        "no:cacheprovider",
-        str(TESTS / WITNESSED[key]),
-    ]
+    witness = f"{TESTS}/{'::'.join(WITNESSED[key])}"
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "hold_key", "-p", "no:cacheprovider", witness]
     held = subprocess.run(command, env=environment, cwd=TESTS.parent, capture_output=True, text=True, timeout=280)
     assert held.returncode == 1, held.stdout[-2000:]  # 1: tests ran, and failed

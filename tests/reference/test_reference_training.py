@@ -73,10 +73,13 @@ def agree(folder, chosen, shape):
     found = compare(folder, chosen, shape)
     if not found:
         return
-    for key in list(chosen):  # of what was drawn, what it takes
-        fewer = allowed({other: value for other, value in chosen.items() if other != key})
-        if still := compare(folder, fewer, shape):
-            chosen, found = fewer, still
+    size = len(chosen)
+    while size := size // 2:  # of what was drawn, about what it takes: ever smaller parts are left out
+        for start in range(0, len(chosen), size):
+            left_out = list(chosen)[start : start + size]
+            fewer = allowed({key: value for key, value in chosen.items() if key not in left_out})
+            if size < len(chosen) and (still := compare(folder, fewer, shape)):
+                chosen, found = fewer, still
     drawn = [f"{key}={value}" for key, value in chosen.items()]
     pytest.fail("\n".join(["", *found, "", *drawn, str(shape)]), pytrace=False)
 

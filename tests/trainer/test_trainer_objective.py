@@ -149,7 +149,15 @@ CASES = {
         for kind in KL
     },
     "entropy": ([f"{ACTOR}.entropy_coeff=0.3"], {"bonus": 0.3}),
-    "temperature": ([f"{ROLLOUT}.temperature=0.7", f"{ACTOR}.entropy_coeff=0.3"], {"bonus": 0.3, "temperature": 0.7}),
+    "temperature": (
+        [
+            f"{ROLLOUT}.temperature=0.7",
+            f"{ACTOR}.entropy_coeff=0.3",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_coef=0.7",
+        ],
+        {"bonus": 0.3, "temperature": 0.7, "kind": "low_var_kl", "kl": 0.7},
+    ),
     "all": (
         [
             f"{ACTOR}.use_kl_loss=true",
