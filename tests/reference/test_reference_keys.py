@@ -158,7 +158,7 @@ def steps(run):
 
 
 VALIDATED = {"data.val_files": "{folder}/rows.parquet"}
-SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true", f"{ROLLOUT}.val_kwargs.temperature": 1}
+SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true"}
 # key → (its value, where its effect shows, what it needs beside it)
 MOVED = {
     "data.shuffle": ("false", tokens, {}),
@@ -190,6 +190,7 @@ MOVED = {
     "reward_model.enable": ("false custom_reward_function.path=null", figure("reward/score/mean"), {}),
     "trainer.seed": (5, tokens, {}),
     f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
+    f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
     "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
