@@ -530,7 +530,7 @@ def test_earlier_sequences_bring_their_own_images():
     plain, _, _ = roll([says("x")], row={"raw_prompt": [{"role": "user", "content": "x"}]})
     for main, earlier in ((seen, plain), (plain, seen)):
         batch = to_batch([RolloutResult(main, earlier=[earlier]), RolloutResult(main)], 0)
-        batch.batch["token_level_scores"] = torch.zeros_like(batch.batch["rollout_log_probs"])
+        batch.batch["token_level_scores"] = torch.zeros_like(batch.batch["rollout_log_probs"], dtype=torch.float64)
         column = expanded(batch, 0).non_tensor_batch["multi_modal_inputs"].tolist()
         assert [len(images) for images in column] == [len(t.images) for t in (main, earlier, main)]
 

@@ -91,7 +91,7 @@ def test_failed_releases_are_logged_once_and_counted(caplog):
             raise RuntimeError(f"no release of {instance_id}")
 
     tool = Leaky()
-    with caplog.at_level("INFO"):
+    with caplog.at_level("INFO", logger="etude"):
         counts = [roll([says(CALL), says(ANSWER)], [tool])[0].metrics["release_failures"] for _ in range(3)]
     assert counts == [1.0, 1.0, 1.0]
     levels = [record.levelname for record in caplog.records if "release failed" in record.message]
