@@ -40,6 +40,16 @@ class ConfigErrors(ConfigError):
         super().__init__("\n".join([f"{len(faults)} settings cannot be taken:", *faults]))
 
 
+def raise_faults(faults: Sequence[str]) -> None:
+    """Raises what is wrong, if anything is: one line for one fault, a list for several.
+
+    Raises:
+        ConfigError: there are faults.
+    """
+    if faults:
+        raise ConfigErrors(faults) if len(faults) > 1 else ConfigError(faults[0])
+
+
 class DataError(EtudeError):
     """A data file or one of its rows is wrong; names the file and the row."""
 

@@ -7,11 +7,11 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.environments.loop import EnvAgentLoop
 from etude.agents.gateway.loop import OpenAIAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
-from etude.agents.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
 from etude.agents.result import RolloutResult
 from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
 from etude.agents.tool_agent import ToolAgentLoop
+from etude.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
 from etude.trajectory import AgentLoopMetrics, AgentLoopOutput
 
 __all__ = [

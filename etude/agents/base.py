@@ -16,13 +16,13 @@ from typing import Any
 
 from etude.agents.client import TrajectoryClient
 from etude.agents.interactions import BaseInteraction
-from etude.agents.options import RolloutOptions
 from etude.agents.pictures import read_row
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError
 from etude.images import ImageInput
 from etude.models import ImageReader
+from etude.options import RolloutOptions
 from etude.registry import Registry
 from etude.tools import BaseTool
 from etude.trace import Tracer

@@ -7,7 +7,6 @@ model and no data.
 from __future__ import annotations
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -43,19 +42,39 @@ def configuration_arguments(function: F) -> F:
 
 @click.command(context_settings=PLAIN_SETTINGS)
 @configuration_arguments
+@click.option("--explain", "explained", metavar="KEY", multiple=True, help="What a key means, takes and has here.")
 @click.option("--yaml", "as_yaml", is_flag=True, help="Plain YAML, fit for a file; no column of sources.")
 @click.option("--resolve/--no-resolve", default=True, help="Fill in ${…} interpolations (default) or show them.")
 def config(
-    config_name: str | None, config_path: str | None, overrides: tuple[str, ...], as_yaml: bool, resolve: bool
+    config_name: str | None,
+    config_path: str | None,
+    overrides: tuple[str, ...],
+    explained: tuple[str, ...],
+    as_yaml: bool,
+    resolve: bool,
 ) -> None:
     """Show a configuration and where each value came from.
 
-    OVERRIDES are key=value arguments, for example  data.train_batch_size=32
+    OVERRIDES are key=value arguments, for example  data.train_batch_size=32; a key without a value is explained, as with
+    --explain: its meaning, what it takes, its default, where its value came from and whether it has an effect here.
+
+    \b
+    Examples:
+      etude config --config-name quickstart trainer.seed=3
+      etude config actor_rollout_ref.actor.clip_ratio
+      etude config --config-name sft optim
     """
     from etude.config import compose_with_sources
 
-    composition = compose_with_sources(config_name, overrides, config_path, resolve=resolve)
-    if as_yaml:
+    keys = [*explained, *(each for each in overrides if each[:1].isalpha() and "=" not in each)]
+    settings = [each for each in overrides if each not in keys]
+    composition = compose_with_sources(config_name, settings, config_path, resolve=resolve)
+    if keys:
+        from etude.config.explain import explain
+
+        for number, key in enumerate(keys):
+            click.echo("\n".join([*([""] if number else []), *explain(composition, key)]))
+    elif as_yaml:
         from omegaconf import OmegaConf
 
         click.echo(OmegaConf.to_yaml(composition.config), nl=False)
@@ -96,7 +115,7 @@ def _add_rows(
     from omegaconf import DictConfig
     from rich.text import Text
 
-    from etude.config import COMMAND_LINE
+    from etude.config.layers import is_users
 
     for name, value in section.items_ex(resolve=False):
         key = prefix + str(name)
@@ -106,8 +125,7 @@ def _add_rows(
             _add_rows(rows, value, sources, f"{key}.", depth + 1)
         else:
             source = sources.get(key, "")
-            is_set_by_user = source == COMMAND_LINE or Path(source).is_absolute()
-            rows.append((label.append(f" {_shown(value)}", style="green" if is_set_by_user else "cyan"), source))
+            rows.append((label.append(f" {_shown(value)}", style="green" if is_users(source) else "cyan"), source))
 
 
 def _shown(value: Any) -> str:

@@ -34,9 +34,9 @@ def evaluate(
       etude eval --config-name gsm8k_tool data.val_files=gsm8k/test.parquet \\
         actor_rollout_ref.model.path=models/mine
     """
-    from etude.config import compose
+    from etude.config import compose_run
 
-    config = compose(config_name, overrides, config_path)  # answers a typo before torch is imported
+    config = compose_run("eval", config_name, overrides, config_path)  # before torch is imported
     from etude.trainer.run import evaluate as run
 
     result = run(config, output=output, dump_folder=dump_folder)

@@ -19,11 +19,9 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
       etude sft data.train_files=demonstrations.parquet model.path=models/mine \\
         multi_turn.tool_config_path=tools.yaml
     """
-    from etude.config import compose
+    from etude.config import compose_run
 
-    config = compose(
-        config_name or "sft", overrides, config_path, root="sft"
-    )  # answers a typo before torch is imported
+    config = compose_run("sft", config_name or "sft", overrides, config_path, root="sft")  # before torch is imported
     from etude.trainer.run import fine_tune
 
     click.echo(f"model: {fine_tune(config)}")

@@ -26,9 +26,9 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
     A run continues from its last checkpoint (trainer.resume_mode). Ctrl-C ends it after the step in hand, with a
     checkpoint; a second Ctrl-C abandons the step.
     """
-    from etude.config import compose
+    from etude.config import compose_run
 
-    config = compose(config_name or root, overrides, config_path, root=root)  # answers a typo before torch is imported
+    config = compose_run("train", config_name or root, overrides, config_path, root=root)  # before torch is imported
     from etude.trainer.run import train as run
 
     run(config)

@@ -10,12 +10,14 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from etude.config.checks import Options, problems_with, remarks
 from etude.config.keys import KeyTable
 from etude.config.layers import (
     TREE,
@@ -30,32 +32,27 @@ from etude.config.layers import (
     root_layers,
 )
 from etude.config.paths import anchor_paths
+from etude.config.preflight import Command, check_start
 from etude.config.provenance import provenance
 from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
-from etude.errors import ConfigError
+from etude.errors import ConfigError, raise_faults
+from etude.options import TrainOptions, declarations
+from etude.options.validate import plain as plain_options
 from etude.registry import did_you_mean
 
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROOT = "ppo_trainer"
 
-_ALIASES = {
-    "actor_rollout_ref.rollout.multi_turn.tool_config_path": (
-        "actor_rollout_ref.rollout.tool_config",
-        "actor_rollout_ref.env.config_path",
-    ),
-    "actor_rollout_ref.rollout.multi_turn.max_assistant_turns": ("actor_rollout_ref.rollout.max_turns",),
-}
-"""Key → its other names."""
-
 
 @dataclass(frozen=True)
 class Composition:
-    """A configuration and, by dotted key, where each value came from."""
+    """A configuration: as a tree of keys, as checked options, and by dotted key where each value came from."""
 
     config: DictConfig
     sources: dict[str, str]
+    options: Options
 
 
 def compose(
@@ -67,6 +64,20 @@ def compose(
 ) -> DictConfig:
     """The configuration `config_name` with the key=value arguments `overrides`; see `compose_with_sources`."""
     return compose_with_sources(config_name, overrides, config_path, root=root).config
+
+
+def compose_run(
+    command: Command,
+    config_name: str | None,
+    overrides: Sequence[str],
+    config_path: str | Path | None,
+    *,
+    root: str = DEFAULT_ROOT,
+) -> DictConfig:
+    """As `compose`, for a run that starts now: what is missing on this machine is refused, before torch is imported."""
+    composition = compose_with_sources(config_name, overrides, config_path, root=root)
+    check_start(composition.options, composition.sources, command)
+    return composition.config
 
 
 def compose_with_sources(
@@ -102,17 +113,23 @@ def compose_with_sources(
                 anchor_paths(layer)
     if values:
         user.append(command_line_layer(values))
-    table = KeyTable(base)
-    translation = translate(user, table, base)
+    translation = translate(user, KeyTable(base), base)
     user = translation.layers
-    if translation.inert:
-        logger.warning("%s", translation.inert_line())
     config = _merge([*base, *user])
     sources = provenance([*base, *user])
-    _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
-    config = _with_types(config, sources, table, resolve)
-    OmegaConf.set_struct(config, True)
-    return Composition(config, {key: sources[key] for key in _leaves(config, resolve=False)})
+    faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
+    raw, defaults = _leaves(config), _leaves(_merge(base))
+    options, wrong = problems_with(_filled_in(config, sources), raw, sources)
+    raise_faults(faults + wrong)
+    if translation.inert:
+        logger.warning("%s", translation.inert_line())
+    set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
+    changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
+    for line in remarks(options, changed, sources):
+        logger.warning("%s", line)
+    result = _with_types(config, raw, options, resolve)
+    OmegaConf.set_struct(result, True)
+    return Composition(result, {key: sources[key] for key in _leaves(result)}, options)
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
@@ -155,60 +172,79 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
     return config
 
 
-def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> None:
-    """Gives a key and its alias the same value: what the user set under either name, else the key's default.
+def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:
+    """Gives a key and its other names the same value: what the user set under one of them, else the key's default.
 
-    Raises:
-        ConfigError: they were set to different values; names both places.
+    Returns a line for each that was set to different values, naming both places.
     """
-    merged = _leaves(config, resolve=False)
-    for key, aliases in _ALIASES.items():
+    merged, faults = _leaves(config), []
+    for key, aliases in _aliases().items():
         names = [name for name in (key, *aliases) if name in merged]
         if len(names) < 2:
             continue
-        value, source = _last_setting(names, user) or (merged[key], sources[key])
+        setting, fault = _last_setting(names, user)
+        faults += [fault] if fault else []
+        value, source = setting or (merged[key], sources[key])
         for name in names:
             OmegaConf.update(config, name, value)
             sources[name] = source
+    return faults
 
 
-def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[Any, str] | None:
-    """(value, source) that `user` gives last under one of `names`; a file or command line with only null clears all."""
+@cache
+def _aliases() -> dict[str, list[str]]:
+    """Key → its other names."""
+    found: dict[str, list[str]] = {}
+    for key, declaration in declarations(TrainOptions).items():
+        if declaration.about.alias_of:
+            found.setdefault(declaration.about.alias_of, []).append(key)
+    return found
+
+
+def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, str]:
+    """((value, source) that `user` gives last under one of `names`, what is wrong); a file or command line with only null
+    clears all, and a link from one of them to another says nothing."""
     held: tuple[str, Any, str] | None = None
+    links = [f"${{{name}}}" for name in names]
     for layer in user:
-        here = [(name, value) for name, value in flatten(plain(layer)) if name in names]
+        here = [(name, value) for name, value in flatten(plain(layer)) if name in names and value not in links]
         given = [(name, value, layer.source) for name, value in here if value is not None]
         if here and not given:
             held = (names[0], None, layer.source)
         for setting in given:
             if held and held[1] is not None and held[0] != setting[0] and _as_list(held[1]) != _as_list(setting[1]):
                 both = f"{held[0]} ({held[2]}) and {setting[0]} ({setting[2]})"
-                raise ConfigError(f"{both} mean the same but are set to different values; set one of them")
+                return held[1:], f"{both} mean the same but are set to different values; set one of them"
             held = setting
-    return held[1:] if held else None
+    return held[1:] if held else None, ""
 
 
-def _with_types(config: DictConfig, sources: dict[str, str], table: KeyTable, resolve: bool) -> DictConfig:
-    """`config` with every value checked and of its type, the interpolations filled in where `resolve` is set."""
-    raw = _leaves(config, resolve=False)
+def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
+    """`config` as plain containers, its interpolations filled in."""
     try:
-        filled_in = _leaves(config, resolve=True)
-        result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
+        container = OmegaConf.to_container(config, resolve=True)
     except OmegaConfBaseException as error:
         key = str(error.full_key or "")
         raise ConfigError(f"{key} ({sources.get(key, 'unknown place')}): {_reason(error)}") from error
-    written = {key: value for key, value in filled_in.items() if key in raw and raw[key] == value}
-    borrowed = {key: value for key, value in filled_in.items() if key not in written}
-    changes = table.convert(written, sources)  # first, so that a wrong value is reported where it was written
-    borrowed_changes = table.convert(borrowed, sources)
-    for key, value in (changes | borrowed_changes if resolve else changes).items():
-        OmegaConf.update(result, key, value, merge=False)
+    assert isinstance(container, dict)
+    return {str(name): value for name, value in container.items()}
+
+
+def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
+    """`config` with each value as `options` has it; interpolations stay as they are unless `resolve` is set."""
+    result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
     assert isinstance(result, DictConfig)
+    given = _leaves(result)
+    for key, value in flatten(plain_options(options)):
+        is_link = not resolve and isinstance(raw.get(key), str) and "${" in raw[key]
+        if key in given and not is_link and (type(given[key]) is not type(value) or given[key] != value):
+            OmegaConf.update(result, key, value, merge=False)
     return result
 
 
-def _leaves(config: DictConfig, *, resolve: bool) -> dict[str, Any]:
-    container = OmegaConf.to_container(config, resolve=resolve)
+def _leaves(config: DictConfig) -> dict[str, Any]:
+    """Dotted key → value, interpolations unfilled."""
+    container = OmegaConf.to_container(config, resolve=False)
     assert isinstance(container, dict)
     return dict(flatten(container))
 

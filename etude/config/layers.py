@@ -46,6 +46,11 @@ class Layer:
     values: DictConfig
 
 
+def is_users(source: str) -> bool:
+    """Whether a layer of this source is the user's own: files of the package are named relative to its tree."""
+    return source == COMMAND_LINE or Path(source).is_absolute()
+
+
 def package_roots() -> list[str]:
     """The configurations that come with Étude and that `--config-name` can name."""
     return sorted(path.stem for path in TREE.glob("*.yaml"))

@@ -1,12 +1,12 @@
 """Reads what a user set for another framework: other names, keys without an effect, and keys that must change.
 
-Invariant: every fault of the user's keys is found at once and has its line in one `ConfigError`; nothing is left out in
+Invariant: every fault of the user's keys is found at once and has its line; nothing is left out in
 silence. What the keys are called and why is the business of `other_frameworks`; types and ranges are checked later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from typing import Any
@@ -16,7 +16,6 @@ from omegaconf import OmegaConf
 from etude.config.keys import KeyTable
 from etude.config.layers import Layer, flatten, plain
 from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED
-from etude.errors import ConfigError, ConfigErrors
 
 _Rule = str | tuple[str, tuple[object, ...]]
 """Why a key has no effect; or what to do about it, and the values with which that need not be done."""
@@ -42,23 +41,26 @@ class Translation:
 
 
 def translate(layers: Sequence[Layer], table: KeyTable, base: Sequence[Layer]) -> Translation:
-    """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base` lies under them.
-
-    Raises:
-        ConfigError: keys do not exist or must change: one line, or for several a line each, with what to do.
-    """
+    """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base` lies under them. Keys that do
+    not exist or must change are left out, too, and have a line with what to do in `faults`."""
     found = Translation()
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not settings.get(f"{_ROLLOUT}.server_urls")
     for layer in layers:
         translated = layer if layer.is_package else _translate_layer(layer, table, found, local_vllm)
-        found.faults += table.faults(translated)
-        found.layers.append(translated)
-    if len(found.faults) == 1:
-        raise ConfigError(found.faults[0])
-    if found.faults:
-        raise ConfigErrors(found.faults)
+        unknown = table.faults(translated)
+        found.faults += dict.fromkeys(unknown.values())  # a section's keys share a line
+        found.layers.append(_without(translated, unknown))
     return found
+
+
+def _without(layer: Layer, keys: Collection[str]) -> Layer:
+    if not keys:
+        return layer
+    values = plain(layer)
+    for key in keys:
+        _remove(values, key)
+    return replace(layer, values=OmegaConf.create(values))
 
 
 def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vllm: bool) -> Layer:

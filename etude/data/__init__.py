@@ -4,10 +4,10 @@ from etude.data.collate import collate
 from etude.data.dataset import PromptTemplate, RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet
 from etude.data.loader import ResumableLoader
-from etude.data.options import DataOptions
 from etude.data.rlhf import RLHFDataset
 from etude.data.rows import active_tools, check_row
 from etude.data.sft import SFTDataset
+from etude.options import DataOptions
 
 __all__ = [
     "DataOptions",

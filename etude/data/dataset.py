@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from etude.data.blobs import Blobs
-from etude.data.files import Row, located_rows
+from etude.data.files import Row, file_list, located_rows
 from etude.data.images import place_images, refuse_other_media, size_of
 from etude.data.messages import Message
-from etude.data.options import DataOptions, file_list
 from etude.data.rows import active_tools, check_row
 from etude.errors import DataError, one_line
+from etude.options import DataOptions
 
 Schema = dict[str, Any]
 

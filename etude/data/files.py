@@ -200,3 +200,10 @@ def _writable(kind: pa.DataType, name: str) -> pa.DataType | None:
         fields = [(tool, pa.struct([("create_kwargs", pa.null())]) if kept is None else kept) for tool, kept in fields]
     kept_fields = [(key, kept) for key, kept in fields if kept is not None]
     return pa.struct(kept_fields) if kept_fields else None
+
+
+def file_list(files: str | list[str] | tuple[str, ...] | None) -> tuple[str, ...]:
+    """One name, several or none, as a tuple."""
+    if not files:
+        return ()
+    return (files,) if isinstance(files, str) else tuple(str(name) for name in files)

@@ -12,8 +12,8 @@ from typing import Any
 
 from etude.chat import ChatTemplate
 from etude.data.dataset import RLDataset
-from etude.data.options import DataOptions
 from etude.errors import ConfigError
+from etude.options import DataOptions
 from etude.tools import load_function_tools, load_tools
 
 logger = logging.getLogger(__name__)

@@ -12,9 +12,8 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from etude.data.files import Row, located_rows, without_nulls
+from etude.data.files import Row, file_list, located_rows, without_nulls
 from etude.data.messages import checked_messages
-from etude.data.options import file_list
 from etude.errors import DataError
 
 

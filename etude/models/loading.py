@@ -1,20 +1,18 @@
 """Loading and saving models and tokenizers in the Hugging Face folder format.
 
 Invariant: what is loaded fits together (every weight is present, every token has an embedding row, the tokenizer can
-render a chat), or one `ConfigError` names the folder and what to change. A name that looks like a path is never looked
-up on a hub: only `org/name` is, and only where no local folder `org` exists.
+render a chat), or one `ConfigError` names the folder and what to change.
 """
 
 from __future__ import annotations
 
-import json
-import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
+from etude.model_folder import local_folder, read_config
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
 from etude.registry import did_you_mean
@@ -32,7 +30,6 @@ DTYPES = {
     "fp16": "float16",
 }
 _TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model", "tekken.json")
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreTrainedTokenizerBase:
@@ -44,7 +41,7 @@ def load_tokenizer(path: str | Path, *, trust_remote_code: bool = False) -> PreT
     """
     from transformers import AutoTokenizer
 
-    folder = _local_folder(path)
+    folder = local_folder(path)
     if folder is not None and not any((folder / name).is_file() for name in _TOKENIZER_FILES):
         below = next((path.parent for path in sorted(folder.glob("*/huggingface/tokenizer.json"))), None)
         advice = f"did you mean {below}?" if below else "copy the model's tokenizer files"
@@ -183,7 +180,7 @@ def _check_rows(tokens: int, rows: int | None, name: str) -> None:
 
 
 def _configured_rows(folder: Path) -> int | None:
-    config = _read_config(folder)
+    config = read_config(folder)
     nested = config.get("text_config")
     rows = config.get("vocab_size", nested.get("vocab_size") if isinstance(nested, dict) else None)
     return rows if isinstance(rows, int) else None
@@ -197,35 +194,10 @@ def model_config(path: str | Path) -> dict[str, Any]:
     """
     from transformers import PretrainedConfig
 
-    folder = _local_folder(path)
+    folder = local_folder(path)
     if folder is not None:
-        return _read_config(folder)
+        return read_config(folder)
     return _from_pretrained(lambda name, **kw: PretrainedConfig.get_config_dict(name, **kw)[0], path, None, "model")
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    try:
-        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ConfigError(f"{folder}: config.json is missing: this is not a model folder") from None
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{folder}/config.json: cannot be read: {one_line(error)}") from error
-    if not isinstance(config, dict):
-        raise ConfigError(f"{folder}/config.json: must hold a JSON object")
-    return config
-
-
-def _local_folder(path: str | Path) -> Path | None:
-    """The folder, or None when `path` is a name that only a hub can know."""
-    text = str(path)
-    folder = Path(text).expanduser()
-    if folder.is_dir():
-        return folder
-    if folder.exists():
-        raise ConfigError(f"{folder}: a model is a folder, this is a file")
-    if isinstance(path, Path) or not _HUB_NAME.fullmatch(text) or Path(text).parent.is_dir():
-        raise ConfigError(f"{text}: model folder not found (a model of a hub is named 'org/name')")
-    return None
 
 
 def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | None, noun: str, **options: Any) -> Any:
@@ -247,9 +219,9 @@ def _load_model(
     trust_remote_code: bool,
 ) -> PreTrainedModel:
     precision = _dtype_name(dtype)
-    folder = _local_folder(path)
+    folder = local_folder(path)
     if folder is not None:
-        _read_config(folder)
+        read_config(folder)
     model, info = _from_pretrained(
         load,
         path,

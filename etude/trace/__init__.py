@@ -1,8 +1,8 @@
 """What a trajectory waited for, as nested spans: generations, tool calls, and functions under `rollout_trace_op`."""
 
+from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS
 from etude.trace.op import rollout_trace_op
-from etude.trace.options import TraceOptions
 from etude.trace.span import Backend, SpanList, TraceSpan, collect_spans, is_traced, span, traced
 from etude.trace.tracer import Tracer
 

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from etude.jsonl import JsonLines
+from etude.options import TraceOptions
 from etude.registry import Registry
-from etude.trace.options import TraceOptions
 from etude.trace.span import Backend, TraceSpan
 
 Factory = Callable[[TraceOptions, str, str], Backend]

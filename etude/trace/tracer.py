@@ -14,8 +14,8 @@ from contextlib import contextmanager
 from typing import Any
 
 from etude.errors import one_line
+from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS
-from etude.trace.options import TraceOptions
 from etude.trace.span import Backend, TraceSpan, span, traced
 
 logger = logging.getLogger(__name__)

@@ -23,10 +23,10 @@ _TEMPORARY = ".incomplete-"
 
 
 class Checkpoints:
-    """The checkpoints in `folder`; `keep` newest are kept (None: all)."""
+    """The checkpoints in `folder`; `keep` newest are kept (None or -1: all)."""
 
     def __init__(self, folder: Path | str, keep: int | None) -> None:
-        self.folder, self._keep = Path(folder), keep
+        self.folder, self._keep = Path(folder), None if keep == -1 else keep
 
     def save(self, step: int, state: dict[str, Any], write: Callable[[str], None]) -> Path:
         """Writes the checkpoint of `step`; `write(folder)` adds the roles' files.

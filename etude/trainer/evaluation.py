@@ -10,11 +10,11 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
 from etude.trainer.rollouts import results_of
 from etude.trajectory import Trajectory
-from etude.workers.options import RewardOptions
 
 Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sample)
 

@@ -23,6 +23,7 @@ from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
 from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
 from etude.metrics import add_metrics, finish_metrics
+from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
@@ -53,10 +54,10 @@ class PPOTrainer:
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
         rollout = setup.roles.rollout
-        if not rollout.do_sample or rollout.temperature == 0 or rollout.top_k == 1:
+        if not rollout.do_sample or rollout.top_k == 1:
             raise ConfigError(
-                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false, temperature=0 and top_k=1 "
-                "give the likeliest one every time, and its log-probs no ratio to learn from"
+                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false and top_k=1 give the "
+                "likeliest one every time, and its log-probs no ratio to learn from"
             )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
@@ -105,8 +106,7 @@ class PPOTrainer:
     @property
     def _needs_old_log_probs(self) -> bool:
         """Whether a forward pass before the update is needed: for several updates, or for the KL in the reward."""
-        actor = self.setup.roles.actor
-        several = actor.ppo_epochs > 1 or self.setup.data.train_batch_size > actor.ppo_mini_batch_size
+        several = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size)
         return several or self.algorithm.use_kl_in_reward
 
     # -- the run -------------------------------------------------------------------------------------------------

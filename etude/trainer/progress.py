@@ -44,7 +44,6 @@ class RolloutProgress:
                 self._live.update(self._task, completed=done, total=total)
             elif self._enabled and (now := time.monotonic()) - self._told >= _LINE_SECONDS:
                 self._told = now
-                left = duration((now - self._started) * (total - done) / max(done, 1))
-                self._console.print(
-                    f"{self._title}: {done}/{total} rollouts · {left} left", soft_wrap=True, highlight=False
-                )
+                left = (now - self._started) * (total - done) / max(done, 1)
+                told = f" · {duration(left)} left" if 10 * done >= total else ""  # the first few say little of the rest
+                self._console.print(f"{self._title}: {done}/{total} rollouts{told}", soft_wrap=True, highlight=False)

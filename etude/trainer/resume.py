@@ -25,9 +25,9 @@ from omegaconf import DictConfig, OmegaConf
 
 from etude.config import flatten
 from etude.errors import CheckpointError, ConfigError, one_line
+from etude.options import RunOptions
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.dumps import written_atomically
-from etude.trainer.options import RunOptions
 
 logger = logging.getLogger(__name__)
 

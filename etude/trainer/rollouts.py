@@ -22,13 +22,13 @@ from etude.data import RLDataset, collate
 from etude.distributed import WorkerGroup
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
+from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
 from etude.trajectory import StopReason, Trajectory
-from etude.workers.options import RewardOptions
 
 Figures = dict[str, float]
 

@@ -8,34 +8,38 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 
-from etude.agents import AGENT_LOOPS, AgentParts, MultiTurnOptions, RolloutOptions, ToolAgentLoop
-from etude.agents.environments import EnvOptions, load_environment
+from etude.agents import AGENT_LOOPS, AgentParts, ToolAgentLoop
+from etude.agents.environments import load_environment
 from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
-from etude.config import to_options
-from etude.data import DataOptions, RLDataset
+from etude.config.names import check_names
+from etude.data import RLDataset
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
+from etude.options import (
+    AlgorithmOptions,
+    DataOptions,
+    EnvOptions,
+    MultiTurnOptions,
+    RewardOptions,
+    RolloutOptions,
+    RunOptions,
+    TrainerOptions,
+    TrainOptions,
+)
+from etude.options.validate import to_options
 from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
 from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
-from etude.trainer.options import AlgorithmOptions, RunOptions, TrainerOptions
-from etude.workers.options import (
-    ActorOptions,
-    CriticOptions,
-    CustomRewardOptions,
-    ModelOptions,
-    RefOptions,
-    RewardOptions,
-    RoleOptions,
-)
+from etude.workers.options import RoleOptions
 from etude.workers.reading import Reading, load_reading
+from etude.workers.reward import build_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -104,71 +108,37 @@ def prepare(config: DictConfig) -> RunSetup:
     Raises:
         ConfigError, DataError: one line that names the key or file.
     """
-    load_plugins(config.plugins)
-    part = config.actor_rollout_ref
-    rollout = to_options(RolloutOptions, part.rollout, "actor_rollout_ref.rollout", ignore=("tool_config", "max_turns"))
-    actor = to_options(ActorOptions, part.actor, "actor_rollout_ref.actor")
-    algorithm = to_options(AlgorithmOptions, config.algorithm, "algorithm")
-    trainer = to_options(TrainerOptions, config.trainer, "trainer")
-    data = to_options(DataOptions, config.data, "data")
-    env = to_options(EnvOptions, part.env, "actor_rollout_ref.env")
-    apply_run_options(trainer)
+    options = to_options(TrainOptions, plain_config(config))
+    load_plugins(options.plugins)
+    policy, data = options.actor_rollout_ref, options.data
+    rollout = policy.rollout
     if rollout.agent.agent_loop_config_path is not None:
         register_agent_loops(rollout.agent.agent_loop_config_path)
-    if rollout.agent.default_agent_loop is not None:
-        AGENT_LOOPS.get(rollout.agent.default_agent_loop)
+    check_names(options)
+    apply_run_options(options.trainer)
     check_openai_agent(rollout.agent.openai_agent)
     roles = role_options(
-        trainer,
+        options.trainer,
         config,
-        model=to_options(ModelOptions, part.model, "actor_rollout_ref.model"),
-        actor=actor,
-        ref=to_options(RefOptions, part.ref, "actor_rollout_ref.ref"),
+        model=policy.model,
+        actor=policy.actor,
+        ref=policy.ref,
         rollout=rollout,
-        critic=to_options(CriticOptions, config.critic, "critic"),
-        reward=_reward_options(config, env),
-        custom_reward=to_options(CustomRewardOptions, config.custom_reward_function, "custom_reward_function"),
+        critic=options.critic,
+        reward=_reward_options(options.reward_model),
+        custom_reward=options.custom_reward_function,
         chat_template_kwargs=data.apply_chat_template_kwargs,
-        needs_ref=actor.use_kl_loss or algorithm.use_kl_in_reward,
+        needs_ref=policy.actor.use_kl_loss or options.algorithm.use_kl_in_reward,
     )
-    _check_together(rollout, algorithm, roles, env)
     if roles.model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
-    parts = collect_parts(rollout, env)
+    parts = collect_parts(rollout, policy.env)
     reading = load_reading(roles.model, data.apply_chat_template_kwargs)
     if reading.processor is not None:
         check_takes_images(rollout.name)
     _check_answers(rollout, parts, reading, data.apply_chat_template_kwargs)
-    return RunSetup(data, algorithm, trainer, roles, parts, reading, config)
-
-
-def _check_together(rollout: RolloutOptions, algorithm: AlgorithmOptions, roles: RoleOptions, env: EnvOptions) -> None:
-    """Settings that are fine alone and wrong together."""
-    restricted = rollout.top_p < 1 or rollout.top_k > 0
-    if algorithm.rollout_correction.bypass_mode and restricted:
-        raise ConfigError(
-            "algorithm.rollout_correction.bypass_mode=true needs rollout.top_p=1 and top_k=-1: the engine's log-probs "
-            "are those of the restricted distribution, the actor's are not"
-        )
-    if roles.deterministic and rollout.multi_turn.max_seconds is not None:
-        raise ConfigError(
-            "rollout.multi_turn.max_seconds ends trajectories by the clock: trainer.deterministic forbids it"
-        )
-    if roles.deterministic and rollout.mode == "sync" and env.chosen:
-        raise ConfigError(
-            "rollout.mode=sync steps environments together, for which trajectories wait for each other; "
-            "trainer.deterministic does not go with that: set rollout.mode=async"
-        )
-    val = rollout.val_kwargs
-    if val.n > 1 and not (val.do_sample and val.temperature > 0):
-        raise ConfigError(
-            f"actor_rollout_ref.rollout.val_kwargs.n={val.n} without sampling gives equal answers: set val_kwargs.n=1, or "
-            "val_kwargs.do_sample=true and a val_kwargs.temperature above 0"
-        )
-    if algorithm.adv_estimator == "grpo" and rollout.n < 2:
-        raise ConfigError("algorithm.adv_estimator=grpo compares answers to one prompt: set rollout.n to 2 or more")
-    if roles.custom_reward.path and not roles.reward.enable:
-        raise ConfigError("custom_reward_function.path is set, but reward_model.enable=false never calls it")
+    build_scorer(roles, reading.tokenizer)  # a reward that cannot be loaded is told before a model is
+    return RunSetup(data, options.algorithm, options.trainer, roles, parts, reading, config)
 
 
 def _check_answers(
@@ -208,16 +178,10 @@ def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading, templ
         )
 
 
-def _reward_options(config: DictConfig, env: EnvOptions) -> RewardOptions:
+def _reward_options(options: RewardOptions) -> RewardOptions:
     """`reward_model`, where RL-Factory's reward manager `parallel` stands for the score that the environment gives."""
-    options = to_options(RewardOptions, config.reward_model, "reward_model")
-    if options.reward_manager != "parallel":
-        return options
-    if not env.chosen:
-        raise ConfigError(
-            "reward_model.reward_manager=parallel is the environment's score: set actor_rollout_ref.env.name"
-        )
-    return replace(options, enable=False, reward_manager="naive")
+    is_environments = options.reward_manager == "parallel"
+    return replace(options, enable=False, reward_manager="naive") if is_environments else options
 
 
 def collect_parts(rollout: RolloutOptions, env: EnvOptions) -> AgentParts:
@@ -249,8 +213,8 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
     if not options.enable:
         return tools
     sources: list[tuple[str, Callable[[str], list[BaseTool]]]]
-    sources = [(path, load_tools) for path in _paths(options.tool_config_path)]
-    sources += [(path, load_function_tools) for path in _paths(options.function_tool_path)]
+    sources = [(path, load_tools) for path in options.tool_config_path or ()]
+    sources += [(path, load_function_tools) for path in options.function_tool_path or ()]
     for path, load in sources:
         for tool in load(path):
             if tool.name in tools:
@@ -258,10 +222,6 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
             ToolCalls.of(tool)  # its limits, schema and recordings make sense
             tools[tool.name] = tool
     return tools
-
-
-def _paths(value: str | list[str] | None) -> list[str]:
-    return [] if value is None else [value] if isinstance(value, str) else list(value)
 
 
 def apply_run_options(options: RunOptions) -> None:
@@ -294,3 +254,10 @@ def resolve_device(name: str) -> str:
     if name.startswith("cuda") and not torch.cuda.is_available():
         raise ConfigError(f"trainer.device={name}: no GPU is visible to torch; use auto or cpu")
     return name
+
+
+def plain_config(config: DictConfig) -> dict[str, Any]:
+    """The configuration as plain containers, its interpolations filled in."""
+    container = OmegaConf.to_container(config, resolve=True)
+    assert isinstance(container, dict)
+    return {str(name): value for name, value in container.items()}

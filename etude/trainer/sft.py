@@ -16,59 +16,29 @@ from typing import Any
 
 from omegaconf import DictConfig
 
-from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
-from etude.config import to_options
-from etude.data import DataOptions, ResumableLoader, RLDataset, SFTDataset
-from etude.data.options import file_list
+from etude.agents import AgentParts
+from etude.agents.interactions import load_interactions
+from etude.config.names import check_names
+from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.distributed import InProcessWorkerGroup
-from etude.errors import ConfigError, DataError, EtudeError, one_line
+from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.metrics import add_metrics, finish_metrics
+from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
+from etude.options.validate import to_options
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
-from etude.trainer.options import RunOptions
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
-from etude.trainer.setup import apply_run_options, collect_tools, role_options
+from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
-from etude.training import OptimOptions, demonstrations_to_batch
+from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
-from etude.workers import (
-    ActorOptions,
-    ActorRolloutRefWorker,
-    ModelOptions,
-    RewardOptions,
-    RoleOptions,
-)
+from etude.workers import ActorRolloutRefWorker, RoleOptions
 from etude.workers.reading import load_reading
-
-
-@dataclass(frozen=True)
-class SFTDataOptions:
-    """`data` of a supervised run. Lengths in tokens."""
-
-    train_files: tuple[str, ...] = ()
-    train_batch_size: int = 32
-    max_length: int = 1024
-    shuffle: bool = True
-    seed: int = 1
-    apply_chat_template_kwargs: dict[str, Any] | None = None
-
-
-@dataclass(frozen=True)
-class TargetSuccessOptions:
-    """`target_success`: the window [low, high] of sampled success, tried every `every` steps on `samples` rollouts of at
-    most `max_response_length` tokens."""
-
-    data_files: str | list[str] | None = None
-    low: float = 0.2
-    high: float = 0.4
-    every: int = 25
-    samples: int = 64
-    max_response_length: int = 512
 
 
 @dataclass
@@ -88,18 +58,19 @@ class SFTTrainer:
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
         """
-        load_plugins(config.plugins)
-        self.config = config
-        self.options = to_options(RunOptions, config.trainer, "trainer")
-        self.data = to_options(SFTDataOptions, config.data, "data")
-        self.target = to_options(TargetSuccessOptions, config.target_success, "target_success")
-        self.model = to_options(ModelOptions, config.model, "model")
+        options = to_options(SFTOptions, plain_config(config))
+        load_plugins(options.plugins)
+        check_names(options)
+        self.config, self.options = config, options.trainer
+        self.data, self.target, self.model = options.data, options.target_success, options.model
+        self.multi_turn, self.optim = options.multi_turn, options.optim
         apply_run_options(self.options)
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
-        self.multi_turn = to_options(MultiTurnOptions, config.multi_turn, "multi_turn")
         self.tools = collect_tools(self.multi_turn)
-        reading = load_reading(self.model, self.data.apply_chat_template_kwargs or {})
+        users = self.multi_turn.interaction_config_path if self.multi_turn.enable else None
+        self.interactions = load_interactions(users) if users else {}
+        reading = load_reading(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = reading.tokenizer, reading.chat, reading.images
         schemas = {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
         self.examples = self._tokenise(SFTDataset(self.data.train_files), list(schemas.values()))
@@ -108,7 +79,7 @@ class SFTTrainer:
         )
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.trial = self._trial_rows(schemas)
-        self.roles = self._roles(to_options(OptimOptions, config.optim, "optim"))
+        self.roles = self._roles()
         self.run_dir = Path(self.options.default_local_dir)
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
         self.resumption = find_resumption(self.options, self.checkpoints, config)
@@ -142,22 +113,28 @@ class SFTTrainer:
         return _Examples(examples, rows.fingerprint)
 
     def _trial_rows(self, schemas: dict[str, dict[str, Any]]) -> RLDataset | None:
-        files = file_list(self.target.data_files)
+        files = self.target.data_files
         if not files:
             return None
         options = DataOptions(
             max_prompt_length=self.data.max_length, max_response_length=self.target.max_response_length
         )
-        return RLDataset(
+        rows = RLDataset(
             files,
             chat=self.chat,
             tool_schemas=schemas,
+            interactions=list(self.interactions),
             options=options,
             images=self.images,
             max_samples=self.target.samples,
         )
+        if len(rows) < self.target.samples:
+            raise ConfigError(
+                f"target_success.samples={self.target.samples}, but {', '.join(files)} has only {len(rows)} rows that fit"
+            )
+        return rows
 
-    def _roles(self, optim: OptimOptions) -> RoleOptions:
+    def _roles(self) -> RoleOptions:
         rollout = RolloutOptions(
             prompt_length=self.data.max_length,
             response_length=self.target.max_response_length,
@@ -168,9 +145,9 @@ class SFTTrainer:
             self.options,
             self.config,
             model=self.model,
-            actor=ActorOptions(optim=optim),
+            actor=ActorOptions(optim=self.optim),
             rollout=rollout,
-            chat_template_kwargs=self.data.apply_chat_template_kwargs or {},
+            chat_template_kwargs=self.data.apply_chat_template_kwargs,
             total_steps=self.total_steps,
         )
 
@@ -179,11 +156,13 @@ class SFTTrainer:
 
         Raises:
             EtudeError: a wished success window was never entered.
-            TrainingStopped: too many steps in a row were skipped; the last model that was written stays.
+            TrainingStopped: too many steps in a row were skipped; a checkpoint holds the steps before.
             Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
             CheckpointError: the model cannot be written.
         """
-        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, self.roles, AgentParts(self.tools))
+        self.group = InProcessWorkerGroup(
+            ActorRolloutRefWorker, 1, self.roles, AgentParts(self.tools, self.interactions)
+        )
         self.group.init_model()
         if self.resumption is not None:
             with self.resumption.restoring():
@@ -245,11 +224,18 @@ class SFTTrainer:
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
         display.step(self.step, metrics)
-        self._skipped.note(metrics)
+        try:
+            self._skipped.note(metrics)
+        except TrainingStopped:
+            self._save()
+            raise
         due = self.options.save_freq > 0 and self.step % self.options.save_freq == 0
         if last or due or interrupts.stop:
-            state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
-            self.checkpoints.save(self.step, state, self.group.save_checkpoint)
+            self._save()
+
+    def _save(self) -> None:
+        state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
+        self.checkpoints.save(self.step, state, self.group.save_checkpoint)
 
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high

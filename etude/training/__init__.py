@@ -1,7 +1,8 @@
 """Engines that turn batches into gradients: packing, chunked log-probs, optimizers, supervised fine-tuning."""
 
+from etude.options import OptimOptions
 from etude.training.log_probs import token_log_probs
-from etude.training.optim import OptimizerSet, OptimOptions
+from etude.training.optim import OptimizerSet
 from etude.training.partitions import balanced_partitions, token_budget_batches
 from etude.training.policy import LossScale, PolicyEngine
 from etude.training.precision import round_weights

@@ -9,46 +9,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError, one_line
+from etude.options import OptimOptions
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
-
-
-@dataclass(frozen=True)
-class OptimOptions:
-    """Optimizer and schedule; field names are the configuration keys below `optim`.
-
-    Over `lr_warmup_steps` training steps the rate rises linearly from 0; then `lr_scheduler_type` holds it (`constant`) or
-    lets it decay (`linear`, `cosine`) to `min_lr_ratio` of the peak, over the last `lr_decay_ratio` of the run or, where
-    that is less, over what the warm-up leaves of it.
-    """
-
-    name: str = "adamw"
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    weight_decay: float = 0.01
-    muon_lr_multiplier: float = 10.0
-    lr_warmup_steps: int = 0
-    lr_scheduler_type: str = "constant"
-    lr_decay_ratio: float = 1.0
-    min_lr_ratio: float = 0.0
-    clip_grad: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.name not in ("adamw", "muon"):
-            raise ConfigError(f"optim.name must be adamw or muon, not '{self.name}'")
-        if self.lr_scheduler_type not in ("constant", "linear", "cosine"):
-            raise ConfigError(
-                f"optim.lr_scheduler_type must be constant, linear or cosine, not '{self.lr_scheduler_type}'"
-            )
-        if not 0 < self.lr_decay_ratio <= 1:
-            raise ConfigError(f"optim.lr_decay_ratio must lie in (0, 1], not {self.lr_decay_ratio}")
 
 
 class OptimizerSet:

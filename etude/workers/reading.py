@@ -12,7 +12,7 @@ from typing import Any
 from etude.chat import ChatTemplate
 from etude.errors import ConfigError
 from etude.models import ImageReader, load_processor, load_tokenizer
-from etude.workers.options import ModelOptions
+from etude.options import ModelOptions
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,11 @@ from agents_stage import QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, co
 from etude.agents import AGENT_LOOPS, AgentLoopManager
 from etude.agents.environments import EnvOptions
 from etude.agents.loops import register_agent_loops
-from etude.agents.options import RolloutOptions
 from etude.chat import ToolParser
-from etude.config import compose, to_options
+from etude.config import compose
 from etude.errors import ConfigError
+from etude.options import RolloutOptions
+from etude.options.validate import to_options
 from etude.trainer.setup import collect_parts
 from etude.trajectory import StopReason
 
@@ -30,7 +31,7 @@ THREE_TURNS = [says(call(text="a")), says(call(text="b")), says("5")]
 def rollout_options(*overrides):
     """What the trainer makes of command-line settings below `rollout`."""
     section = compose("ppo_trainer", [f"{ROLLOUT}.{each}" for each in overrides]).actor_rollout_ref.rollout
-    return to_options(RolloutOptions, section, ROLLOUT, ignore=("tool_config", "max_turns"))
+    return to_options(RolloutOptions, section, ROLLOUT)
 
 
 def played(*overrides, script=THREE_TURNS, row=None, respond=None, tools=None, interactions=()):

@@ -41,3 +41,34 @@ def test_errors_are_one_line(capsys):
         assert out == ""
         assert err.startswith("error: ")
         assert err.count("\n") == 1
+
+
+def test_a_key_is_explained(capsys):
+    text = shown(capsys, "actor_rollout_ref.actor.optim.min_lr_ratio", "actor_rollout_ref.actor.optim.min_lr_ratio=0.1")
+    assert text.splitlines() == [
+        "actor_rollout_ref.actor.optim.min_lr_ratio=0.1",
+        "  Final rate as a share of the peak.",
+        "  takes       a number from 0 to 1",
+        "  default     0.0",
+        "  set by      command line",
+        "  no effect   here: it applies where lr_scheduler_type is linear or cosine",
+    ]
+
+
+def test_the_end_of_a_name_and_a_section_are_explained(capsys):
+    text = shown(capsys, "--explain", "critic_warmup", "algorithm.kl_ctrl", "-cn", "ppo_trainer")
+    assert "trainer.critic_warmup=0" in text
+    assert "takes       a whole number of at least 0, in steps" in text
+    assert "applies     with estimators that need a critic (algorithm.adv_estimator=gae), as here" in text
+    assert [line for line in text.splitlines() if line.startswith("algorithm.kl_ctrl.")][
+        -1
+    ] == "algorithm.kl_ctrl.target_kl=0.1"
+    assert "default     ${data.max_prompt_length}" in shown(capsys, "prompt_length")
+    assert "other name  data.max_prompt_length" in shown(capsys, "prompt_length")
+
+
+def test_an_unknown_or_ambiguous_key_is_one_line(capsys):
+    assert run(cli, ["config", "trainer.sed"]) == 2
+    assert capsys.readouterr().err == "error: unknown key trainer.sed; did you mean 'trainer.seed'?\n"
+    assert run(cli, ["config", "--explain", "n"]) == 2
+    assert "actor_rollout_ref.rollout.n, actor_rollout_ref.rollout.val_kwargs.n" in capsys.readouterr().err

@@ -74,7 +74,7 @@ def test_the_roots_differ_where_they_say():
     quickstart = compose("quickstart")
     assert quickstart.trainer.deterministic is True
     assert [Path(p).name for p in quickstart.actor_rollout_ref.rollout.multi_turn.tool_config_path] == [
-        "calculator.yaml"
+        "calculator_terse.yaml"
     ]
     gsm8k = compose("gsm8k_tool")
     assert gsm8k.reward_model.enable is False
@@ -261,23 +261,29 @@ def test_a_section_cannot_become_a_value(key, value):
 @pytest.mark.parametrize(
     ("override", "expected"),
     [
-        ("trainer.seed=x", "trainer.seed must be a whole number, got 'x' (command line)"),
-        ("trainer.seed=1.5", "trainer.seed must be a whole number, got 1.5"),
-        ("trainer.seed=null", "trainer.seed must be a whole number, got null"),
-        ("trainer.seed=true", "trainer.seed must be a whole number, got True"),
-        ("trainer.seed=[1]", "trainer.seed must be a whole number, got [1]"),
+        ("trainer.seed=x", "trainer.seed must be a whole number of at least 0, got 'x' (command line)"),
+        ("trainer.seed=1.5", "trainer.seed must be a whole number of at least 0, got 1.5"),
+        ("trainer.seed=null", "trainer.seed must be a whole number of at least 0, got null"),
+        ("trainer.seed=true", "trainer.seed must be a whole number of at least 0, got True"),
+        ("trainer.seed=[1]", "trainer.seed must be a whole number of at least 0, got [1]"),
         ("data.shuffle=1", "data.shuffle must be true or false, got 1"),
         ("data.prompt_key=3", "data.prompt_key must be text, got 3"),
         ("data.train_files=null", "data.train_files must be a list, got null"),
         ("data.train_files=[1]", "data.train_files[0] must be text, got 1"),
-        ("actor_rollout_ref.actor.optim.lr=fast", "actor_rollout_ref.actor.optim.lr must be a number, got 'fast'"),
-        ("actor_rollout_ref.actor.optim.betas=[0.9]", "betas must be a list of 2 values, got 1"),
+        (
+            "actor_rollout_ref.actor.optim.lr=fast",
+            "actor.optim.lr must be a number of at least 0, got 'fast'",
+        ),
+        (
+            "actor_rollout_ref.actor.optim.betas=[0.9]",
+            "a list of 2 values, each a number from 0 below 1, got [0.9]",
+        ),
         ("actor_rollout_ref.actor.optim.name=adam", "must be one of adamw, muon, got 'adam'; did you mean 'adamw'?"),
         ("actor_rollout_ref.rollout.mode=asink", "did you mean 'async'?"),
-        ("data.val_batch_size=many", "data.val_batch_size must be a whole number or null, got 'many'"),
+        ("data.val_batch_size=many", "data.val_batch_size must be a whole number of at least 1 or null, got 'many'"),
         (
             "data.train_batch_size={a: 1}",
-            "data.train_batch_size must be a whole number, got 'a section' (command line)",
+            "data.train_batch_size is one value, not a section (command line)",
         ),
         ("data.seed=${trainer.sed}", "data.seed (command line): Interpolation key 'trainer.sed' not found"),
         ("data.prompt_key=${data.prompt_key}", "data.prompt_key (command line)"),
@@ -334,11 +340,13 @@ def test_any_value_is_of_the_right_type_or_refused(tmp_path_factory, value):
         refused = ""
         assert type(config.data.train_batch_size) is int
     assert "\n" not in refused
-    if type(value) is int:
+    if type(value) is int and 1 <= value < 2**31:
         assert not refused
         assert config.data.train_batch_size == value
-    if value is None or isinstance(value, bool):
-        assert "data.train_batch_size must be a whole number" in refused
+    else:
+        assert not refused or "data.train_batch_size must be a whole number of at least 1" in refused
+    if value is None or isinstance(value, bool) or (type(value) is int and value < 1):
+        assert refused
 
 
 # Aliases

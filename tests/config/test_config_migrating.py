@@ -25,7 +25,10 @@ def test_the_table_is_as_long_as_the_text_says():
 def test_a_default_is_as_the_table_says(key):
     there, here = (yaml.safe_load(cell.strip("`")) for cell in DEFAULTS[key])
     value = OmegaConf.select(compose("ppo_trainer"), key)
-    assert (list(value) if OmegaConf.is_list(value) else value) == here
+    if isinstance(here, str) and here.endswith("…"):  # what follows depends on the run
+        assert value.startswith(here[:-1])
+    else:
+        assert (list(value) if OmegaConf.is_list(value) else value) == here
     assert there != here
 
 

@@ -96,6 +96,11 @@ NEEDS = {
     "algorithm.gamma": CRITIC,
     "algorithm.lam": CRITIC,
     "algorithm.norm_adv_by_std_in_grpo": GRPO,
+    "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
+        f"{ACTOR}.ppo_epochs": None,
+        f"{ACTOR}.ppo_mini_batch_size": None,
+        "algorithm.rollout_correction.bypass_mode": None,
+    },
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,

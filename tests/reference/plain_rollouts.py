@@ -48,6 +48,11 @@ class Rollout:
         return self.sequences[-1]
 
 
+NO_FAULTS = [
+    f"rollout/{name}" for name in ("prompt_too_long", "unwritable_answers", "context_refused", "release_failures")
+]
+
+
 def spread(name, values):
     """mean, max and min; nothing of nothing."""
     values = [float(value) for value in values]
@@ -72,8 +77,7 @@ def rollout_figures(asked, config):
         "rollout/dropped": len(gone),
         "rollout/given_up": sum(r.failures < r.attempts_allowed for r in gone),
         "rollout/nothing_sampled": sum(not r.main.sampled for r in there),
-        **dict.fromkeys(("rollout/prompt_too_long", "rollout/context_refused"), 0),
-        **dict.fromkeys(("rollout/release_failures", "rollout/unwritable_answers"), 0),
+        **dict.fromkeys(NO_FAULTS, 0),
     }
     if not there:
         return figures

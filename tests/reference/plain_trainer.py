@@ -228,6 +228,7 @@ class PlainTrainer:
                 weight.data *= 1 + noise * torch.randn(weight.shape, generator=dice)
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
         self.steps = 0  # finished
+        self.spreads: list[float] = []  # of what was centred and divided by its spread
         self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
 
     def named_weights(self):
@@ -323,6 +324,7 @@ class PlainTrainer:
         raw = [gae(row.rewards, row.values, gamma, lam) for row in rows]
         every = torch.cat(raw)
         variance = ((every - every.mean()) ** 2).sum() / max(len(every) - 1, 1)
+        self.spreads.append(float(variance.sqrt()))
         for row, advantages in zip(rows, raw):
             row.returns = advantages + row.values
             row.advantages = (advantages - every.mean()) / (variance + 1e-8).sqrt()
@@ -335,6 +337,7 @@ class PlainTrainer:
             groups[row.rollout.uid][id(row.rollout)] = row.rollout
         for row in rows:
             scores = [totals[member] for member in groups[row.rollout.uid]]
+            self.spreads.append(max(scores) - min(scores))
             worth = 0.0
             if len(scores) > 1 and not are_equal(scores):
                 worth = totals[id(row.rollout)] - float(np.mean(scores))

@@ -122,15 +122,20 @@ import zlib
 from reference_stage import LEDGER
 
 
-def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+def compute_score(data_source, solution_str, ground_truth, extra_info=None, bonus=0.0):
     levels = LEDGER.shape.levels
-    return levels[zlib.crc32(solution_str.encode()) % len(levels)]
+    return levels[zlib.crc32(solution_str.encode()) % len(levels)] + bonus
+
+
+def other_score(data_source, solution_str, ground_truth, extra_info=None):
+    return 7.0
 '''
 
 
 def build(folder):
     """Writes models, rows and the scorer into `folder`."""
     tokenizer = build_tiny_tokenizer([], VOCABULARY)
+    tokenizer.chat_template = "{% if loud is defined %}! {% endif %}" + tokenizer.chat_template
     for name, seed in (("policy", 1), ("other", 2)):
         spec = TinyModelSpec(
             hidden_size=16,
@@ -145,6 +150,7 @@ def build(folder):
         )
         save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / name)
     (folder / "scores.py").write_text(SCORES)
+    (folder / "sevens.py").write_text("def compute_score(**given):\n    return 7.0\n")
     rows = [
         {
             "data_source": "stage",

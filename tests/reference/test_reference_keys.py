@@ -5,8 +5,12 @@ draw. A moved key changes what a short run of the real trainer leaves behind. A 
 elsewhere: it is named here, and fails where `hold_key` keeps the key at its default (`make soak` tries them all).
 """
 
+import ast
 import copy
 import functools
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -14,8 +18,12 @@ from draws import ACTOR, CHOICES, GRPO, NEEDS, ROLLOUT
 from omegaconf import OmegaConf
 from plain_trainer import PlainTrainer
 from reference_stage import Shape, arguments, build, run_product
+from witnesses import UNSEEN, WITNESSES
 
 from etude.config import compose
+from etude.inference import ENGINES
+from etude.trainer.setup import prepare
+from etude.workers.engine_link import build_engine
 
 TESTS = Path(__file__).parents[1]
 
@@ -23,6 +31,19 @@ TESTS = Path(__file__).parents[1]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return build(tmp_path_factory.mktemp("keys"))
+
+
+def keys_of(root):
+    config = OmegaConf.to_container(compose(root, [], root=root), resolve=False)
+
+    def leaves(section, prefix):
+        for name, value in section.items():
+            if isinstance(value, dict) and value:
+                yield from leaves(value, f"{prefix}{name}.")
+            else:
+                yield prefix + name
+
+    return list(leaves(config, ""))
 
 
 # -- drawn: the plain trainer computes something else --------------------------------------------------------------
@@ -136,12 +157,14 @@ def steps(run):
 
 
 VALIDATED = {"data.val_files": "{folder}/rows.parquet"}
+SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true", f"{ROLLOUT}.val_kwargs.temperature": 1}
 # key → (its value, where its effect shows, what it needs beside it)
 MOVED = {
     "data.shuffle": ("false", tokens, {}),
     "data.seed": (5, tokens, {}),
     "data.train_batch_size": (2, count, {}),
     "data.max_response_length": (9, tokens, {}),
+    "data.max_prompt_length": (25, tokens, {}),
     "data.val_files": ("{folder}/rows.parquet", steps, {}),
     "data.val_max_samples": (3, figure("val/rollout/sequences/mean", "val/reward/total/mean"), VALIDATED),
     "actor_rollout_ref.model.path": ("{folder}/other", tokens, {}),
@@ -156,21 +179,69 @@ MOVED = {
     f"{ROLLOUT}.top_k": (3, tokens, {}),
     f"{ROLLOUT}.seed": (5, tokens, {}),
     f"{ROLLOUT}.dtype": ("bfloat16", log_probs, {}),
-    f"{ROLLOUT}.max_model_len": (40, tokens, {}),
     f"{ROLLOUT}.infrastructure_retries": (2, figure("rollout/infrastructure_failures"), {}),
-    f"{ROLLOUT}.max_num_seqs": (2, figure("engine/forward_passes", "engine/steps", "engine/batch_size/mean"), {}),
     f"{ROLLOUT}.weight_probe": ("true", figure("weight_sync/largest_difference"), {}),
     f"{ROLLOUT}.val_kwargs.n": (
         2,
         figure("val-core/stage/reward/mean@2"),
-        VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true", f"{ROLLOUT}.val_kwargs.temperature": 1},
+        SAMPLED,
     ),
     "reward_model.enable": ("false custom_reward_function.path=null", figure("reward/score/mean"), {}),
     "trainer.seed": (5, tokens, {}),
+    f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
+    f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
+    f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
+    "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
+    "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
+    "custom_reward_function.reward_kwargs": ("{{bonus:2}}", figure("reward/score/mean"), {}),
+    "data.apply_chat_template_kwargs": ("{{loud:true}}", figure("prompt_length/mean"), {}),
     "trainer.total_epochs": (2, steps, {"trainer.total_training_steps": "null", "data.train_batch_size": 12}),
     "trainer.val_before_train": ("false", steps, VALIDATED),
     "trainer.test_freq": (1, figure("val/reward/total/mean"), VALIDATED | {"trainer.total_training_steps": 2}),
 }
+
+
+# What must only reach the engine, whose own tests see its effect: key → value, or several settings.
+NATIVE = {
+    f"{ROLLOUT}.max_num_seqs": 3,
+    f"{ROLLOUT}.max_num_batched_tokens": 77,
+    f"{ROLLOUT}.max_model_len": 100,
+    f"{ROLLOUT}.kv_cache_memory_mb": 5,
+    f"{ROLLOUT}.enable_prefix_caching": "false",
+    "trainer.deterministic": "true",
+}
+SERVED = {
+    f"{ROLLOUT}.server_urls": "[http://127.0.0.1:9]",
+    f"{ROLLOUT}.server_model": "named",
+    f"{ROLLOUT}.server_api_key_env": "PATH",
+    f"{ROLLOUT}.server_timeout": 7,
+    f"{ROLLOUT}.weight_sync_timeout": 8,
+    f"{ROLLOUT}.engine_kwargs": "{reference_served:{a:1}}",
+    "actor_rollout_ref.model.trust_remote_code": "true",
+}
+
+
+@ENGINES.register("reference_native")
+def native(model, options):
+    return options
+
+
+@ENGINES.register("reference_served")
+class Served:
+    servers = "optional"
+    from_setup = staticmethod(lambda setup: setup)
+    check_installed = staticmethod(lambda given: None)
+
+
+@pytest.mark.parametrize(("name", "key"), [("native", key) for key in NATIVE] + [("served", key) for key in SERVED])
+def test_a_key_reaches_the_engine(folder, name, key):
+    moved = f"{key}={(NATIVE if name == 'native' else SERVED)[key]}"
+    made = []
+    for given in ([], [moved]):
+        config = compose("grpo_trainer", [*arguments(folder, folder), f"{ROLLOUT}.name=reference_{name}", *given])
+        setup = prepare(config)
+        made.append(vars(build_engine(setup.roles, None, None)))
+    assert made[0] != made[1]
 
 
 @pytest.fixture(scope="module")
@@ -191,3 +262,47 @@ def test_a_moved_key_changes_what_a_run_leaves(left, key):
     value, look, needs = MOVED[key]
     before = tuple((other, given) for other, given in needs.items() if other != key)
     assert look(left((*before, (key, value)))) != look(left(before))
+
+
+# -- witnessed: a test elsewhere sees it ---------------------------------------------------------------------------
+
+WITNESSED = {key: (path, name) for path, tests in WITNESSES.items() for key, name in tests.items()}
+CONVERSATIONS = [  # the keys of rollout.multi_turn and rollout.agent have such a test of their own
+    key for key in keys_of("ppo_trainer") if key.startswith((f"{ROLLOUT}.multi_turn.", f"{ROLLOUT}.agent."))
+]
+
+
+def test_every_key_is_seen_by_some_test():
+    keys, seen = set(keys_of("ppo_trainer")), {*DRAWN, *MOVED, *NATIVE, *SERVED, *WITNESSED, *CONVERSATIONS}
+    assert "\n".join(sorted(keys - seen - set(UNSEEN))) == ""
+    assert "\n".join(sorted((seen | set(UNSEEN)) - keys)) == ""  # of keys that are no more
+    assert seen.isdisjoint(UNSEEN)
+
+
+@pytest.mark.parametrize("key", sorted(WITNESSED))
+def test_a_witness_exists(key):
+    path, name = WITNESSED[key]
+    functions = [n.name for n in ast.walk(ast.parse((TESTS / path).read_text())) if isinstance(n, ast.FunctionDef)]
+    assert name in functions
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("key", sorted(WITNESSED))
+def test_a_witness_fails_where_the_key_is_held_at_its_default(key, tmp_path):
+    environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(TESTS)}
+    witness = f"{TESTS}/{'::'.join(WITNESSED[key])}"
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "hold_key",
+        "-p",
+        "no:cacheprovider",
+        "-c",
+        f"{TESTS.parent}/pyproject.toml",
+        witness,
+    ]
+    held = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    assert held.returncode == 1, held.stdout[-2000:]  # 1: tests ran, and failed

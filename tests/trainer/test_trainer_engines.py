@@ -100,9 +100,9 @@ def test_training_refuses_an_engine_without_ids(tiny, tmp_path, capsys):
         ((f"{ROLLOUT}.name=sglang",), "name=sglang needs actor_rollout_ref.rollout.server_urls"),
         ((f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[127.0.0.1]"), "'127.0.0.1' is no server address"),
         ((f"{ROLLOUT}.server_urls=[http://a:1]",), "the engine 'native' runs in this process"),
-        ((f"{ROLLOUT}.name=vlm",), "no engine 'vlm'; did you mean 'vllm'?"),
+        ((f"{ROLLOUT}.name=vlm",), "nothing is registered as 'vlm'; did you mean 'vllm'?"),
         ((f"{ROLLOUT}.engine_kwargs.vlm.seed=1",), "engine_kwargs: no engine 'vlm'"),
-        ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), "weight_transfer=cuda_ipc shares"),
+        ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), "weight_transfer=cuda_ipc (command line): shares"),
     ],
 )
 def test_a_rollout_section_that_cannot_work_is_one_line(tiny, tmp_path, capsys, overrides, message):

@@ -96,7 +96,7 @@ def test_an_env_scores_validation_rows_too(tiny, tmp_path, plugins):
 
 
 def test_the_parallel_manager_needs_an_environment(start):
-    with pytest.raises(ConfigError, match="reward_manager=parallel is the environment's score"):
+    with pytest.raises(ConfigError, match=r"reward_manager=parallel \(command line\): is the environment's score"):
         start("reward_model.reward_manager=parallel")
 
 

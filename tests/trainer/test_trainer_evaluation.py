@@ -69,12 +69,16 @@ def test_the_interval_covers_however_alike_the_samples_of_a_prompt_are(n, alike)
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
-    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0])
+    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0])
     monkeypatch.setattr("etude.trainer.progress.time.monotonic", lambda: next(clock))
     written = io.StringIO()
     progress = RolloutProgress("evaluating")
     progress._console = Console(file=written, width=20)
     with progress:
-        for done in (1, 3, 4, 8):
-            progress(done, 8)
-    assert written.getvalue() == "evaluating: 3/8 rollouts · 10.0 s left\nevaluating: 8/8 rollouts · 0.0 s left\n"
+        for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):
+            progress(done, total)
+    assert written.getvalue().splitlines() == [
+        "evaluating: 3/8 rollouts · 10.0 s left",
+        "evaluating: 8/8 rollouts · 0.0 s left",
+        "evaluating: 1/80 rollouts",
+    ]

@@ -25,7 +25,7 @@ def refused(tiny, tmp_path, capsys, monkeypatch):
 
 SETTINGS = {
     "data.train_fils=x": "unknown key data.train_fils (command line); did you mean data.train_files?",
-    "data.train_batch_size=many": "data.train_batch_size must be a whole number, got 'many'",
+    "data.train_batch_size=many": "data.train_batch_size must be a whole number of at least 1, got 'many'",
     "data.train_batch_size=9": "data.train_batch_size must be between 1 and 8, the number of rows, got 9",
     "data.train_files=[]": "data.train_files is empty",
     "data.train_files=/nowhere/x.parquet": "/nowhere/x.parquet",
@@ -33,28 +33,28 @@ SETTINGS = {
     "data.prompt_key=promt": "no column 'promt' (data.prompt_key); did you mean 'prompt'?",
     "actor_rollout_ref.model.path=null": "actor_rollout_ref.model.path is not set",
     "actor_rollout_ref.model.path=/nowhere/model": "/nowhere/model: model folder not found",
-    f"{ROLLOUT}.name=vlm": f"{ROLLOUT}.name: no engine 'vlm'",
-    f"{ROLLOUT}.n=1": "set rollout.n to 2 or more",
-    f"{ROLLOUT}.multi_turn.format=hermess": "multi_turn.format: unknown tool parser 'hermess'; did you mean 'hermes'?",
+    f"{ROLLOUT}.name=vlm": f"{ROLLOUT}.name: nothing is registered as 'vlm'; did you mean 'vllm'?",
+    f"{ROLLOUT}.n=1": f"{ROLLOUT}.n=1 (command line): algorithm.adv_estimator=grpo compares answers",
+    f"{ROLLOUT}.multi_turn.format=hermess": "multi_turn.format: nothing is registered as 'hermess'; did you mean 'hermes'?",
     f"{ROLLOUT}.multi_turn.tool_config_path=/nowhere/tools.yaml": "/nowhere/tools.yaml",
     f"{ROLLOUT}.mode=asink": "must be one of async, sync, got 'asink'; did you mean 'async'?",
-    f"{ACTOR}.policy_loss.loss_mode=vanila": "loss_mode: unknown policy loss 'vanila'; did you mean 'vanilla'?",
-    f"{ACTOR}.loss_agg_mode=token": "loss_agg_mode: unknown mode 'token'",
-    f"{ACTOR}.kl_loss_type=low_var": "kl_loss_type: unknown kind 'low_var'",
+    f"{ACTOR}.policy_loss.loss_mode=vanila": "loss_mode: nothing is registered as 'vanila'; did you mean 'vanilla'?",
+    f"{ACTOR}.loss_agg_mode=token": "loss_agg_mode must be one of token-mean,",
+    f"{ACTOR}.kl_loss_type=low_var": "got 'low_var'; did you mean 'low_var_kl'?",
     f"{ACTOR}.optim.name=sgd": "must be one of adamw, muon, got 'sgd'",
-    "algorithm.adv_estimator=grop": "algorithm.adv_estimator: unknown advantage estimator 'grop'; did you mean 'grpo'?",
-    "algorithm.kl_penalty=kll": "algorithm.kl_penalty: unknown kind 'kll'; did you mean 'kl'?",
-    "reward_model.reward_manager=naiv": "reward_manager: unknown reward manager 'naiv'; did you mean 'naive'?",
-    "reward_model.enable=false": "custom_reward_function.path is set",
+    "algorithm.adv_estimator=grop": "algorithm.adv_estimator: nothing is registered as 'grop'; did you mean 'grpo'?",
+    "algorithm.kl_penalty=kll": "got 'kll'; did you mean 'kl'?",
+    "reward_model.reward_manager=naiv": "reward_manager: nothing is registered as 'naiv'; did you mean 'naive'?",
+    "reward_model.enable=false": "reward_model.enable=false never calls it",
     "custom_reward_function.path=/nowhere/score.py": "/nowhere/score.py",
     "custom_reward_function.name=compute_scores": "'compute_scores'; did you mean 'compute_score'?",
     "plugins=[/nowhere/plugin.py]": "/nowhere/plugin.py",
-    "trainer.total_training_steps=0": "trainer.total_training_steps must be at least 1",
-    "trainer.total_epochs=0": "must be at least 1",
-    "trainer.num_threads=0": "trainer.num_threads must be null or at least 1, not 0",
-    "trainer.seed=-1": "trainer.seed must not be negative",
+    "trainer.total_training_steps=0": "trainer.total_training_steps must be a whole number of at least 1",
+    "trainer.total_epochs=0": "must be a whole number of at least 1",
+    "trainer.num_threads=0": "trainer.num_threads must be a whole number from 1 to 1024 or null, got 0",
+    "trainer.seed=-1": "trainer.seed must be a whole number of at least 0, got -1",
     "trainer.device=cuda": "no GPU is visible",
-    "trainer.min_valid_fraction=2": "trainer.min_valid_fraction must lie in [0, 1], not 2.0",
+    "trainer.min_valid_fraction=2": "trainer.min_valid_fraction must be a number from 0 to 1, got 2",
     "trainer": "cannot read the argument 'trainer': write key=value",
 }
 
@@ -67,12 +67,12 @@ def test_a_wrong_setting_is_one_line(refused, override):
 def test_settings_that_do_not_go_together_are_one_line(refused):
     bypass = "algorithm.rollout_correction.bypass_mode=true"
     for restriction in (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"):
-        assert "bypass_mode=true needs rollout.top_p=1 and top_k=-1" in refused(bypass, restriction)
+        assert "bypass_mode=true (command line): needs rollout.top_p=1 and top_k=-1" in refused(bypass, restriction)
 
 
 def test_an_unknown_logger_is_one_line(tiny, tmp_path, capsys):
     line = one_line_error(capsys, ["train", *tiny.arguments(tmp_path, "trainer.logger=[jsnl]")])
-    assert "unknown trainer.logger 'jsnl'; did you mean 'jsonl'?" in line
+    assert "nothing is registered as 'jsnl'; did you mean 'jsonl'?" in line
 
 
 def test_a_prompt_that_is_too_long_names_its_row(refused, tiny):

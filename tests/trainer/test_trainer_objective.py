@@ -96,14 +96,14 @@ def outputs(model, batch, temperature=1.0):
     return found
 
 
-def aggregate(losses, mask, mode):
+def aggregate(losses, mask, mode, length=LENGTH):
     rows = [row[kept] for row, kept in zip(losses, mask.bool()) if kept.any()]
     total = sum(row.sum() for row in rows)
     return {
         "token-mean": lambda: total / int(mask.sum()),
         "token-sum": lambda: total,
         "seq-mean-token-sum": lambda: total / len(rows),
-        "seq-mean-token-sum-norm": lambda: total / len(rows) / LENGTH,
+        "seq-mean-token-sum-norm": lambda: total / len(rows) / length,
         "seq-mean-token-mean": lambda: sum(row.mean() for row in rows) / len(rows),
     }[mode]()
 
@@ -137,6 +137,10 @@ CASES = {
         mode: ([f"{ACTOR}.loss_agg_mode={mode}"], {"mode": mode})
         for mode in ("token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
     },
+    "a divisor of one's own": (
+        [f"{ACTOR}.loss_agg_mode=seq-mean-token-sum-norm", f"{ACTOR}.loss_scale_factor=10"],
+        {"mode": "seq-mean-token-sum-norm", "length": 10},
+    ),
     **{
         f"kl {kind}": (
             [f"{ACTOR}.use_kl_loss=true", f"{ACTOR}.kl_loss_coef=0.7", f"{ACTOR}.kl_loss_type={kind}"],
@@ -145,7 +149,15 @@ CASES = {
         for kind in KL
     },
     "entropy": ([f"{ACTOR}.entropy_coeff=0.3"], {"bonus": 0.3}),
-    "temperature": ([f"{ROLLOUT}.temperature=0.7", f"{ACTOR}.entropy_coeff=0.3"], {"bonus": 0.3, "temperature": 0.7}),
+    "temperature": (
+        [
+            f"{ROLLOUT}.temperature=0.7",
+            f"{ACTOR}.entropy_coeff=0.3",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.kl_loss_coef=0.7",
+        ],
+        {"bonus": 0.3, "temperature": 0.7, "kind": "low_var_kl", "kl": 0.7},
+    ),
     "all": (
         [
             f"{ACTOR}.use_kl_loss=true",
@@ -173,12 +185,15 @@ def test_the_gradient_of_a_step_is_that_of_the_written_objective(tiny, tmp_path,
         reference, _ = outputs(step.reference, batch, temperature)
     terms = {name: value for name, value in given.items() if name in ("kind", "kl", "bonus")}
     losses, whole = objective(batch, log_probs, entropy, log_probs.detach(), reference, **terms)
-    loss = aggregate(whole, mask, mode)
+    length = given.get("length", LENGTH)
+    loss = aggregate(whole, mask, mode, length)
     loss.backward()
     assert_gradients(gradients, model)
     figures = step.figures
     assert figures["actor/loss"] == pytest.approx(float(loss.detach()), rel=1e-4, abs=1e-5)
-    assert figures["actor/pg_loss"] == pytest.approx(float(aggregate(losses, mask, mode).detach()), rel=1e-4, abs=1e-5)
+    assert figures["actor/pg_loss"] == pytest.approx(
+        float(aggregate(losses, mask, mode, length).detach()), rel=1e-4, abs=1e-5
+    )
     assert figures["actor/entropy"] == pytest.approx(float(entropy.detach()[mask.bool()].mean()), rel=1e-4)
     if "kind" in given:
         distance = KL[given["kind"]](log_probs.detach() - reference)[mask.bool()].mean()
@@ -271,6 +286,15 @@ def test_the_reward_loses_the_kl_of_the_trainers_own_log_probs(tiny, tmp_path, k
     assert step.figures["actor/reward_kl_penalty_coeff"] == 0.5
     factor = 1 + max(-0.2, min(0.2, distance / 0.1 - 1)) * len(batch) / 100
     assert step.trainer.kl.kl_coef == pytest.approx(0.5 * factor, rel=1e-4)
+
+
+def test_advantages_without_the_division_are_the_centred_scores(tiny, tmp_path):
+    step = Step(tiny, tmp_path, "algorithm.norm_adv_by_std_in_grpo=false")
+    (batch,) = step.actor_batches
+    totals = batch.batch["token_level_scores"].sum(dim=1).view(2, 4)  # two prompts, four answers each
+    assert float(totals.std()) > 0.01
+    centred = (totals - totals.mean(dim=1, keepdim=True)).view(8, 1)
+    torch.testing.assert_close(batch.batch["advantages"], centred * batch.batch["response_mask"])
 
 
 def test_a_policy_that_is_the_reference_pays_nothing_whatever_the_engine_says(tiny, tmp_path):

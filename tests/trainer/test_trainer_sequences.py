@@ -17,6 +17,7 @@ from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
 from etude.models import load_causal_lm
+from etude.options import RewardOptions
 from etude.trainer.dumps import json_line, read_rollouts, sequences_of
 from etude.trainer.explain import Verdict, checks_of, claims_of
 from etude.trainer.interrupts import Interrupts
@@ -29,7 +30,6 @@ from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.workers import ActorRolloutRefWorker
 from etude.workers.minibatches import mini_batches
-from etude.workers.options import RewardOptions
 
 
 def sequence(*runs, prompt=(1, 2), score=None, steps=()):

@@ -135,8 +135,8 @@ def test_wrong_input_is_one_line(tiny, tmp_path, capsys):
         "model.path=null": "model.path is not set",
         "data.train_files=/nowhere.parquet": "/nowhere.parquet",
         f"data.train_files={broken}": "broken.parquet",
-        "multi_turn.format=hermess": "unknown tool parser 'hermess'",
-        "optim.lr_decay_ratio=2": "lr_decay_ratio must lie in (0, 1]",
+        "multi_turn.format=hermess": "nothing is registered as 'hermess'; did you mean 'hermes'?",
+        "optim.lr_decay_ratio=2": "optim.lr_decay_ratio must be a number above 0 to 1, got 2",
     }.items():
         assert wanted in one_line_error(capsys, ["sft", *arguments(tiny, tmp_path / "run", override)])
     assert not (tmp_path / "run").exists()
@@ -278,7 +278,10 @@ def test_a_model_whose_gradients_are_never_finite_ends_the_run(tiny, tmp_path):
         model.get_input_embeddings().weight[:] = float("inf")
     save_pretrained(model, tokenizer, tmp_path / "broken")
     run_dir = tmp_path / "run"
-    with pytest.raises(TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"):
+    with pytest.raises(
+        TrainingStopped, match=r"of the policy were not finite in the last 2 .*trainer\.max_skipped_steps"
+    ):
         fine_tune(config(tiny, run_dir, f"model.path={tmp_path}/broken", "trainer.max_skipped_steps=2"))
     assert [record["sft/skipped_steps"] for record in metrics(run_dir)] == [1, 1]
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text() == "2"
     assert not (run_dir / "huggingface").exists()

@@ -113,7 +113,7 @@ def weighted(log_probs, entropy, micro, _):
 def gradients(model, batch, loss=weighted, max_tokens=MANY, entropy_grad=False):
     """Of one update, by parameter's name; the weights stay."""
     twin = copy.deepcopy(model)
-    optimizer = OptimizerSet(twin, OptimOptions(lr=0.0, weight_decay=0.0, clip_grad=0.0), None)
+    optimizer = OptimizerSet(twin, OptimOptions(lr=0.0, weight_decay=0.0, clip_grad=None), None)
     found = {}
     step = optimizer.step
     optimizer.step = lambda: found.update({n: p.grad.clone() for n, p in twin.named_parameters()}) or step()

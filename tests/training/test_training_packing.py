@@ -40,7 +40,7 @@ def weighted(log_probs, entropy, micro, _):
 def update(model, batch, max_tokens, kind="adamw"):
     """Loss, and the new weights, of one update of a copy."""
     twin = copy.deepcopy(model)
-    optimizer = OptimizerSet(twin, OptimOptions(name=kind, lr=0.01, betas=(0.9, 0.9), clip_grad=0.0), None)
+    optimizer = OptimizerSet(twin, OptimOptions(name=kind, lr=0.01, betas=(0.9, 0.9), clip_grad=None), None)
     gradients = []
     step = optimizer.step
     optimizer.step = lambda: gradients.extend(p.grad.clone() for p in twin.parameters()) or step()

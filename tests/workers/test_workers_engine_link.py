@@ -239,12 +239,12 @@ def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
 def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
     with pytest.raises(ConfigError, match=r"name=sglang needs actor_rollout_ref\.rollout\.server_urls"):
         roles("nowhere", rollout={"name": "sglang"})
-    with pytest.raises(ConfigError, match=r"weight_transfer=cuda_ipc .* needs rollout\.name=vllm without server_urls"):
+    with pytest.raises(ConfigError, match="weight_transfer=cuda_ipc needs a GPU"):
         roles("nowhere", rollout={"weight_transfer": "cuda_ipc"})
-    with pytest.raises(ConfigError, match=r"rollout\.weight_transfer must be folder or cuda_ipc"):
+    with pytest.raises(ConfigError, match="weight_transfer must be one of folder, cuda_ipc"):
         roles("nowhere", rollout={"weight_transfer": "pigeon"})
     for name in ("server_timeout", "weight_sync_timeout", "weight_probe_tolerance"):
-        with pytest.raises(ConfigError, match=rf"rollout\.{name} must be a positive number"):
+        with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):
             roles("nowhere", rollout={name: 0.0})
 
 

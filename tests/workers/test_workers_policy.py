@@ -14,9 +14,9 @@ from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
 from etude.inference import ENGINES, NativeEngine
 from etude.metrics import finish_metrics
+from etude.options import ActorOptions
 from etude.trajectory import Provenance, StopReason
 from etude.workers import ActorRolloutRefWorker, CriticOptions
-from etude.workers.options import ActorOptions
 
 
 @pytest.fixture(scope="module")
@@ -219,15 +219,13 @@ def start(options):
 def test_wrong_settings_are_named(model_path, rolled):
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path is not set"):
         start(roles(None))
-    with pytest.raises(ConfigError, match=r"rollout\.name: no engine 'scripted' \(available: native"):
-        start(roles(model_path, rollout={"name": "scripted"}))
     plain, _ = policy(model_path)
     with pytest.raises(ConfigError, match="no reference policy was loaded"):
         plain.compute_ref_log_prob(rolled[2])
-    for options, section in ((ActorOptions, "actor"), (CriticOptions, "critic")):
-        with pytest.raises(ConfigError, match=f"{section}.ppo_mini_batch_size"):
+    for options in (ActorOptions, CriticOptions):
+        with pytest.raises(ConfigError, match=r"^ppo_mini_batch_size must be a whole number of at least 1, got 0"):
             options(ppo_mini_batch_size=0)
-        with pytest.raises(ConfigError, match=f"{section}.loss_agg_mode: unknown mode 'token-maen'; did you mean"):
+        with pytest.raises(ConfigError, match=r"^loss_agg_mode must be one of .*; did you mean 'token-mean'"):
             options(loss_agg_mode="token-maen")
 
 

@@ -3,34 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from etude.agents.environments.env import ENVIRONMENTS, Env
 from etude.agents.environments.gym import is_gym_shaped
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.loop import Environment
 from etude.errors import ConfigError, one_line
+from etude.options import EnvOptions
 from etude.tools import BaseTool
-
-
-@dataclass(frozen=True)
-class EnvOptions:
-    """`actor_rollout_ref.env`; with neither `name` nor `tool_manager` there is no environment."""
-
-    name: str | None = None
-    config_path: str | list[str] | None = None
-    tool_manager: str | None = None
-    use_process_reward: bool = False
-    timeout: float = 60.0
-
-    @property
-    def chosen(self) -> bool:
-        """Whether there is an environment."""
-        return self.name is not None or self.tool_manager is not None
-
-    def __post_init__(self) -> None:
-        if not self.timeout > 0:
-            raise ConfigError(f"actor_rollout_ref.env.timeout must be a positive number, not {self.timeout}")
 
 
 def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lockstep: bool) -> Environment | None:

@@ -23,10 +23,10 @@ from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
 from etude.agents.gateway.pictures import row_for_clients
 from etude.agents.gateway.session import GatewaySession
-from etude.agents.options import OpenAIAgentOptions
 from etude.bounded import called, settle
 from etude.errors import ConfigError, EtudeError, InfrastructureError, http_status, is_infrastructure, one_line
 from etude.inference import SamplingParams
+from etude.options import OpenAIAgentOptions
 from etude.registry import import_object
 from etude.rewards.number import as_reward
 from etude.trajectory import AgentLoopOutput, StopReason

@@ -11,8 +11,8 @@ from agents_stage import says
 from gateway_stage import PROGRAM, roll, until
 
 from etude.agents.gateway import check_openai_agent
-from etude.agents.options import OpenAIAgentOptions
 from etude.errors import ConfigError, EtudeError
+from etude.options import OpenAIAgentOptions
 
 
 def test_a_command_finds_its_policy_in_a_clean_environment(loop_of, monkeypatch):

@@ -12,9 +12,10 @@ from gateway_stage import USER, answer, native, roll
 from etude.agents import AgentLoopManager, AgentOptions, RolloutOptions
 from etude.agents.gateway import check_openai_agent, openai_agent
 from etude.agents.loops import register_agent_loops
-from etude.agents.options import OpenAIAgentOptions
-from etude.config import compose, to_options
+from etude.config import compose
 from etude.errors import ConfigError, EtudeError
+from etude.options import OpenAIAgentOptions
+from etude.options.validate import to_options
 from etude.registry import load_plugins
 from etude.trajectory import StopReason
 
@@ -220,7 +221,7 @@ def test_the_configuration_names_an_agent_that_knows_nothing_of_this(tmp_path):
             "actor_rollout_ref.rollout.agent.default_agent_loop=openai_agent",
         ],
     )
-    options = to_options(RolloutOptions, config.actor_rollout_ref.rollout, "", ignore=("tool_config", "max_turns"))
+    options = to_options(RolloutOptions, config.actor_rollout_ref.rollout, "")
     check_openai_agent(options.agent.openai_agent)
     [result], _ = roll(None, agent=options.agent)
     assert result.trajectory.response_ids == says("5")

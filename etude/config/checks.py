@@ -1,0 +1,196 @@
+"""What is wrong with a composed configuration, and what of it has no effect.
+
+Invariant: everything that can be known from the values alone is found here, all of it at once, each with its key, its
+value, where that was set, and what is allowed. What needs files is left to `preflight`.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from typing import Any
+
+from etude.config.layers import is_users
+from etude.config.names import unknown_names
+from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.validate import build, shown, value_of
+
+Options = TrainOptions | SFTOptions
+Problem = tuple[str, str]
+"""A key, and why its value cannot be."""
+
+_POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
+
+
+def problems_with(
+    values: Mapping[str, Any], raw: Mapping[str, Any], sources: Mapping[str, str]
+) -> tuple[Options, list[str]]:
+    """(`values` as options, a line for each thing that is wrong). `raw` are the leaves before they were filled in."""
+    tree: type[Options] = TrainOptions if _POLICY in values else SFTOptions
+    options, wrong = build(tree, values)
+    lines = {
+        key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
+    }
+    for key, text in (*unknown_names(options), *_contradictions(options)):  # of what is left when those are defaults
+        if key not in wrong and not _borrowed(key, raw, lines):
+            lines[key] = f"{key}={shown_value(options, key)}{_where(key, text, sources)}: {text}"
+    return options, list(lines.values())
+
+
+def shown_value(options: Any, key: str) -> str:
+    """The same as a message shows it: text without quotes."""
+    value = value_of(options, key)
+    if isinstance(value, bool):
+        return str(value).lower()
+    return value if isinstance(value, str) else shown(list(value) if isinstance(value, tuple) else value)
+
+
+def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
+    """A line for each of `keys`, which the user set, that has no effect, and for what is allowed and seldom meant."""
+    yield from inert(options, keys, sources)
+    for key in (f"{_POLICY}.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
+        if isinstance(options, TrainOptions) and key in keys and value_of(options, key) > options.data.train_batch_size:
+            batch = f"data.train_batch_size={options.data.train_batch_size}"
+            yield f"{key}={value_of(options, key)} ({sources[key]}) is more than {batch}: each batch is one update"
+
+
+def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
+    """A line for each of `keys` that has no effect in this configuration."""
+    for key in keys:
+        if condition := inert_reason(options, key):
+            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect here: it applies {condition}"
+
+
+def inert_reason(options: Options, key: str) -> str:
+    """Where `key` would apply, if it has no effect in this configuration; else nothing."""
+    declared = declarations(type(options)).get(key)
+    if declared is None:
+        return ""
+    missing = [when.condition for section, when in declared.when if not when.holds(value_of(options, section), options)]
+    return missing[0] if missing else ""
+
+
+def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
+    """Whether `key` only has the value of another key that is wrong."""
+    link = raw.get(key)
+    return isinstance(link, str) and any(f"${{{other}}}" in link for other in wrong)
+
+
+def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
+    """The place where `key` was set; for a section, those of the keys that `text` speaks of."""
+    if key in sources:
+        return f" ({sources[key]})"
+    names = (name for name in sources if name.startswith(f"{key}.") and name.rpartition(".")[2] in text)
+    places = dict.fromkeys(sources[name] for name in names if is_users(sources[name]))
+    return f" ({', '.join(places)})" if places else ""
+
+
+# -- settings that are fine alone and wrong together --------------------------------------------------------------------
+
+
+def _contradictions(options: Options) -> Iterator[Problem]:
+    if isinstance(options, TrainOptions):
+        for rule in _RULES:
+            yield from rule(options)
+    elif options.target_success.low > options.target_success.high:
+        yield (
+            "target_success.low",
+            f"is above target_success.high={options.target_success.high:g}: nothing lies between",
+        )
+
+
+def _sampling(run: TrainOptions) -> Iterator[Problem]:
+    rollout = run.actor_rollout_ref.rollout
+    if run.algorithm.rollout_correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
+        yield (
+            "algorithm.rollout_correction.bypass_mode",
+            "needs rollout.top_p=1 and top_k=-1: the engine's log-probs are those of the restricted distribution, the "
+            "actor's are not",
+        )
+    val = rollout.val_kwargs
+    if val.n > 1 and not (val.do_sample and val.temperature > 0):
+        yield (
+            f"{_ROLLOUT}.val_kwargs.n",
+            "without sampling, answers are equal: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
+            "val_kwargs.temperature above 0",
+        )
+    needed = rollout.prompt_length + 1
+    if rollout.max_model_len is not None and rollout.max_model_len < needed:
+        yield (
+            f"{_ROLLOUT}.max_model_len",
+            f"leaves no room for an answer after data.max_prompt_length; set {needed} or more",
+        )
+
+
+def _groups(run: TrainOptions) -> Iterator[Problem]:
+    estimator, n = run.algorithm.adv_estimator, run.actor_rollout_ref.rollout.n
+    if estimator == "grpo" and n < 2:
+        yield f"{_ROLLOUT}.n", "algorithm.adv_estimator=grpo compares answers to one prompt: set it to 2 or more"
+    if run.algorithm.filter_groups.enable and estimator == "gae":
+        yield "algorithm.filter_groups.enable", "groups of equal rewards do have gradients with adv_estimator=gae"
+    elif run.algorithm.filter_groups.enable and n < 2:
+        yield "algorithm.filter_groups.enable", "a single answer is always its group's mean: set rollout.n to 2 or more"
+
+
+def _determinism(run: TrainOptions) -> Iterator[Problem]:
+    rollout = run.actor_rollout_ref.rollout
+    if not run.trainer.deterministic:
+        return
+    if rollout.multi_turn.max_seconds is not None:
+        yield (
+            f"{_ROLLOUT}.multi_turn.max_seconds",
+            "ends trajectories by the clock, which trainer.deterministic forbids",
+        )
+    if rollout.mode == "sync" and run.actor_rollout_ref.env.chosen:
+        yield (
+            f"{_ROLLOUT}.mode",
+            "steps environments together, for which trajectories wait for each other; trainer.deterministic does not go "
+            "with that: set rollout.mode=async",
+        )
+
+
+def _rewards(run: TrainOptions) -> Iterator[Problem]:
+    if run.custom_reward_function.path and not run.reward_model.enable:
+        yield "custom_reward_function.path", "reward_model.enable=false never calls it"
+    if run.reward_model.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
+        yield "reward_model.reward_manager", "is the environment's score: set actor_rollout_ref.env.name"
+
+
+def _folders(run: TrainOptions) -> Iterator[Problem]:
+    folder = run.trainer.validation_data_dir
+    if folder and run.trainer.rollout_data_dir and _same_folder(folder, run.trainer.rollout_data_dir):
+        yield "trainer.validation_data_dir", "is trainer.rollout_data_dir, too: one would overwrite the other's files"
+
+
+def _resuming(run: TrainOptions) -> Iterator[Problem]:
+    by_path, path = run.trainer.resume_mode == "resume_path", run.trainer.resume_from_path
+    if by_path and not path:
+        yield "trainer.resume_mode", "needs trainer.resume_from_path"
+    if path and not by_path:
+        yield "trainer.resume_from_path", "is read only with trainer.resume_mode=resume_path: set that, too"
+
+
+def _same_folder(one: str, other: str) -> bool:
+    return os.path.abspath(os.path.expanduser(one)) == os.path.abspath(os.path.expanduser(other))
+
+
+def _serving(run: TrainOptions) -> Iterator[Problem]:
+    rollout = run.actor_rollout_ref.rollout
+    on_cpu = run.trainer.device == "cpu"
+    if rollout.weight_transfer == "cuda_ipc" and (rollout.name != "vllm" or rollout.server_urls or on_cpu):
+        yield (
+            f"{_ROLLOUT}.weight_transfer",
+            "shares the trainer's GPU tensors with vLLM in this process: it needs rollout.name=vllm without server_urls, "
+            "and a GPU; use folder",
+        )
+
+
+_RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
+    _sampling,
+    _groups,
+    _determinism,
+    _rewards,
+    _folders,
+    _resuming,
+    _serving,
+)

@@ -1,0 +1,56 @@
+"""A key's declaration beside what a composition makes of it, in words."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from etude.config.checks import inert_reason, shown_value
+from etude.config.compose import Composition
+from etude.errors import ConfigError
+from etude.options import declarations
+from etude.options.declare import allowed
+from etude.options.validate import yaml_text
+from etude.registry import did_you_mean
+
+
+def explain(composition: Composition, name: str) -> Iterator[str]:
+    """Lines on the key `name`, or on each key of the section `name`; the end of one key's name will do.
+
+    Raises:
+        ConfigError: no key is called that, or several end so.
+    """
+    for number, key in enumerate(_keys(composition, name)):
+        if number:
+            yield ""
+        yield from _explain_key(composition, key)
+
+
+def _keys(composition: Composition, name: str) -> list[str]:
+    declared = declarations(type(composition.options))
+    found = [key for key in declared if key == name or key.startswith(f"{name}.")]
+    if found:
+        return found
+    found = [key for key in declared if key.endswith(f".{name}")]
+    if len(found) > 1:
+        raise ConfigError(f"several keys end in {name}: {', '.join(found)}")
+    if not found:
+        sections = {key.rpartition(".")[0] for key in declared} - {""}
+        raise ConfigError(f"unknown key {name}{did_you_mean(name, [*declared, *sections])}")
+    return found
+
+
+def _explain_key(composition: Composition, key: str) -> Iterator[str]:
+    options = composition.options
+    declared = declarations(type(options))[key]
+    about, missing = declared.about, inert_reason(options, key)
+    yield f"{key}={shown_value(options, key)}"
+    yield f"  {about.meaning}"
+    yield f"  takes       {allowed(declared.hint)}{f', in {about.unit}' if about.unit else ''}"
+    yield f"  default     {about.written or yaml_text(declared.default)}"
+    yield f"  set by      {composition.sources.get(key, 'its default')}"
+    if about.alias_of:
+        yield f"  other name  {about.alias_of}"
+    if missing:
+        yield f"  no effect   here: it applies {missing}"
+    elif declared.when:
+        yield f"  applies     {declared.when[-1][1].condition}, as here"

@@ -1,0 +1,199 @@
+"""`python -m etude.config.generate`: writes what is said of the keys elsewhere, from their declarations: the group files of
+`tree/` and the tables of docs/configuration.md.
+
+Invariant: running it twice changes nothing; a test runs it and compares.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, get_type_hints
+
+from etude.config.layers import TREE
+from etude.options import (
+    ActorOptions,
+    AlgorithmOptions,
+    CriticOptions,
+    CustomRewardOptions,
+    DataOptions,
+    EnvOptions,
+    ModelOptions,
+    MultiTurnOptions,
+    OptimOptions,
+    RefOptions,
+    RewardOptions,
+    RolloutOptions,
+    RunOptions,
+    SFTDataOptions,
+    SFTOptions,
+    TargetSuccessOptions,
+    TrainerOptions,
+    TrainOptions,
+    declarations,
+)
+from etude.options.declare import Declaration, Key, allowed_shortly
+from etude.options.validate import yaml_text
+
+DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"
+_BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-- end of keys -->"
+_WIDTH = 120
+GROUPS: dict[type, str] = {
+    OptimOptions: "optim/optim",
+    ModelOptions: "model/model",
+    MultiTurnOptions: "multi_turn/multi_turn",
+    RolloutOptions: "rollout/rollout",
+    ActorOptions: "actor/actor",
+    RefOptions: "ref/ref",
+    EnvOptions: "env/env",
+    CriticOptions: "critic/critic",
+    DataOptions: "data/data",
+    SFTDataOptions: "data/sft",
+    TargetSuccessOptions: "target_success/target_success",
+    RewardOptions: "reward_model/reward_model",
+    CustomRewardOptions: "custom_reward_function/custom_reward_function",
+    AlgorithmOptions: "algorithm/algorithm",
+    RunOptions: "trainer/run",
+    TrainerOptions: "trainer/trainer",
+    TrainOptions: "ppo_trainer",
+    SFTOptions: "sft",
+}
+"""Section → its file, without suffix, in the tree."""
+
+
+def tree_files() -> dict[Path, str]:
+    """The group files and their texts."""
+    return {TREE / f"{name}.yaml": _group_file(cls, name) for cls, name in GROUPS.items()}
+
+
+def docs_text() -> str:
+    """docs/configuration.md with its tables as they should be."""
+    text = DOCS.read_text(encoding="utf-8")
+    before, _, rest = text.partition(_BEGIN)
+    return f"{before}{_BEGIN}\n\n{_tables()}\n{_END}{rest.partition(_END)[2]}"
+
+
+def main() -> None:
+    """Writes all of them."""
+    for path, text in {**tree_files(), DOCS: docs_text()}.items():
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+
+
+# -- the YAML tree ----------------------------------------------------------------------------------------------------
+
+
+def _group_file(cls: type, name: str) -> str:
+    folder = name.rpartition("/")[0]
+    entries = [f"  - {entry}" for entry in _defaults(cls, folder)]
+    lines = _comment(_title(cls))
+    if entries:
+        lines += ["defaults:", *entries, "  - _self_"]
+    body = list(_body(cls, ""))
+    return "\n".join([*lines, *([""] if body else []), *body]) + "\n"
+
+
+def _defaults(cls: type, folder: str, place: str = "") -> Iterator[str]:
+    """The files of the groups that a section consists of."""
+    base = cls.__mro__[1]
+    if base in GROUPS:
+        yield GROUPS[base].rpartition("/")[2]
+    for name, hint, _ in _own_fields(cls):
+        group = _group(hint)
+        if group is not None:
+            group_folder, _, file = GROUPS[group].rpartition("/")
+            yield f"{'/' if folder else ''}{group_folder}@{place}{name}: {file}"
+        elif dataclasses.is_dataclass(hint):
+            yield from _defaults(hint, folder, f"{place}{name}.")  # type: ignore[arg-type]
+
+
+def _body(cls: type, indent: str) -> Iterator[str]:
+    for name, hint, field in _own_fields(cls):
+        if not dataclasses.is_dataclass(hint):
+            yield from _leaf(name, hint, field, indent)
+            continue
+        inner = list(_body(hint, indent + "  ")) if hint not in GROUPS else []  # type: ignore[arg-type]
+        if inner:
+            title = [] if _group(hint) else _comment(_title(hint), indent)  # type: ignore[arg-type]
+            yield from (*title, f"{indent}{name}:", *inner)
+
+
+def _leaf(name: str, hint: Any, field: Any, indent: str) -> Iterator[str]:
+    about: Key = field.metadata["key"]
+    note = _note(about, hint)
+    yield from _comment(f"{about.meaning} [{note}]" if note else about.meaning, indent)
+    default = field.default if field.default is not dataclasses.MISSING else field.default_factory()
+    yield f"{indent}{name}: {about.written or yaml_text(default)}"
+
+
+def _note(about: Key, hint: Any) -> str:
+    """Unit and range; that null is allowed goes without saying where all else is."""
+    bounds = allowed_shortly(hint)
+    return ", ".join(filter(None, (about.unit, "" if bounds == "null" else bounds)))
+
+
+def _own_fields(cls: type) -> Iterator[tuple[str, Any, Any]]:
+    """(name, type, field) of what `cls` itself declares."""
+    hints = get_type_hints(cls, include_extras=True)
+    own = inspect.get_annotations(cls)
+    for field in dataclasses.fields(cls):
+        is_section = dataclasses.is_dataclass(hints[field.name])
+        if field.name in own:
+            yield field.name, field.default_factory if is_section else hints[field.name], field
+
+
+def _group(hint: Any) -> type | None:
+    """The section with a file of its own that `hint` is, or adds to."""
+    return next((cls for cls in getattr(hint, "__mro__", ()) if cls in GROUPS), None)
+
+
+def _title(cls: type) -> str:
+    return " ".join((cls.__doc__ or "").split())
+
+
+def _comment(text: str, indent: str = "") -> list[str]:
+    start = f"{indent}# "
+    return textwrap.wrap(text, _WIDTH, initial_indent=start, subsequent_indent=start, break_on_hyphens=False)
+
+
+# -- the reference page -----------------------------------------------------------------------------------------------
+
+
+def _tables() -> str:
+    return "\n".join(
+        [
+            "### Keys of `etude train` and `etude eval`\n",
+            *_tree_tables(declarations(TrainOptions)),
+            "### Keys of `etude sft`\n",
+            *_tree_tables(declarations(SFTOptions)),
+        ]
+    )
+
+
+def _tree_tables(declared: dict[str, Declaration]) -> Iterator[str]:
+    sections: dict[str, list[Declaration]] = {}
+    for each in declared.values():
+        sections.setdefault(each.section, []).append(each)
+    for section, keys in sections.items():
+        yield f"#### `{section}`\n" if section else "#### At the root\n"
+        yield "| key | default | allowed | meaning |\n|---|---|---|---|"
+        yield from (_row(each) for each in keys)
+        yield ""
+
+
+def _row(each: Declaration) -> str:
+    about = each.about
+    default = about.written or yaml_text(each.default)
+    bounds = _note(about, each.hint).replace("|", "\\|")
+    condition = each.when[-1][1].condition if each.when else ""
+    applies = f" *Applies {condition}.*" if condition else ""
+    meaning = f"{about.meaning}{applies}".replace("|", "\\|").replace("<", "&lt;")
+    name = each.key.rpartition(".")[2]
+    return f"| `{name}` | `{default}` | {bounds} | {meaning} |"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,62 @@
+"""A model's name: a local folder, or what only a hub can know.
+
+Invariant: a name that looks like a path is never looked up on a hub: only `org/name` is, where no local folder `org` exists
+and `org` is not what people call their own folders. Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from etude.errors import ConfigError, one_line
+
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_OWN_FOLDERS = frozenset(
+    {"models", "model", "checkpoints", "checkpoint", "ckpt", "ckpts", "runs", "output", "outputs", "data"}
+)
+
+
+def local_folder(path: str | Path) -> Path | None:
+    """The folder, or None when `path` is a name that only a hub can know.
+
+    Raises:
+        ConfigError: it is neither.
+    """
+    text = str(path)
+    folder = Path(text).expanduser()
+    if folder.is_dir():
+        return folder
+    if folder.exists():
+        raise ConfigError(f"{folder}: a model is a folder, this is a file")
+    is_hub_name = not isinstance(path, Path) and _HUB_NAME.fullmatch(text) is not None
+    if not is_hub_name or Path(text).parent.is_dir() or text.partition("/")[0] in _OWN_FOLDERS:
+        raise ConfigError(f"{text}: model folder not found (a model of a hub is named 'org/name')")
+    return None
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The config.json of a local folder.
+
+    Raises:
+        ConfigError: there is none, or it cannot be read.
+    """
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"{folder}: config.json is missing: this is not a model folder") from None
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder}/config.json: cannot be read: {one_line(error)}") from error
+    if not isinstance(config, dict):
+        raise ConfigError(f"{folder}/config.json: must hold a JSON object")
+    return config
+
+
+def longest_context(config: dict[str, Any]) -> int | None:
+    """How many positions a model has, by its config.json; None where that does not say."""
+    nested = config.get("text_config")
+    places = (config, nested) if isinstance(nested, dict) else (config,)
+    found = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]
+    return found[-1] if found and isinstance(found[-1], int) else None

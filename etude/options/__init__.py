@@ -1,0 +1,55 @@
+"""Every configuration key, declared once: frozen sections that import neither torch nor any other room.
+
+`declare` says how a key is declared, `validate` holds values against declarations, `tree` puts the sections together.
+"""
+
+from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
+from etude.options.declare import Declaration, declarations
+from etude.options.reward import CustomRewardOptions, RewardOptions
+from etude.options.rollout import (
+    AgentOptions,
+    EnvOptions,
+    MultiTurnOptions,
+    OpenAIAgentOptions,
+    RolloutOptions,
+    TraceOptions,
+    ValSamplingOptions,
+)
+from etude.options.run import AlgorithmOptions, RunOptions, TrainerOptions
+from etude.options.training import (
+    ActorOptions,
+    CriticOptions,
+    ModelOptions,
+    OptimOptions,
+    RefOptions,
+    has_several_updates,
+)
+from etude.options.tree import SFTOptions, TrainOptions
+
+__all__ = [
+    "ActorOptions",
+    "AgentOptions",
+    "AlgorithmOptions",
+    "CriticOptions",
+    "CustomRewardOptions",
+    "DataOptions",
+    "Declaration",
+    "EnvOptions",
+    "ModelOptions",
+    "MultiTurnOptions",
+    "OpenAIAgentOptions",
+    "OptimOptions",
+    "RefOptions",
+    "RewardOptions",
+    "RolloutOptions",
+    "RunOptions",
+    "SFTDataOptions",
+    "SFTOptions",
+    "TargetSuccessOptions",
+    "TraceOptions",
+    "TrainOptions",
+    "TrainerOptions",
+    "ValSamplingOptions",
+    "declarations",
+    "has_several_updates",
+]

@@ -1,0 +1,92 @@
+"""Options of data: `data` of reinforcement and of supervised runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from etude.options.declare import Count, CountOrOff, Flag, Natural, Share, Text, Texts, When, key, options
+
+TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
+SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
+
+
+@options
+class DataOptions:
+    """Rows for training and validation (.parquet, .jsonl or .json)."""
+
+    train_files: Texts = key("Training files: a path or a list of paths.", default=(), path="file")
+    val_files: Texts = key(
+        "Validation files: a path or a list of paths. Empty: no validation.", default=(), path="file"
+    )
+    train_batch_size: Count = key(
+        "Prompts a training step; each is answered rollout.n times.", default=64, unit="prompts"
+    )
+    val_batch_size: Count | None = key(
+        "Size of a validation batch. Null: all at once, which the engine queues by itself.",
+        default=None,
+        unit="prompts",
+    )
+    val_max_samples: CountOrOff = key("Validation rows used, from the first. -1: all.", default=-1)
+    max_prompt_length: Count = key("Longest prompt, tool schemas included.", default=1024, unit="tokens")
+    max_response_length: Count = key(
+        "Longest response: everything after the prompt, tool answers included.", default=2048, unit="tokens"
+    )
+    filter_overlong_prompts: Flag = key(
+        "Leave out rows whose prompt is too long (counted and reported). False: see `truncation`.", default=True
+    )
+    truncation: Literal["error", "drop"] = key(
+        "What a too long prompt means when it was not filtered. A prompt is never cut: its start is the task.",
+        default="error",
+        when=When("with filter_overlong_prompts=false", lambda own, run: not own.filter_overlong_prompts),
+    )
+    shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
+    seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
+    prompt_key: Text = key("Column that holds the messages.", default="prompt")
+    image_key: Text | None = key(
+        "Column that holds the images of the prompt, one for each <image> in its texts. Null: no row has images.",
+        default="images",
+    )
+    apply_chat_template_kwargs: Mapping[str, Any] = key(
+        "Extra arguments of the chat template (for example enable_thinking: false); any keys.", default_factory=dict
+    )
+
+    @property
+    def drops_overlong(self) -> bool:
+        """Whether an over-long prompt is left out rather than an error."""
+        return self.filter_overlong_prompts or self.truncation == "drop"
+
+
+@options
+class SFTDataOptions:
+    """Conversations for supervised fine-tuning: files with a `messages` column and, optionally, `tools`."""
+
+    train_files: Texts = key("Training files: a path or a list of paths.", default=(), path="file")
+    train_batch_size: Count = key("Conversations a step.", default=32)
+    max_length: Count = key(
+        "Longest conversation; a longer row is an error that names it.", default=1024, unit="tokens"
+    )
+    shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
+    seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
+    apply_chat_template_kwargs: Mapping[str, Any] = key(
+        "Extra arguments of the chat template; any keys.", default_factory=dict
+    )
+
+
+@options
+class TargetSuccessOptions:
+    """Leave the last snapshot whose sampled rollouts succeed at a wished rate: a start that reinforcement learning can
+    improve."""
+
+    data_files: Texts | None = key(
+        "Rows (as for `etude train`) to roll out on: a path or a list. Null: train to the last step.",
+        default=None,
+        path="file",
+    )
+    low: Share = key("Smallest share of successes of a snapshot that is kept.", default=0.2, when=TRIED)
+    high: Share = key("Largest one: above it the model already knows too much.", default=0.4, when=TRIED)
+    every: Count = key("Steps between two measurements.", default=25, unit="steps", when=TRIED)
+    samples: Count = key("Rollouts a measurement; 64 give a standard error of about 0.06.", default=64, when=TRIED)
+    max_response_length: Count = key(
+        "What a rollout may take after its prompt, tool answers included.", default=512, unit="tokens", when=TRIED
+    )

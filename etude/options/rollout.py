@@ -1,0 +1,388 @@
+"""Options of rollouts: `rollout` with `multi_turn`, `agent`, `trace` and `val_kwargs`, and `env`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from etude.options.declare import (
+    Count,
+    CountOrOff,
+    Flag,
+    Names,
+    Natural,
+    NonNegative,
+    Positive,
+    PositiveShare,
+    Share,
+    Text,
+    Texts,
+    When,
+    key,
+    options,
+)
+from etude.options.training import Precision
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+
+MULTI_TURN = When("with enable=true", lambda own, run: own.enable)
+TOOLS = When("where tools, an environment or plugins are configured", lambda own, run: has_tools(own, run))
+NATIVE = When("with the native engine (name=native)", lambda own, run: own.name == "native")
+SERVED = When("where server_urls are set", lambda own, run: bool(own.server_urls))
+COPIES = When(
+    "with engines that have a copy of the weights (name=vllm or sglang)",
+    lambda own, run: own.name in ("vllm", "sglang"),
+)
+SAMPLED = When("with do_sample=true", lambda own, run: own.do_sample)
+TRACED = When("where a backend is set", lambda own, run: own.backend is not None)
+ENVIRONMENT = When("where env.name or env.tool_manager is set", lambda own, run: own.chosen)
+
+
+def has_tools(own: MultiTurnOptions, run: Any) -> bool:
+    """Whether a model may call something: a configured tool, an environment, or what an agent of the user's brings."""
+    environment = hasattr(run, "actor_rollout_ref") and run.actor_rollout_ref.env.chosen
+    return own.enable and bool(own.tool_config_path or own.function_tool_path or environment or run.plugins)
+
+
+@options
+class MultiTurnOptions:
+    """Conversations with tools."""
+
+    enable: Flag = key("False: no tools and a single turn, whatever the rows say.", default=True)
+    format: Text = key(
+        "Tool-call format of the model: the name of a registered tool parser (docs/parsers.md), or auto: the chat "
+        "template's own.",
+        default="hermes",
+        names=Names("etude.chat.parsers:TOOL_PARSERS"),
+    )
+    tool_config_path: Texts | None = key(
+        "Tool configuration (YAML, JSON, .pydata or .py file), or a list of them. Null: none.",
+        default=None,
+        path="file",
+        when=MULTI_TURN,
+    )
+    function_tool_path: Texts | None = key(
+        "Python file, or list of files, with @function_tool functions. Null: none.",
+        default=None,
+        path="code",
+        when=MULTI_TURN,
+    )
+    interaction_config_path: Text | None = key(
+        "Interaction YAML file: users that answer the model between its turns. Null: none.",
+        default=None,
+        path="file",
+        when=MULTI_TURN,
+    )
+    max_assistant_turns: Count | None = key(
+        "Most model turns in a trajectory. Null: bounded by the response length alone.", default=None, when=MULTI_TURN
+    )
+    max_user_turns: Count | None = key(
+        "Most tool or user turns in a trajectory. Null: bounded by the response length alone.",
+        default=None,
+        when=MULTI_TURN,
+    )
+    max_seconds: Positive | None = key(
+        "Time after which a trajectory ends at its next tool or user message, and is trained on. Null: no limit (what "
+        "takes longer than rollout.trajectory_timeout is an infrastructure failure).",
+        default=None,
+        unit="seconds",
+        when=MULTI_TURN,
+    )
+    malformed_calls: Literal["tell", "penalise", "end"] = key(
+        "A call that cannot be read: the model is told what is wrong, told at a negative step reward, or the trajectory "
+        "ends.",
+        default="tell",
+        when=TOOLS,
+    )
+    malformed_call_penalty: NonNegative = key(
+        "What penalise takes for each such call.",
+        default=0.1,
+        when=When("with malformed_calls=penalise", lambda own, run: own.malformed_calls == "penalise"),
+    )
+    max_parallel_calls: Count = key(
+        "Most calls run in one turn; further ones are answered with a line that says so (rollout/calls_not_executed).",
+        default=8,
+        when=TOOLS,
+    )
+    max_tool_response_length: Count = key(
+        "Longest tool answer, in tool_response_length_unit; more is cut.", default=2048, when=TOOLS
+    )
+    tool_response_length_unit: Literal["tokens", "characters"] = key(
+        "What that counts: tokens as the chat template encodes the answer, or characters as verl does.",
+        default="tokens",
+        when=TOOLS,
+    )
+    min_answer_tokens: Count = key(
+        "What must be left for the next answer after a tool or user message: tools' answers are cut further until it is; "
+        "where that leaves next to nothing of one, the trajectory ends.",
+        default=1,
+        unit="tokens",
+        when=MULTI_TURN,
+    )
+    tool_response_truncate_side: Literal["left", "right", "middle"] = key(
+        "Which part of a too long answer is cut away. middle keeps both ends.", default="middle", when=TOOLS
+    )
+
+
+@options
+class OpenAIAgentOptions:
+    """What the loop openai_agent runs (docs/gateway.md): an agent written for OpenAI's interface."""
+
+    function: Text | None = key("Function of yours, path/to/file.py:name. Null: none.", default=None, path="code")
+    command: Texts = key(
+        "Words of a command of yours, which finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
+        default=(),
+    )
+
+    def __post_init__(self) -> None:
+        if self.function is not None and self.command:
+            raise ValueError("set function or command, not both")
+
+
+@options
+class AgentOptions:
+    """Which agent loop rolls out a row."""
+
+    default_agent_loop: Text | None = key(
+        "Loop of rows without agent_name. Null: tool_agent for rows with tools or an interaction, else "
+        "single_turn_agent.",
+        default=None,
+        names=Names("etude.agents.base:AGENT_LOOPS", ("env_agent", "openai_agent", "single_turn_agent", "tool_agent")),
+    )
+    agent_loop_config_path: Text | None = key(
+        "YAML list of loops of yours, {name, _target_, keywords of the class}. Null: none.", default=None, path="file"
+    )
+    openai_agent: OpenAIAgentOptions = key("", default_factory=OpenAIAgentOptions)
+
+    def __post_init__(self) -> None:
+        agent = self.openai_agent
+        if self.default_agent_loop == "openai_agent" and agent.function is None and not agent.command:
+            raise ValueError("default_agent_loop=openai_agent needs openai_agent.function or openai_agent.command")
+
+
+@options
+class TraceOptions:
+    """Spans of generations, tool calls and functions under @rollout_trace_op, as nested in time."""
+
+    backend: Text | None = key(
+        "jsonl (a file), otel, mlflow or weave (these need their extras). Null: nothing is traced.",
+        default=None,
+        names=Names("etude.trace:TRACE_BACKENDS"),
+    )
+    path: Text = key(
+        "File of jsonl, one line a span.",
+        default="traces.jsonl",
+        written="${trainer.default_local_dir}/traces.jsonl",
+        when=When("with backend=jsonl", lambda own, run: own.backend == "jsonl"),
+    )
+    token2text: Flag = key(
+        "True: a generation's span holds prompt and response as text; they may hold the data's secrets.",
+        default=False,
+        when=TRACED,
+    )
+    sample_rate: Share = key(
+        "Share of trajectories that are traced; the same ones in every run.", default=1.0, when=TRACED
+    )
+    max_samples_per_step_per_worker: Count | None = key(
+        "Most prompts a step whose answers are traced, in each rollout worker. Null: no limit.",
+        default=None,
+        when=TRACED,
+    )
+
+
+@options
+class ValSamplingOptions:
+    """Sampling for validation."""
+
+    n: Count = key("Answers per validation prompt.", default=1)
+    temperature: NonNegative = key("Sampling temperature.", default=0.0, when=SAMPLED)
+    top_p: PositiveShare = key("Nucleus sampling. 1.0: off.", default=1.0, when=SAMPLED)
+    top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
+    do_sample: Flag = key("False: greedy, so that validation figures carry no sampling noise.", default=False)
+
+
+@options
+class RolloutOptions:
+    """How answers are sampled."""
+
+    name: Text = key(
+        "Inference engine: native (in this process, on the CPU or one GPU), vllm (in this process, or servers), sglang "
+        "(servers), openai (servers, for `etude eval` only), or one of yours.",
+        default="native",
+        names=Names("etude.inference:ENGINES", ("native", "openai", "scripted", "sglang", "vllm")),
+    )
+    mode: Literal["async", "sync"] = key(
+        "async: each trajectory is scored the moment it ends; sync: the whole batch is rolled out, then scored.",
+        default="async",
+    )
+    n: Count = key("Answers per training prompt.", default=8)
+    temperature: Positive = key(
+        "Sampling temperature. 1.0 keeps the sampled distribution that of the model.", default=1.0, when=SAMPLED
+    )
+    top_p: PositiveShare = key(
+        "Nucleus sampling: smallest set of tokens with this probability. 1.0: off.", default=1.0, when=SAMPLED
+    )
+    top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
+    do_sample: Flag = key("False: greedy.", default=True)
+    stop: Texts | None = key(
+        'Texts that end a turn, at the token that completes one of them, e.g. ["</search>"]. Null: those of '
+        "multi_turn.format (search_r1: </search>, </answer>, </tool_call>; rl_factory: </answer>; others none), in loops "
+        "that call tools.",
+        default=None,
+    )
+    prompt_length: Count = key(
+        "Another name of data.max_prompt_length; setting both to different values is an error.",
+        default=1024,
+        written="${data.max_prompt_length}",
+        alias_of="data.max_prompt_length",
+        unit="tokens",
+    )
+    response_length: Count = key(
+        "Another name of data.max_response_length.",
+        default=2048,
+        written="${data.max_response_length}",
+        alias_of="data.max_response_length",
+        unit="tokens",
+    )
+    max_model_len: Count | None = key(
+        "Longest whole sequence. Null: prompt_length + response_length.", default=None, unit="tokens"
+    )
+    max_num_seqs: Count = key("Sequences decoded together; further ones wait for a place.", default=256)
+    max_num_batched_tokens: Count = key(
+        "Tokens of prompts and tools' answers that a forward pass takes in beside those it decodes: bounds memory. Longer "
+        "ones are cut in chunks.",
+        default=8192,
+        unit="tokens",
+    )
+    kv_cache_memory_mb: Count | None = key(
+        "Memory for keys and values of the native engine; when it is full, trajectories wait or are computed again. Null: "
+        "no limit.",
+        default=None,
+        unit="MiB",
+        when=NATIVE,
+    )
+    enable_prefix_caching: Flag = key(
+        "The native engine keeps prompts nobody uses, until their memory is wanted or the weights change (validation "
+        "after validation). Prompts in use are shared in any case.",
+        default=True,
+        when=NATIVE,
+    )
+    dtype: Precision | None = key(
+        "Precision of sampling. Null: model.dtype. Another one than that costs a copy of the weights.", default=None
+    )
+    seed: Natural = key("Base of the per-request seeds.", default=1, written="${trainer.seed}")
+    infrastructure_retries: Natural = key(
+        "Fresh starts of a trajectory whose infrastructure failed, before it is dropped and counted.", default=1
+    )
+    trajectory_timeout: Positive = key(
+        "Time a trajectory may take; beyond, it counts as an infrastructure failure.", default=600.0, unit="seconds"
+    )
+    max_concurrent_trajectories: Count = key("Trajectories in flight at once; further ones wait.", default=1024)
+    server_urls: Texts = key(
+        "Addresses of the servers of vllm, sglang or openai, e.g. [http://127.0.0.1:8000]; several are replicas behind a "
+        "router. Empty with vllm: vLLM runs in this process.",
+        default=(),
+    )
+    server_model: Text | None = key(
+        "Name by which openai's server knows the model. Null: the only one that it serves.",
+        default=None,
+        when=When("with name=openai", lambda own, run: own.name == "openai"),
+    )
+    server_api_key_env: Text | None = key(
+        "Environment variable that holds the servers' API key. Null: they need none.", default=None, when=SERVED
+    )
+    server_timeout: Positive = key(
+        "Time a server may take over one request, connecting and waiting included.",
+        default=300.0,
+        unit="seconds",
+        when=SERVED,
+    )
+    weight_transfer: Literal["folder", "cuda_ipc"] = key(
+        "How weights reach an engine that has a copy of its own: folder (a checkpoint is written and read), cuda_ipc (vllm "
+        "in this process takes the trainer's GPU tensors by handle; written without a GPU at hand, and never run).",
+        default="folder",
+        when=COPIES,
+    )
+    weight_sync_dir: Text | None = key(
+        "Folder for those checkpoints, which this process and the servers must see under the same path; one copy of the "
+        "model. Null: a temporary folder, in memory (/dev/shm) where there is room.",
+        default=None,
+        path="output",
+        when=COPIES,
+    )
+    weight_sync_timeout: Positive = key(
+        "Time that handing weights over may take; servers read gigabytes from disk.",
+        default=600.0,
+        unit="seconds",
+        when=COPIES,
+    )
+    weight_probe: Flag = key(
+        "After each handing over, compare the engine's log-probs of a few tokens with the trainer's, and stop where they "
+        "differ.",
+        default=True,
+    )
+    weight_probe_tolerance: Positive | None = key(
+        "Largest difference that the probe accepts. Null: by the coarser of model.dtype and dtype, 1e-3 for float32, 0.1 "
+        "for float16, 0.5 for bfloat16. Set it where a server computes in yet another one.",
+        default=None,
+        unit="nats",
+        when=When("with weight_probe=true", lambda own, run: own.weight_probe),
+    )
+    free_cache_engine: Flag = key(
+        "True: between rollouts the engine gives device memory back (vllm: needs engine_kwargs.vllm.enable_sleep_mode or "
+        "the server's flag; sglang: the server's --enable-memory-saver).",
+        default=False,
+        when=COPIES,
+    )
+    engine_kwargs: Mapping[str, Mapping[str, Any] | None] = key(
+        "Arguments of vLLM in this process, by the names of its AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: "
+        "0.5}}. Servers get theirs on their own command line.",
+        default_factory=dict,
+    )
+    tool_config: Texts | None = key(
+        "Another name of multi_turn.tool_config_path; setting both to different values is an error.",
+        default=None,
+        alias_of=f"{_ROLLOUT}.multi_turn.tool_config_path",
+    )
+    max_turns: Count | None = key(
+        "Another name of multi_turn.max_assistant_turns.",
+        default=None,
+        alias_of=f"{_ROLLOUT}.multi_turn.max_assistant_turns",
+    )
+    multi_turn: MultiTurnOptions = key("", default_factory=MultiTurnOptions)
+    agent: AgentOptions = key("", default_factory=AgentOptions)
+    trace: TraceOptions = key("", default_factory=TraceOptions)
+    val_kwargs: ValSamplingOptions = key("", default_factory=ValSamplingOptions)
+
+
+@options
+class EnvOptions:
+    """Environments: what answers the model between its turns, in RL-Factory's or Gymnasium's manner."""
+
+    name: Text | None = key(
+        "A registered environment: base (runs the tools that are called, ends with an <answer>) or one of yours. Null: "
+        "none.",
+        default=None,
+        names=Names("etude.agents.environments.env:ENVIRONMENTS", ("base",)),
+    )
+    config_path: Texts | None = key(
+        "Another name of rollout.multi_turn.tool_config_path.",
+        default=None,
+        alias_of=f"{_ROLLOUT}.multi_turn.tool_config_path",
+    )
+    tool_manager: Text | None = key(
+        "How an Env reads and runs tools: a registered tool manager. Null: adaptive, which serves every model.",
+        default=None,
+        names=Names("etude.agents.environments.tool_manager:TOOL_MANAGERS", ("adaptive", "llama3", "qwen2_5", "qwen3")),
+    )
+    use_process_reward: Flag = key(
+        "Whether Env.get_step_reward counts, at the token where each turn ends.", default=False, when=ENVIRONMENT
+    )
+    timeout: Positive = key(
+        "Time for each call of an environment's methods.", default=60.0, unit="seconds", when=ENVIRONMENT
+    )
+
+    @property
+    def chosen(self) -> bool:
+        """Whether there is an environment."""
+        return self.name is not None or self.tool_manager is not None

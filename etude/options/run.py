@@ -1,0 +1,189 @@
+"""Options of the training loop: `algorithm` and `trainer`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from annotated_types import Le
+from pydantic import AfterValidator
+
+from etude.options.declare import (
+    Count,
+    CountOrOff,
+    Flag,
+    Names,
+    Natural,
+    NonNegative,
+    Positive,
+    Share,
+    Text,
+    Texts,
+    When,
+    key,
+    options,
+)
+from etude.options.training import KLKind
+
+_GROUP_ESTIMATORS = ("grpo",)
+"""Built-in estimators that neither discount nor use values; those of plugins may use every key."""
+
+KL_REWARD = When("with algorithm.use_kl_in_reward=true", lambda own, run: run.algorithm.use_kl_in_reward)
+ADAPTIVE = When(
+    "with algorithm.use_kl_in_reward=true and type=adaptive",
+    lambda own, run: run.algorithm.use_kl_in_reward and own.type == "adaptive",
+)
+DISCOUNTED = When(
+    "with estimators that discount (adv_estimator=gae)", lambda own, run: own.adv_estimator not in _GROUP_ESTIMATORS
+)
+CRITIC = When(
+    "with estimators that need a critic (algorithm.adv_estimator=gae)", lambda own, run: run.algorithm.needs_critic
+)
+VALIDATED = When("where data.val_files is set", lambda own, run: bool(run.data.val_files))
+
+
+@options
+class KLCtrlOptions:
+    """Weight of that penalty."""
+
+    type: Literal["fixed", "adaptive"] = key(
+        "adaptive steers the KL distance towards target_kl.", default="fixed", when=KL_REWARD
+    )
+    kl_coef: NonNegative = key("The weight; where adaptive, its start.", default=0.001, when=KL_REWARD)
+    horizon: Count = key("Samples over which the weight adjusts.", default=10_000, when=ADAPTIVE)
+    target_kl: Positive = key("Target KL distance.", default=0.1, unit="nats", when=ADAPTIVE)
+
+
+@options
+class FilterGroupsOptions:
+    """Groups whose rewards are all equal carry no gradient."""
+
+    enable: Flag = key("Leave them out of the batch.", default=False)
+    max_num_gen_batches: Count = key(
+        "1: only leave them out. More: generate further prompts, up to this many batches, until the batch is full.",
+        default=1,
+        when=When("with enable=true", lambda own, run: own.enable),
+    )
+
+
+@options
+class RolloutCorrectionOptions:
+    """Distance between the engine that sampled and the model that trains."""
+
+    bypass_mode: Flag = key("True: the old log-probs are the engine's own, with no extra forward pass.", default=False)
+
+
+@options
+class AlgorithmOptions:
+    """From rewards to advantages."""
+
+    adv_estimator: Text = key(
+        "A registered advantage estimator: gae (needs a critic), grpo, or one of yours.",
+        default="gae",
+        names=Names("etude.algorithms.advantages:ADVANTAGE_ESTIMATORS", ("gae", "grpo")),
+    )
+    gamma: Share = key(
+        "Discount a token. 1.0: a reward at the end counts in full at the start.", default=1.0, when=DISCOUNTED
+    )
+    lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=DISCOUNTED)
+    norm_adv_by_std_in_grpo: Flag = key(
+        "Divide GRPO's advantages by the group's standard deviation. False: Dr.GRPO.",
+        default=True,
+        when=When("with group estimators (adv_estimator=grpo)", lambda own, run: own.adv_estimator != "gae"),
+    )
+    use_kl_in_reward: Flag = key(
+        "Subtract the KL distance from the reference policy from each token's reward.", default=False
+    )
+    kl_penalty: KLKind = key("Its estimator: kl (k1), abs, mse (k2), low_var_kl (k3).", default="kl", when=KL_REWARD)
+    kl_ctrl: KLCtrlOptions = key("", default_factory=KLCtrlOptions)
+    filter_groups: FilterGroupsOptions = key("", default_factory=FilterGroupsOptions)
+    rollout_correction: RolloutCorrectionOptions = key("", default_factory=RolloutCorrectionOptions)
+
+    @property
+    def needs_critic(self) -> bool:
+        """Whether the estimator works from values."""
+        return self.adv_estimator == "gae"
+
+
+def _device(name: str) -> str:
+    kind, _, number = name.partition(":")
+    if name not in ("auto", "cpu", "cuda") and not (kind == "cuda" and number.isascii() and number.isdigit()):
+        raise ValueError
+    return name
+
+
+Device = Annotated[Text, AfterValidator(_device)]
+Threads = Annotated[Count, Le(1024)]
+
+
+@options
+class RunOptions:
+    """What every run has: its length, its place, its seed."""
+
+    total_epochs: Count = key(
+        "Passes over the training files.",
+        default=1,
+        when=When("with total_training_steps=null", lambda own, run: own.total_training_steps is None),
+    )
+    total_training_steps: Count | None = key(
+        "Length of the run. Null: as long as total_epochs makes it.", default=None, unit="steps"
+    )
+    project_name: Text = key("First part of the run's name.", default="etude")
+    experiment_name: Text = key(
+        "Second part of the run's name. By default it ends in eight digits that stand for model, data, tools, reward, "
+        "estimator and seed, so that two experiments do not share a folder.",
+        default="default",
+        written="${etude.experiment:default}",
+    )
+    default_local_dir: Text = key(
+        "Folder of everything the run leaves: metrics, checkpoints, dumps, report.",
+        default="runs/etude/default",
+        written="runs/${trainer.project_name}/${trainer.experiment_name}",
+        path="output",
+    )
+    logger: Texts = key(
+        "Where metrics go: console, jsonl, tensorboard, wandb, mlflow (the last two need their extras).",
+        default=("console", "jsonl", "tensorboard"),
+        names=Names("etude.trainer.tracking:TRACKERS"),
+    )
+    save_freq: CountOrOff = key("Steps between checkpoints. -1: only at the end.", default=-1, unit="steps")
+    resume_mode: Literal["auto", "disable", "resume_path"] = key(
+        "auto: from the last checkpoint in default_local_dir, if any; resume_path: from resume_from_path.",
+        default="auto",
+    )
+    resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
+    max_actor_ckpt_to_keep: CountOrOff | None = key("Checkpoints kept, newest first. Null or -1: all.", default=2)
+    deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
+    seed: Natural = key("Seed of everything random.", default=1)
+    num_threads: Threads | None = key("Torch threads within an operation. Null: torch's own choice.", default=None)
+    device: Device = key("auto (a GPU if there is one), cpu, cuda or cuda:N.", default="auto")
+    max_skipped_steps: Count = key(
+        "Training steps in a row whose every gradient was not finite, after which the run stops, with a checkpoint.",
+        default=5,
+        unit="steps",
+    )
+
+
+@options
+class TrainerOptions(RunOptions):
+    """The training loop."""
+
+    test_freq: CountOrOff = key(
+        "Steps between validations. -1: only before and after training, as far as val_before_train and val_files say.",
+        default=-1,
+        unit="steps",
+        when=VALIDATED,
+    )
+    val_before_train: Flag = key(
+        "Validate before the first step, so that there is a figure to compare with.", default=True, when=VALIDATED
+    )
+    critic_warmup: Natural = key("Steps in which only the critic learns.", default=0, unit="steps", when=CRITIC)
+    rollout_data_dir: Text | None = key(
+        "Folder for one JSON-lines file of rollouts a step. Null: none is written.", default=None, path="output"
+    )
+    validation_data_dir: Text | None = key("The same for validation.", default=None, path="output", when=VALIDATED)
+    min_valid_fraction: Share = key(
+        "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
+        "checkpoint.",
+        default=0.5,
+    )
+    report: Flag = key("Write report.html at the end.", default=True)

@@ -1,0 +1,227 @@
+"""Options of models and their updates: `model`, `actor`, `ref`, `critic`, `optim`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from etude.options.declare import (
+    AboveOne,
+    BelowOne,
+    Count,
+    Flag,
+    Names,
+    Natural,
+    NonNegative,
+    Number,
+    Positive,
+    PositiveShare,
+    Share,
+    Text,
+    When,
+    key,
+    options,
+)
+
+Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
+KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KLKind = Literal["kl", "k1", KLLossKind]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+MUON = When("where name=muon", lambda own, run: own.name == "muon")
+DECAYING = When(
+    "where lr_scheduler_type is linear or cosine", lambda own, run: own.lr_scheduler_type in ("linear", "cosine")
+)
+
+
+def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
+    """Whether a full batch takes more than one optimizer step."""
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size
+
+
+_SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size)"
+SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
+RATIOS = When(
+    f"{_SEVERAL}, or with algorithm.rollout_correction.bypass_mode; otherwise each ratio is 1",
+    lambda own, run: SEVERAL_UPDATES.holds(own, run) or run.algorithm.rollout_correction.bypass_mode,
+)
+KL_LOSS = When("with use_kl_loss=true", lambda own, run: own.use_kl_loss)
+MIXED = When(
+    "where a batch is cut into several mini-batches (ppo_mini_batch_size < data.train_batch_size)",
+    lambda own, run: own.ppo_mini_batch_size < run.data.train_batch_size,
+)
+
+
+@options
+class OptimOptions:
+    """Optimizer and learning-rate schedule."""
+
+    name: Literal["adamw", "muon"] = key("Muon is for weight matrices, with AdamW for the rest.", default="adamw")
+    lr: NonNegative = key("Peak learning rate. 1e-6 suits pretrained models under policy gradients.", default=1e-6)
+    betas: tuple[BelowOne, BelowOne] = key(
+        "Decay rates of the two moments of Adam's gradients. Muon's matrices have none of their own.",
+        default=(0.9, 0.999),
+    )
+    weight_decay: NonNegative = key("Decoupled weight decay.", default=0.01)
+    muon_lr_multiplier: Positive = key(
+        "Muon's learning rate as a multiple of `lr`: its updates have unit scale, Adam's do not.",
+        default=10.0,
+        when=MUON,
+    )
+    lr_warmup_steps: Natural = key("Training steps over which the rate rises from 0 to its peak.", default=0)
+    lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("After warm-up.", default="constant")
+    lr_decay_ratio: PositiveShare = key(
+        "Share of the run, at its end, over which the rate decays; it is held before. At most what warm-up leaves.",
+        default=1.0,
+        when=DECAYING,
+    )
+    min_lr_ratio: Share = key("Final rate as a share of the peak.", default=0.0, when=DECAYING)
+    clip_grad: Positive | None = key(
+        "Largest gradient norm; longer gradients are scaled down to it. Null: none is.", default=1.0
+    )
+
+
+@options
+class CriticOptimOptions(OptimOptions):
+    """Optimizer and learning-rate schedule of the critic."""
+
+    lr: NonNegative = key(
+        "Peak learning rate; values are regressed, so it may be larger than the policy's.", default=1e-5
+    )
+
+
+@options
+class SFTOptimOptions(OptimOptions):
+    """Optimizer and learning-rate schedule."""
+
+    lr: NonNegative = key(
+        "Peak learning rate; ten times that of reinforcement learning, since the targets are given rather than sampled.",
+        default=1e-5,
+    )
+
+
+@options
+class ModelOptions:
+    """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
+
+    path: Text | None = key(
+        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.", default=None, path="model"
+    )
+    dtype: Precision = key(
+        "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
+        "CPUs, quick choice.",
+        default="float32",
+    )
+    trust_remote_code: Flag = key(
+        "Run Python code that comes with the model. False: such a model is refused.", default=False
+    )
+
+
+@options
+class PolicyLossOptions:
+    """Which policy loss."""
+
+    loss_mode: Text = key(
+        "A registered name; vanilla is PPO's clipped ratio.",
+        default="vanilla",
+        names=Names("etude.algorithms.losses:POLICY_LOSSES", ("vanilla",)),
+    )
+
+
+@options
+class ActorOptions:
+    """The policy's update."""
+
+    ppo_mini_batch_size: Count = key("Prompts (with all their answers) an optimizer step.", default=64, unit="prompts")
+    ppo_max_token_len_per_gpu: Count = key(
+        "Size of a micro-batch: bounds memory, changes no result. What several rows begin with counts once; one longer "
+        "row makes a micro-batch of its own.",
+        default=16384,
+        unit="tokens",
+    )
+    ppo_epochs: Count = key("Passes over each batch.", default=1)
+    clip_ratio: NonNegative = key("Clip range of the probability ratio, both sides.", default=0.2, when=RATIOS)
+    clip_ratio_low: BelowOne | None = key("Lower clip range. Null: clip_ratio.", default=None, when=RATIOS)
+    clip_ratio_high: NonNegative | None = key("Upper clip range. Null: clip_ratio.", default=None, when=RATIOS)
+    clip_ratio_c: AboveOne = key(
+        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=RATIOS
+    )
+    entropy_coeff: Number = key("Weight of the entropy bonus; below 0, entropy is a cost.", default=0.0)
+    use_kl_loss: Flag = key("Add the KL distance from the reference policy to the loss.", default=False)
+    kl_loss_coef: NonNegative = key("Weight of that term.", default=0.001, when=KL_LOSS)
+    kl_loss_type: KLLossKind = key(
+        "Its estimator: abs, mse (k2), low_var_kl (k3); with a trailing + (kl+, k3+ …) the k2 gradient. kl (k1) alone has "
+        "none in expectation.",
+        default="low_var_kl",
+        when=KL_LOSS,
+    )
+    loss_agg_mode: LossAggMode = key(
+        "How token losses become one number. token-mean weighs every sampled token alike.", default="token-mean"
+    )
+    loss_scale_factor: Positive | None = key(
+        "Divisor of seq-mean-token-sum-norm. Null: rollout.response_length, the longest answer allowed.",
+        default=None,
+        unit="tokens",
+        when=When(
+            "with loss_agg_mode=seq-mean-token-sum-norm",
+            lambda own, run: own.loss_agg_mode == "seq-mean-token-sum-norm",
+        ),
+    )
+    shuffle: Flag = key("Mix the rows before they are cut into mini-batches.", default=True, when=MIXED)
+    data_loader_seed: Natural = key(
+        "Seed of that mixing.",
+        default=42,
+        when=When(
+            "with shuffle=true and several mini-batches a batch", lambda own, run: own.shuffle and MIXED.holds(own, run)
+        ),
+    )
+    policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
+    optim: OptimOptions = key("", default_factory=OptimOptions)
+
+
+@options
+class RefOptions:
+    """The frozen reference policy. It is built only where a KL term asks for it."""
+
+    log_prob_max_token_len_per_gpu: Count = key(
+        "Size of a forward micro-batch: bounds memory, changes no result.",
+        default=16384,
+        unit="tokens",
+        when=When(
+            "with actor.use_kl_loss or algorithm.use_kl_in_reward",
+            lambda own, run: run.actor_rollout_ref.actor.use_kl_loss or run.algorithm.use_kl_in_reward,
+        ),
+    )
+
+
+@options
+class ValueModelOptions:
+    """Where its body starts from."""
+
+    path: Text | None = key(
+        "Folder in Hugging Face format; the head starts at zero.",
+        default=None,
+        written="${actor_rollout_ref.model.path}",
+        path="model",
+    )
+
+
+@options
+class CriticOptions:
+    """The value model; built only where the advantage estimator needs values (gae)."""
+
+    model: ValueModelOptions = key("", default_factory=ValueModelOptions)
+    optim: OptimOptions = key("", default_factory=CriticOptimOptions)
+    ppo_mini_batch_size: Count = key(
+        "Prompts (with all their answers) an optimizer step.",
+        default=64,
+        written="${actor_rollout_ref.actor.ppo_mini_batch_size}",
+        unit="prompts",
+    )
+    ppo_epochs: Count = key("Passes over each batch.", default=1)
+    ppo_max_token_len_per_gpu: Count = key(
+        "Size of a micro-batch: bounds memory, changes no result.", default=16384, unit="tokens"
+    )
+    cliprange_value: NonNegative = key("Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES)
+    loss_agg_mode: LossAggMode = key(
+        "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
+    )

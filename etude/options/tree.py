@@ -1,0 +1,55 @@
+"""The whole of a configuration: one class for each tree of keys.
+
+Invariant: the keys of a tree are the fields declared here; config/tree holds the same as YAML, written from these.
+"""
+
+from __future__ import annotations
+
+from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
+from etude.options.declare import Texts, key, options
+from etude.options.reward import CustomRewardOptions, RewardOptions
+from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
+from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
+from etude.options.training import ActorOptions, CriticOptions, ModelOptions, OptimOptions, RefOptions, SFTOptimOptions
+
+_PLUGINS = (
+    "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."
+)
+
+
+@options
+class PolicyOptions:
+    """The policy's roles."""
+
+    model: ModelOptions = key("", default_factory=ModelOptions)
+    actor: ActorOptions = key("", default_factory=ActorOptions)
+    ref: RefOptions = key("", default_factory=RefOptions)
+    rollout: RolloutOptions = key("", default_factory=RolloutOptions)
+    env: EnvOptions = key("", default_factory=EnvOptions)
+
+
+@options
+class TrainOptions:
+    """PPO: the root of `etude train` and `python -m etude.trainer.main_ppo`. Each part lives in the group of its name."""
+
+    data: DataOptions = key("", default_factory=DataOptions)
+    actor_rollout_ref: PolicyOptions = key("", default_factory=PolicyOptions)
+    critic: CriticOptions = key("", default_factory=CriticOptions, when=CRITIC)
+    reward_model: RewardOptions = key("", default_factory=RewardOptions)
+    custom_reward_function: CustomRewardOptions = key("", default_factory=CustomRewardOptions)
+    algorithm: AlgorithmOptions = key("", default_factory=AlgorithmOptions)
+    trainer: TrainerOptions = key("", default_factory=TrainerOptions)
+    plugins: Texts = key(_PLUGINS, default=(), path="code")
+
+
+@options
+class SFTOptions:
+    """Supervised fine-tuning on conversations with tool calls: the root of `etude sft`."""
+
+    data: SFTDataOptions = key("", default_factory=SFTDataOptions)
+    model: ModelOptions = key("", default_factory=ModelOptions)
+    optim: OptimOptions = key("", default_factory=SFTOptimOptions)
+    multi_turn: MultiTurnOptions = key("", default_factory=MultiTurnOptions)
+    target_success: TargetSuccessOptions = key("", default_factory=TargetSuccessOptions)
+    trainer: RunOptions = key("", default_factory=RunOptions)
+    plugins: Texts = key(_PLUGINS, default=(), path="code")

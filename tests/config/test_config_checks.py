@@ -1,0 +1,316 @@
+"""Values against declarations in a whole configuration: refused with the key named, or accepted; what has no effect is
+said; and what is written from the declarations is current."""
+
+import logging
+import math
+
+import pytest
+from omegaconf import OmegaConf
+
+from etude.algorithms.aggregation import LOSS_AGG_MODES
+from etude.algorithms.kl import KL_KINDS
+from etude.config import compose, compose_with_sources
+from etude.config.checks import problems_with
+from etude.config.generate import DOCS, docs_text, tree_files
+from etude.config.layers import flatten
+from etude.config.names import check_names
+from etude.errors import ConfigError
+from etude.models.loading import DTYPES
+from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.declare import choices
+from etude.registry import import_object
+
+ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+GRPO = ("algorithm.adv_estimator=grpo",)
+TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
+HOSTILE = [
+    *(None, True, False, 0, 1, -1, -2, 10**30, -(10**30), 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308),
+    *(
+        "",
+        " ",
+        "nan",
+        "no such name",
+        "1e-3",
+        "a\0b",
+        "x" * 5000,
+        "\ud800",
+        "../..",
+        [],
+        [0],
+        ["", "b"],
+        [None],
+        [[1]],
+        {},
+    ),
+]
+
+
+def refusal(*overrides: str, root: str = "ppo_trainer") -> str:
+    with pytest.raises(ConfigError) as caught:
+        compose(root, list(overrides))
+    return str(caught.value)
+
+
+# -- hostile values ---------------------------------------------------------------------------------------------------
+
+
+def changed(tree: dict, key: str, value: object) -> dict:
+    section, _, rest = key.partition(".")
+    return {**tree, section: changed(tree[section], rest, value) if rest else value}
+
+
+@pytest.mark.parametrize("root", TREES)
+def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
+    tree = OmegaConf.to_container(compose(root), resolve=True)
+    raw, sources = dict(flatten(tree)), dict.fromkeys(declarations(TREES[root]), "command line")
+    for key in declarations(TREES[root]):
+        for value in HOSTILE:
+            _, lines = problems_with(changed(tree, key, value), raw, sources)
+            assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
+            numbers = value if isinstance(value, list) else [value]
+            unbounded = any(
+                (isinstance(n, float) and not math.isfinite(n)) or n in (10**30, "\ud800", "a\0b") for n in numbers
+            )
+            assert (
+                lines or not unbounded or (value == 10**30 and "float" in str(declarations(TREES[root])[key].hint))
+            ), (
+                key,
+                value,
+            )
+
+
+@pytest.mark.parametrize(
+    "value", ["null", "nan", "inf", "-1", "0", "''", "' '", "[]", "[[1]]", "x", "1e400", "true", "{a: 1}"]
+)
+def test_a_hostile_value_on_the_command_line_is_one_message(value):
+    keys = [key for key in declarations(TrainOptions) if key not in ("actor_rollout_ref.rollout.engine_kwargs",)]
+    try:
+        compose("ppo_trainer", [f"{key}={value}" for key in keys])
+    except ConfigError as error:
+        lines = str(error).splitlines()[1:]
+        assert len(lines) > 20
+        assert all("command line" in line for line in lines)
+
+
+# -- what is refused --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "algorithm.gamma=nan",
+        "algorithm.gamma=1.1",
+        "algorithm.lam=-0.1",
+        *(f"{ACTOR}.{name}=-1" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")),
+        f"{ACTOR}.clip_ratio_low=1",
+        f"{ACTOR}.loss_scale_factor=-1",
+        "critic.cliprange_value=-1",
+        "algorithm.kl_ctrl.kl_coef=-1",
+        "algorithm.kl_ctrl.horizon=0",
+        "algorithm.kl_ctrl.target_kl=0",
+        *(f"{ACTOR}.optim.{setting}" for setting in ("lr=-1", "lr=inf", "weight_decay=-1", "lr_warmup_steps=-1")),
+        *(f"{ACTOR}.optim.{setting}" for setting in ("clip_grad=-1", "clip_grad=0", "betas=[1,2]", "min_lr_ratio=2")),
+        f"{ACTOR}.data_loader_seed=-1",
+        "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu=0",
+        "actor_rollout_ref.model.dtype=float64",
+        f"{ROLLOUT}.dtype=half",
+        f"{ROLLOUT}.trace.backend=jason",
+        f"{ROLLOUT}.multi_turn.format=hermez",
+        f"{ROLLOUT}.temperature=0",
+        f"{ROLLOUT}.top_k=0",
+        f"{ROLLOUT}.top_p=0",
+        f"{ROLLOUT}.val_kwargs.n=0",
+        f"{ROLLOUT}.seed=-1",
+        "actor_rollout_ref.env.name=",
+        "trainer.logger=[csv]",
+        "trainer.test_freq=0",
+        "trainer.save_freq=0",
+        "trainer.max_actor_ckpt_to_keep=0",
+        "trainer.num_threads=10000",
+        "trainer.device=gpu",
+        "trainer.seed=-1",
+        "data.val_max_samples=0",
+        "data.prompt_key=' '",
+    ],
+)
+def test_what_cannot_be_meant_is_refused_where_it_was_set(override):
+    key, _, _ = override.partition("=")
+    text = refusal(override)
+    assert text.startswith(key)
+    assert "(command line)" in text
+    assert "\n" not in text
+    assert "nothing is registered as" in text or " must be " in text
+
+
+@pytest.mark.parametrize(
+    "override", ["optim.lr=-1", "target_success.every=0", "target_success.samples=0", "model.dtype=x"]
+)
+def test_the_same_for_supervised_runs(override):
+    assert refusal(override, root="sft").startswith(override.partition("=")[0])
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        ((*GRPO, f"{ROLLOUT}.n=1"), f"{ROLLOUT}.n", "2 or more"),
+        (("algorithm.filter_groups.enable=true",), "algorithm.filter_groups.enable", "do have gradients"),
+        (
+            ("algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"),
+            "algorithm.rollout_correction.bypass_mode",
+            "top_p=1",
+        ),
+        (("trainer.rollout_data_dir=a", "trainer.validation_data_dir=./a"), "trainer.validation_data_dir", "overwrite"),
+        (("trainer.resume_from_path=a",), "trainer.resume_from_path", "resume_mode=resume_path"),
+        (("trainer.resume_mode=resume_path",), "trainer.resume_mode", "resume_from_path"),
+        (
+            ("reward_model.enable=false", "custom_reward_function.path=a.py"),
+            "custom_reward_function.path",
+            "never calls",
+        ),
+        (("reward_model.reward_manager=parallel",), "reward_model.reward_manager", "env.name"),
+        (("data.max_prompt_length=9", f"{ROLLOUT}.prompt_length=8"), "data.max_prompt_length", "different values"),
+        (
+            ("data.max_response_length=9", f"{ROLLOUT}.response_length=8"),
+            "data.max_response_length",
+            "different values",
+        ),
+        ((f"{ROLLOUT}.max_model_len=1024",), f"{ROLLOUT}.max_model_len", "leaves no room"),
+        (
+            ("trainer.deterministic=true", f"{ROLLOUT}.multi_turn.max_seconds=3"),
+            f"{ROLLOUT}.multi_turn.max_seconds",
+            "clock",
+        ),
+        ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), f"{ROLLOUT}.weight_transfer", "use folder"),
+    ],
+)
+def test_what_does_not_go_together_is_refused(overrides, key, why):
+    text = refusal(*overrides)
+    assert text.startswith(key)
+    assert "(command line)" in text
+    assert why in text
+
+
+def test_a_window_that_holds_nothing_is_refused():
+    text = refusal("target_success.low=0.5", root="sft")
+    assert text.startswith("target_success.low=0.5 (command line): is above target_success.high=0.4")
+
+
+def test_everything_wrong_is_in_one_message(tmp_path):
+    (tmp_path / "mine.yaml").write_text("algorithm: {gamma: 5}\ndata: {trian_files: a}\n")
+    with pytest.raises(ConfigError) as caught:
+        compose("mine", [f"{ACTOR}.optim.lr=-1", f"{ROLLOUT}.name=vlm", "trainer.resume_from_path=x"], tmp_path)
+    first, *lines = str(caught.value).splitlines()
+    assert first.startswith("5 settings")
+    assert [line.split()[0].partition("=")[0] for line in lines] == [
+        "unknown",
+        f"{ACTOR}.optim.lr",
+        "algorithm.gamma",
+        f"{ROLLOUT}.name",
+        "trainer.resume_from_path",
+    ]
+    assert str(tmp_path / "mine.yaml") in lines[2]
+
+
+def test_a_borrowed_value_is_refused_where_it_was_written():
+    assert refusal("trainer.seed=-1").startswith("trainer.seed must be")
+    assert "\n" not in refusal("trainer.seed=-1")
+
+
+def test_a_shared_length_has_one_value():
+    config = compose("ppo_trainer", [f"{ROLLOUT}.prompt_length=8"])
+    assert (config.data.max_prompt_length, config.actor_rollout_ref.rollout.prompt_length) == (8, 8)
+    config = compose(
+        "ppo_trainer", ["data.max_response_length=9", f"{ROLLOUT}.response_length=${{data.max_response_length}}"]
+    )
+    assert config.actor_rollout_ref.rollout.response_length == 9
+
+
+# -- names ------------------------------------------------------------------------------------------------------------
+
+
+def test_names_of_plugins_are_judged_once_these_are_imported():
+    options = compose_with_sources("ppo_trainer", ["algorithm.adv_estimator=mine", "plugins=[mine.py]"]).options
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator: nothing is registered as 'mine'"):
+        check_names(options)
+
+
+@pytest.mark.parametrize("key", [key for key, each in declarations(TrainOptions).items() if each.about.names])
+def test_a_rooms_own_names_are_those_that_are_registered(key):
+    names = declarations(TrainOptions)[key].about.names
+    registered = import_object(names.registry).names()
+    ours = [name for name in registered if import_object(names.registry).get(name).__module__.startswith("etude.")]
+    assert not names.builtin or sorted(names.builtin) == ours
+
+
+def test_closed_choices_are_those_that_the_code_knows():
+    declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
+    assert declared[f"{ACTOR}.loss_agg_mode"] == LOSS_AGG_MODES
+    assert set(declared[f"{ACTOR}.kl_loss_type"]) == {kind + sign for kind in KL_KINDS for sign in ("", "+")}
+    assert set(declared["actor_rollout_ref.model.dtype"]) == set(DTYPES)
+
+
+# -- no effect --------------------------------------------------------------------------------------------------------
+
+
+def notices(caplog, *overrides: str, root: str = "ppo_trainer") -> list[str]:
+    caplog.clear()
+    with caplog.at_level(logging.WARNING, "etude.config"):
+        compose(root, list(overrides))
+    return caplog.messages
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key"),
+    [
+        ((*GRPO, "algorithm.gamma=0.9"), "algorithm.gamma"),
+        ((*GRPO, "algorithm.lam=0.9"), "algorithm.lam"),
+        (("algorithm.norm_adv_by_std_in_grpo=false",), "algorithm.norm_adv_by_std_in_grpo"),
+        *(
+            ((*GRPO, f"critic.{name}"), f"critic.{name.partition('=')[0]}")
+            for name in ("ppo_epochs=2", "optim.lr=1", "model.path=x")
+        ),
+        ((f"{ACTOR}.clip_ratio=0.1",), f"{ACTOR}.clip_ratio"),
+        ((f"{ACTOR}.optim.muon_lr_multiplier=2",), f"{ACTOR}.optim.muon_lr_multiplier"),
+        ((f"{ACTOR}.optim.min_lr_ratio=0.1",), f"{ACTOR}.optim.min_lr_ratio"),
+        ((f"{ACTOR}.kl_loss_coef=0.1",), f"{ACTOR}.kl_loss_coef"),
+        ((f"{ROLLOUT}.server_timeout=3",), f"{ROLLOUT}.server_timeout"),
+        ((f"{ROLLOUT}.val_kwargs.temperature=0.5",), f"{ROLLOUT}.val_kwargs.temperature"),
+        (("algorithm.kl_ctrl.horizon=5",), "algorithm.kl_ctrl.horizon"),
+        (("trainer.test_freq=5",), "trainer.test_freq"),
+        (("data.truncation=drop",), "data.truncation"),
+        (("trainer.critic_warmup=5", *GRPO), "trainer.critic_warmup"),
+    ],
+)
+def test_what_has_no_effect_is_said_in_one_line(caplog, overrides, key):
+    [line] = notices(caplog, *overrides)
+    assert line.startswith(f"{key}=")
+    assert "(command line) has no effect here: it applies " in line
+
+
+def test_nothing_is_said_of_what_has_an_effect(caplog):
+    assert notices(caplog, "algorithm.gamma=0.9", "critic.ppo_epochs=2") == []
+    assert notices(caplog, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.ppo_epochs=2") == []
+    assert notices(caplog, *GRPO, "algorithm.gamma=1.0") == []  # what it is anyway
+    for root in ("quickstart", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
+        assert notices(caplog, root=root) == []
+
+
+def test_a_mini_batch_beyond_the_batch_is_said(caplog):
+    [line] = notices(caplog, "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=16")
+    assert line.startswith(f"{ACTOR}.ppo_mini_batch_size=16 (command line) is more than data.train_batch_size=8")
+    assert notices(caplog, "data.train_batch_size=8") == []
+
+
+# -- what is written from the declarations -----------------------------------------------------------------------------
+
+
+def test_the_tree_and_the_reference_page_are_current():
+    stale = [path.name for path, text in {**tree_files(), DOCS: docs_text()}.items() if path.read_text("utf-8") != text]
+    assert stale == [], "run  python -m etude.config.generate"
+
+
+@pytest.mark.parametrize("root", TREES)
+def test_the_tree_has_the_declared_keys_and_defaults(root):
+    composition = compose_with_sources(root)
+    assert set(dict(flatten(OmegaConf.to_container(composition.config)))) == set(declarations(TREES[root]))
+    assert composition.sources.keys() == declarations(TREES[root]).keys()

@@ -1,0 +1,101 @@
+"""Which test, in which file of `tests/`, fails where a key of the configuration stays at its default."""
+
+ROLLOUT = "actor_rollout_ref.rollout"
+
+WITNESSES = {
+    "agents/test_agents_environments.py": {
+        "actor_rollout_ref.env.tool_manager": "test_a_manager_may_make_tools_of_its_own",
+        "actor_rollout_ref.env.use_process_reward": "test_an_env_written_for_rl_factory_runs_unchanged",
+    },
+    "agents/test_agents_failures.py": {
+        f"{ROLLOUT}.max_concurrent_trajectories": "test_what_runs_of_a_useless_group_is_cancelled_and_released",
+    },
+    "agents/test_agents_manager.py": {
+        f"{ROLLOUT}.trajectory_timeout": "test_a_loop_that_ignores_its_end_cannot_sample_on",
+    },
+    "agents/test_agents_search_r1.py": {
+        f"{ROLLOUT}.stop": "test_stop_texts_reach_a_single_turn_and_must_be_texts",
+    },
+    "agents/test_agents_tool_calls.py": {
+        f"{ROLLOUT}.trace.token2text": "test_a_rollout_leaves_its_trace",
+        f"{ROLLOUT}.trace.path": "test_a_rollout_leaves_its_trace",
+    },
+    "data/test_data_dataset.py": {
+        "data.truncation": "test_an_overlong_prompt_is_an_error_when_filtering_is_off",
+        "data.prompt_key": "test_another_prompt_key",
+    },
+    "data/test_data_images.py": {
+        "data.image_key": "test_the_places_may_be_in_any_message_and_the_column_have_another_name",
+    },
+    "workers/test_workers_user_files.py": {
+        "reward_model.reward_manager": "test_a_batch_reward_manager_of_the_documents_scores_row_by_row",
+    },
+    "test_trace.py": {
+        f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
+        f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
+    },
+    "trainer/test_trainer_engines.py": {
+        f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
+    },
+    "trainer/test_trainer_environments.py": {
+        "actor_rollout_ref.env.name": "test_a_text_environment_trains",
+    },
+    "trainer/test_trainer_figures.py": {
+        "trainer.max_skipped_steps": "test_a_run_whose_steps_are_all_skipped_stops_and_can_go_on",
+    },
+    "trainer/test_trainer_failures.py": {
+        "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
+    },
+    "trainer/test_trainer_images.py": {
+        "plugins": "test_the_example",
+    },
+    "trainer/test_trainer_input.py": {
+        "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
+    },
+    "trainer/test_trainer_resume.py": {
+        "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
+        "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
+        "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
+    },
+    "trainer/test_trainer_tool_calls.py": {
+        f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",
+    },
+    "trainer/test_trainer_training.py": {
+        f"{ROLLOUT}.mode": "test_a_step_goes_in_the_documented_order_through_groups_alone",
+        f"{ROLLOUT}.val_kwargs.temperature": "test_validation_dumps_and_repeated_answers",
+        f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
+        "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
+        "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
+    },
+    "workers/test_workers_engine_link.py": {
+        f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",
+        f"{ROLLOUT}.weight_probe_tolerance": "test_a_server_of_another_dtype_needs_a_tolerance_of_its_own",
+        f"{ROLLOUT}.free_cache_engine": "test_memory_is_free_between_rollouts",
+    },
+}
+
+# Seen by none; each with its reason.
+UNSEEN = {
+    "data.train_files": "every run needs it",
+    "trainer.default_local_dir": "every run of the tests sets it, and reads what the run left there",
+    "trainer.device": "there is one device where the tests run",
+    "trainer.num_threads": "changes speed alone",
+    "trainer.project_name": "a name: of the folder by default, and of pages at trackers",
+    "trainer.experiment_name": "a name: of the folder by default, and of pages at trackers",
+    "trainer.logger": "the trackers' own tests choose them by name; no run shows it yet",
+    "trainer.max_actor_ckpt_to_keep": "the checkpoints' own tests see it; no run shows it yet",
+    "trainer.report": "tests turn it off; the report's own tests write it",
+    "data.val_batch_size": "bounds memory and changes nothing else",
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
+    "critic.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
+    "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
+    f"{ROLLOUT}.do_sample": "training refuses greedy answers; those of validation are val_kwargs.do_sample's",
+    f"{ROLLOUT}.weight_transfer": "its other value needs a GPU and vLLM",
+    f"{ROLLOUT}.prompt_length": "another name of data.max_prompt_length",
+    f"{ROLLOUT}.response_length": "another name of data.max_response_length",
+    f"{ROLLOUT}.tool_config": "another name of multi_turn.tool_config_path",
+    f"{ROLLOUT}.max_turns": "another name of multi_turn.max_assistant_turns",
+    "actor_rollout_ref.env.config_path": "another name of multi_turn.tool_config_path",
+    "actor_rollout_ref.env.timeout": "no test waits for a slow environment by configuration yet",
+    "reward_model.reward_kwargs": "handed to the manager as they are, whose tests see them",
+}
