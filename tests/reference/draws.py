@@ -1,8 +1,8 @@
 """What the comparison of the two trainers draws: configurations away from their defaults, and shapes of batches."""
 
 import random
+from dataclasses import replace
 
-from hypothesis import strategies as st
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -147,10 +147,6 @@ def configuration(seed):
     return allowed({key: value for key, value in (drawn | matter).items() if value is not None})
 
 
-# From a seed, since Hypothesis would vary one draw into the next, and thirty would be of one kind.
-configurations = st.integers(0, 2**63).map(configuration)
-
-
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why)."""
     if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
@@ -158,6 +154,7 @@ def allowed(chosen):
         chosen.pop(f"{ROLLOUT}.top_k", None)
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
+    chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
     return chosen
@@ -176,4 +173,9 @@ def shape(seed):
     )
 
 
-shapes = st.integers(0, 2**63).map(shape)
+def draw(seed):
+    """A configuration, and the shape of its batches."""
+    chosen, made = configuration(seed), shape(seed)
+    if "reward_model.enable" in chosen:  # then tools alone tell answers apart; where nothing does, a step is rounding
+        made = replace(made, tool_rewards=True)
+    return chosen, made

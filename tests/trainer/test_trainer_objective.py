@@ -250,6 +250,8 @@ def test_the_engine_is_held_against_the_actor_in_every_step(tiny, tmp_path, seve
     assert step.figures["training/rollout_probs_diff_max"] == pytest.approx(float(difference.max()), rel=1e-3)
     assert step.figures["training/rollout_probs_diff_mean"] == pytest.approx(float(difference.mean()), rel=1e-3)
     assert ("old_log_probs" in batch.batch) == several
+    if not several:  # its own log-probs are the old ones, and not the engine's
+        assert step.figures["actor/ppo_kl"] == step.figures["actor/pg_clipfrac"] == 0
 
 
 @pytest.mark.parametrize("kind", ["kl", "low_var_kl"])
