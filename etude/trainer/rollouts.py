@@ -62,7 +62,7 @@ class Rollouts:
         parts = []
         for start in range(0, len(dataset), size):
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
-            prompts = rollout_batch(rows, n=n, label=f"val.{start}", seed=seed, validate=True, first=start * n)
+            prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
             parts.append(self._generate(prompts)[0])
         return joined(parts)
 
@@ -113,7 +113,7 @@ def rollout_batch(
     what a trajectory's random numbers follow from, beside `seed`."""
     batch = collate(rows)
     batch.pop(batch_keys=_PROMPT_TENSORS)
-    batch.non_tensor_batch["uid"] = _objects([f"{label}-{i}" for i in range(len(rows))])
+    batch.non_tensor_batch["uid"] = _objects([f"{label}-{first // n + i}" for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["rollout_index"] = _objects(range(first, first + len(batch)))
     batch.meta_info = {"seed": seed, "validate": validate}

@@ -220,9 +220,11 @@ def test_how_validation_is_cut_into_batches_changes_no_draw(tiny, tmp_path):
             trainer.setup, data=dataclasses.replace(trainer.setup.data, val_batch_size=size)
         )
         batch = trainer.rollouts.validation(trainer.val_set)
-        drawn.append([tuple(result.trajectory.response_ids) for result in results_of(batch)])
+        answers = [tuple(result.trajectory.response_ids) for result in results_of(batch)]
+        drawn.append(list(zip(batch.non_tensor_batch["uid"].tolist(), answers)))
     assert drawn[0] == drawn[1] == drawn[2]
-    assert len(set(drawn[0])) == len(drawn[0])
+    assert len(set(answers)) == len(answers)
+    assert len({uid for uid, _ in drawn[0]}) == len(trainer.val_set)
 
 
 # -- what is refused, and what ends a run ------------------------------------------------------------------------
