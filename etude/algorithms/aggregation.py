@@ -23,11 +23,11 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def equal_scores(scores: Tensor) -> bool:
-    """Whether scores (n,) of one group differ by rounding at most: max − min ≤ 1e-6 · max(1, max |score|).
+    """Whether scores (n,) of one group differ by rounding at most: max − min ≤ max(1e-6, 1e-8 · max |score|).
 
     Rounding of log-probs is part of a score where the KL is in the reward: about 1e-7 a token in float32.
     """
-    return bool(scores.max() - scores.min() <= 1e-6 * max(1.0, float(scores.abs().max())))
+    return bool(scores.max() - scores.min() <= max(1e-6, 1e-8 * float(scores.abs().max())))
 
 
 def loss_count(loss_agg_mode: str, tokens: float, sequences: float) -> float:

@@ -481,4 +481,4 @@ def counted_by(mode, rows):
 
 def are_equal(scores):
     """Whether scores differ by rounding alone."""
-    return max(scores) - min(scores) <= 1e-6 * max(1.0, *(abs(score) for score in scores))
+    return max(scores) - min(scores) <= max(1e-6, *(1e-8 * abs(score) for score in scores))
