@@ -127,19 +127,23 @@ class TestWrongIsNotBroken:
 
 
 def kill_supervisor(server, seconds, besides=None):
-    """Kills the supervisor of the program that sleeps for `seconds`, as an administrator might; its process id."""
+    """Kills the supervisor of the program that sleeps for `seconds`, as an administrator might; the program's process id.
+
+    `besides` is that of an earlier one, which may still be there, under whatever parent, while its box ends.
+    """
     found = []
 
     def find():
         for process in server.descendants():
-            with contextlib.suppress(psutil.NoSuchProcess):
-                if process.cmdline()[1:2] == [seconds] and process.parent().ppid() not in (besides, 1):
-                    found.append(process.parent().parent())
+            with contextlib.suppress(psutil.NoSuchProcess, AttributeError):  # it, or its parent, has ended
+                if process.pid != besides and process.cmdline()[1:2] == [seconds]:
+                    found.append((process.parent().parent(), process.pid))
         return found
 
     server.until(find, "the program did not start")
-    found[0].kill()
-    return found[0].pid
+    supervisor, program = found[0]
+    supervisor.kill()
+    return program
 
 
 class TestOneBudgetForAnAnswer:
