@@ -141,11 +141,6 @@ def choices(hint: Any) -> tuple[str, ...]:
     return tuple(text for member in typing.get_args(base) for text in choices(member)) if _is_union(base) else ()
 
 
-def is_mapping(hint: Any) -> bool:
-    """Whether a key of this type is a free-form section."""
-    return _is_mapping(_parts(hint)[0])
-
-
 def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
     """(type, bounds) of an annotation."""
     bounds: tuple[Any, ...] = ()

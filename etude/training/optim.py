@@ -97,7 +97,7 @@ class OptimizerSet:
         return {"optimizers": optimizers, "weights": self._masters.state(), "loss_scale": scale}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the moments and the number of steps; decay, betas and rates stay those that the options ask for.
+        """Restores moments, float32 weights and the loss scale; decay, betas and rates stay those that the options ask for.
 
         Raises:
             CheckpointError: it was saved by another kind of optimizer, for another model or for another precision.
