@@ -8,6 +8,7 @@ import pytest
 import torch
 from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
 from safetensors.torch import load_file
+from test_trainer_training import quiet, ready
 from trainer_tools import Moody
 
 from etude.agents import RolloutResult, to_batch
@@ -15,7 +16,6 @@ from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
-from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import SkippedSteps, validation_metrics
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.rollouts import failure_metrics, place_scores, results_of, spread_groups
@@ -25,16 +25,6 @@ from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.workers.options import RewardOptions
 
 LINEAR = (f"{ACTOR}.optim.lr_scheduler_type=linear", f"{ACTOR}.optim.lr=1e-3")
-
-
-def ready(tiny, folder, *overrides):
-    trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
-    trainer.init_workers()
-    return trainer
-
-
-def quiet():
-    return Interrupts(lambda text: None)
 
 
 # -- rates -------------------------------------------------------------------------------------------------------
