@@ -37,8 +37,9 @@ def evaluate(
 
     config = compose_run("eval", config_name, overrides, config_path)  # before torch is imported
     from etude.trainer.run import evaluate as run
+    from etude.viewer.display import RolloutBar
 
-    result = run(config, output=output, dump_folder=dump_folder)
+    result = run(config, RolloutBar(), output=output, dump_folder=dump_folder)
     for source, figures in result["sources"].items():
         click.echo(f"{source}: {_sentence(figures)}")
         own = f"val-core/{source}/reward/"

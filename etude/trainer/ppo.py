@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -21,13 +21,13 @@ from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
-from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
+from etude.errors import CheckpointError, ConfigError, one_line
+from etude.events import EventSink, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
@@ -111,8 +111,8 @@ class PPOTrainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def fit(self) -> Metrics:
-        """Runs to `total_training_steps`; returns the last validation's figures.
+    def fit(self, emit: EventSink = ignore_event) -> Metrics:
+        """Runs to `total_training_steps`; returns the last validation's metrics.
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
@@ -125,47 +125,33 @@ class PPOTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
-        console = "console" in self.options.logger
         val = self.setup.roles.rollout.val_kwargs
-        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        view = Display(self.total_steps, experiment, enabled=console, validated=how)
-        with view as display, Interrupts(display.note) as interrupts:
-            self.policy_wg.set_progress(display.rollout_progress)
-            if resumed is not None:
-                display.note(resumed)
+        validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
             try:
+                emit(RunStarted(experiment, self.total_steps, self.options, validation))
+                self.policy_wg.set_progress(lambda done, total: emit(RolloutProgress(done, total)))
+                if resumed is not None:
+                    emit(Notice(resumed))
                 with run_record(self.run_dir):
-                    return self._loop(tracking, display, interrupts)
+                    return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
-                if self.options.report:
-                    display.note(self._report())
+                emit(RunEnded())
 
-    def _report(self) -> str:
-        """Writes the report; what is wrong with it is told, and hides no other error."""
-        from etude.trainer.report import write_report  # draws charts: nothing before the end waits for them
-
-        try:
-            page = write_report(
-                self.run_dir, rollouts=self.options.rollout_data_dir, validation=self.options.validation_data_dir
-            )
-        except (EtudeError, OSError) as error:
-            return f"no report: {one_line(error)}"
-        return f"report: {page}"
-
-    def _loop(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _loop(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         validated: Metrics = {}
         abandoned = False
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 tracking.log(validated, 0)
-                display.step(0, validated)
+                emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
-                validated = self._advance(tracking, display, interrupts) or validated
+                validated = self._advance(tracking, emit, interrupts) or validated
         except KeyboardInterrupt:
             abandoned = True
-            display.note(f"what followed step {self.global_step} was abandoned")
+            emit(Notice(f"what followed step {self.global_step} was abandoned"))
         except Exception as error:
             self._rescue(error)
             raise
@@ -177,7 +163,7 @@ class PPOTrainer:
             raise Interrupted(done + where, interrupts.signal_number)
         return validated
 
-    def _advance(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """A step, and the validation and checkpoint that are due after it; returns the validation's figures, if any."""
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
@@ -186,7 +172,7 @@ class PPOTrainer:
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step is done, whatever became of its validation
             tracking.log(metrics | validated, self.global_step)
-            display.step(self.global_step, metrics | validated)
+            emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()

@@ -20,11 +20,11 @@ from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset, collate
 from etude.distributed import WorkerGroup
+from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto
-from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings

@@ -1,4 +1,8 @@
-"""The entry points that every way of starting a run shares: train, fine-tune, evaluate."""
+"""The entry points that every way of starting a run shares: train, fine-tune, evaluate.
+
+Each takes a sink for the events of the run, such as a display of `etude.viewer`; without one nothing is shown, and no
+report is written.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +14,12 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import json_safe, written_atomically
 from etude.errors import ConfigError, EtudeError
+from etude.events import EventSink, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.inference import check_trainable
-from etude.trainer.dumps import json_safe, written_atomically
 from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.progress import RolloutProgress
 from etude.trainer.resume import run_lock
 from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
 from etude.trainer.setup import prepare
@@ -23,8 +27,8 @@ from etude.trainer.sft import SFTTrainer
 from etude.workers import ActorRolloutRefWorker, RewardWorker
 
 
-def train(config: DictConfig) -> dict[str, float]:
-    """A whole reinforcement-learning run; returns the figures of the last validation.
+def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
+    """A whole reinforcement-learning run; returns the metrics of the last validation.
 
     Raises:
         ConfigError: before any model is loaded, among others for an engine that can only evaluate.
@@ -34,18 +38,23 @@ def train(config: DictConfig) -> dict[str, float]:
     trainer = PPOTrainer(setup)
     with run_lock(trainer.run_dir):
         trainer.init_workers()
-        return trainer.fit()
+        return trainer.fit(emit)
 
 
-def fine_tune(config: DictConfig) -> Path:
+def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
     """A whole supervised run; returns the model's folder."""
     trainer = SFTTrainer(config)
     with run_lock(trainer.run_dir):
-        return trainer.fit()
+        return trainer.fit(emit)
 
 
 def evaluate(
-    config: DictConfig, *, output: Path | None = None, dump_folder: Path | None = None, step: int = 0
+    config: DictConfig,
+    emit: EventSink = ignore_event,
+    *,
+    output: Path | None = None,
+    dump_folder: Path | None = None,
+    step: int = 0,
 ) -> dict[str, Any]:
     """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
 
@@ -66,9 +75,12 @@ def evaluate(
     roles = replace(setup.roles, needs_ref=False, trains=False)
     policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
     policy.init_model()
-    with RolloutProgress("evaluating", enabled="console" in setup.trainer.logger) as progress:
-        policy.set_progress(progress)
+    policy.set_progress(lambda done, total: emit(RolloutProgress(done, total)))
+    emit(RunStarted("evaluating", 0, setup.trainer))
+    try:
         batch, metrics = Rollouts(setup, policy, reward_group).validate(dataset)
+    finally:
+        emit(RunEnded())
     if dump_folder is not None:
         dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
     survivors(batch, setup.trainer.min_valid_fraction)

@@ -15,11 +15,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from etude.dumps import written_atomically
 from etude.errors import one_line
-from etude.trainer.dumps import written_atomically
+from etude.run_folder import COMPLETED, RUN_FILE
 
-RUN_FILE = "run.json"
-COMPLETED = "completed"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
 
 
@@ -57,15 +56,6 @@ def hardware() -> str:
         model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
     gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     return ", ".join([f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", *gpus])
-
-
-def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """The record; empty where there is none that can be read."""
-    try:
-        record = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return record if isinstance(record, dict) else {}
 
 
 def _write(run_dir: Path, record: dict[str, Any]) -> None:

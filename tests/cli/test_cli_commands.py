@@ -11,8 +11,8 @@ from house_stage import one_line_error
 
 import etude
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts
 from etude.trainer import run as runs
-from etude.trainer.dumps import read_rollouts
 
 ROOT = Path(etude.__file__).parents[1]
 

@@ -12,8 +12,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import DataError, EtudeError
-from etude.trainer.dumps import (
+from etude.dumps import (
     dump_steps,
     json_line,
     json_safe,
@@ -23,6 +22,7 @@ from etude.trainer.dumps import (
     trajectory_from_record,
     write_rollouts,
 )
+from etude.errors import DataError, EtudeError
 from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
 
 ROW = {

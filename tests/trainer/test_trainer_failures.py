@@ -9,7 +9,7 @@ from trainer_tools import Moody
 
 from etude.agents import SingleTurnAgentLoop, register
 from etude.errors import EtudeError, InfrastructureError, TrainingStopped
-from etude.trainer import ppo, report
+from etude.trainer import ppo
 from etude.trainer.run import evaluate, train
 
 RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
@@ -156,15 +156,6 @@ def test_a_fault_in_an_update_does_not_save_half_changed_weights(tiny, tmp_path,
     with pytest.raises(ZeroDivisionError):
         train(tiny.config(tmp_path / "unsaved"))
     assert not list((tmp_path / "unsaved").glob("global_step*"))
-
-
-def test_a_report_that_cannot_be_written_hides_no_other_error(tiny, tmp_path, monkeypatch):
-    def broken(*args, **kwargs):
-        raise OSError("no room for a page")
-
-    monkeypatch.setattr(report, "write_report", broken)
-    train(tiny.config(tmp_path, "trainer.report=true", "trainer.total_training_steps=1"))
-    assert steps(tmp_path) == [1]
 
 
 def test_an_evaluation_without_survivors_is_an_error_and_not_a_zero(tiny, tmp_path):

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import read_rollouts, trajectory_from_record
 from etude.rewards import TrajectoryScorer
-from etude.trainer.dumps import read_rollouts, trajectory_from_record
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train

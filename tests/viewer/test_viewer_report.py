@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from etude.cli.report import report
+from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.trainer.charts import charts, series
-from etude.trainer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
-from etude.trainer.dumps import rollout_record, write_rollouts
-from etude.trainer.report import write_report
 from etude.trainer.run_record import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.viewer.charts import charts, series
+from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
+from etude.viewer.report import write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
 
@@ -323,7 +323,7 @@ def test_the_command_writes_and_prints_the_path(run: Path) -> None:
 
 
 def test_reporting_needs_no_torch() -> None:
-    code = "import etude.trainer.report, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
+    code = "import etude.viewer.report, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
 
 

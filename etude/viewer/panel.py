@@ -1,52 +1,36 @@
-"""`Display`: the live view of a run.
+"""The panel of a live run: from what is known of it to something that Rich prints, or one line of text.
 
-Invariant: showing a run never changes it: no method raises for anything that is shown, and after a fault the view goes
-quiet with one log line. On a terminal it is a live panel with log records scrolling above; elsewhere it is one plain
-line a step.
-
-Which numbers exist is `metrics`' part: every figure here is optional and left out where its metric is absent.
+Invariant: pure functions of a `RunState`; every number is optional and left out where its metric is absent, whatever the
+values are something can be drawn, and no curve is longer than what was asked for. When it is shown is `display`'s part.
 """
 
 from __future__ import annotations
 
-import functools
-import logging
+import itertools
 import math
-import sys
-import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import TracebackType
-from typing import Concatenate, ParamSpec
 
 from rich import box
-from rich.console import Console, Group, RenderableType
-from rich.live import Live
-from rich.logging import RichHandler
+from rich.console import Group, RenderableType
 from rich.panel import Panel
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.trainer.curves import braille_curve, sparkline
-from etude.trainer.problems import problems, tools_called
-
-P = ParamSpec("P")
-logger = logging.getLogger(__name__)
+from etude.problems import problems, tools_called
 
 _CURVE_ROWS = 5
-_LINE_SECONDS = 5.0  # between two plain lines of steps that have little to tell, such as those of a warm-up
-_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
 _RECENT = 50  # steps that the time left is estimated from: more than lie between two trials of a supervised run
-_PROBLEMS_SHOWN = 4
-_REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
-_SUCCESS_KEYS = ("reward/success/mean",)
+_MAX_PROBLEMS = 4
 _TIME_COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "bright_black")
+_BARS = "▁▂▃▄▅▆▇█"
+_BRAILLE_DOTS = ((0x40, 0x04, 0x02, 0x01), (0x80, 0x20, 0x10, 0x08))  # by column, from the bottom dot up
 
 
 @dataclass(frozen=True)
-class Figure:
+class Row:
     """One row of the table: the first of `keys` that a step has, shown with `form`."""
 
     label: str
@@ -71,16 +55,17 @@ def _whole(value: float) -> str:
     return f"{value:,.0f}"
 
 
-FIGURES = (
-    Figure("reward", "reward", _REWARD_KEYS, _number),
-    Figure("success", "success", _SUCCESS_KEYS, _percent),
-    Figure("tool use", "tools", ("rollout/tool_use_rate",), _percent),
-    Figure("response length", "length", ("response_length/mean",), _whole),
-    Figure("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
-    Figure("entropy", "entropy", ("actor/entropy",), _number),
-    Figure("loss", "loss", ("sft/loss",), _number),
-    Figure("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
-    Figure("dropped", "dropped", ("rollout/dropped",), _whole),
+REWARD_KEYS = ("reward/total/mean", "critic/score/mean")
+ROWS = (
+    Row("reward", "reward", REWARD_KEYS, _number),
+    Row("success", "success", ("reward/success/mean",), _percent),
+    Row("tool use", "tools", ("rollout/tool_use_rate",), _percent),
+    Row("response length", "length", ("response_length/mean",), _whole),
+    Row("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
+    Row("entropy", "entropy", ("actor/entropy",), _number),
+    Row("loss", "loss", ("sft/loss",), _number),
+    Row("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
+    Row("dropped", "dropped", ("rollout/dropped",), _whole),
 )
 
 
@@ -107,7 +92,7 @@ class RunState:
     history: dict[str, list[float]] = field(default_factory=dict)
     seconds: list[float] = field(default_factory=list)
     validation: dict[str, float] = field(default_factory=dict)
-    event: str = ""
+    notice: str = ""
     validated: str = "greedy"  # how validations sample; training always draws
 
     def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
@@ -116,10 +101,10 @@ class RunState:
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
             self.seconds.append(seconds)
-        for figure in FIGURES:
-            if (value := first_of(finite, figure.keys)) is not None:
-                self.history.setdefault(figure.label, []).append(value)
-        found = {name: value for name, value in finite.items() if _is_validation(name)}
+        for row in ROWS:
+            if (value := first_of(finite, row.keys)) is not None:
+                self.history.setdefault(row.label, []).append(value)
+        found = {name: value for name, value in finite.items() if is_validation(name)}
         self.validation = found or self.validation
 
     def eta(self) -> float | None:
@@ -135,7 +120,7 @@ def _is_finite(value: object) -> bool:
         return False
 
 
-def _is_validation(name: str) -> bool:
+def is_validation(name: str) -> bool:
     return name.startswith("val-core/") and name.rpartition("/")[2].startswith("mean@")
 
 
@@ -159,10 +144,10 @@ def time_split(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
 def plain_line(state: RunState) -> str:
     """The newest step as one line of text."""
     parts = [f"step {state.step}/{state.total_steps}"]
-    for figure in FIGURES:
-        if (value := first_of(state.metrics, figure.keys)) is not None and (figure.label != "dropped" or value > 0):
-            parts.append(f"{figure.short} {figure.form(value)}")
-    validations = [(name, value) for name, value in state.metrics.items() if _is_validation(name)]
+    for row in ROWS:
+        if (value := first_of(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
+            parts.append(f"{row.short} {row.form(value)}")
+    validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
     parts += [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     if state.seconds:
         parts.append(duration(state.seconds[-1]))
@@ -187,9 +172,9 @@ def render(state: RunState, width: int) -> RenderableType:
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
     found = list(problems(state.metrics).values())
-    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_PROBLEMS_SHOWN]]
-    if state.event:
-        blocks.append(Text(f"› {state.event}", style="dim", no_wrap=True, overflow="ellipsis"))
+    blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_MAX_PROBLEMS]]
+    if state.notice:
+        blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))
     title = Text.assemble((" Étude", "bold"), (f" · {state.title} ", "default"))
     return Panel(
         Group(*blocks),
@@ -255,12 +240,12 @@ def _table(state: RunState, width: int) -> Table:
     for header in ("", "now", "first"):
         table.add_column(header, justify="left" if not header else "right", no_wrap=True)
     table.add_column("trend", no_wrap=True)
-    for figure in FIGURES:
-        values = state.history.get(figure.label, [])
-        if values and (figure.label != "dropped" or any(values)):
-            now, first = figure.form(values[-1]), figure.form(values[0])
+    for row in ROWS:
+        values = state.history.get(row.label, [])
+        if values and (row.label != "dropped" or any(values)):
+            now, first = row.form(values[-1]), row.form(values[0])
             trend = Text(sparkline(values, max(width - 42, 8)), style="blue")
-            table.add_row(figure.label, Text(now, style="bold"), Text(first, style="dim"), trend)
+            table.add_row(row.label, Text(now, style="bold"), Text(first, style="dim"), trend)
     return table
 
 
@@ -296,155 +281,44 @@ def _validation_line(validation: Mapping[str, float], how: str) -> Text:
     return text
 
 
-def _harmless(method: Callable[Concatenate[Display, P], None]) -> Callable[Concatenate[Display, P], None]:
-    """Makes a fault of the view silence the view instead of ending the training."""
-
-    @functools.wraps(method)
-    def guarded(self: Display, *args: P.args, **kwargs: P.kwargs) -> None:
-        if self._broken:
-            return
-        try:
-            method(self, *args, **kwargs)
-        except Exception as error:
-            self._give_up(error)
-
-    return guarded
+def resample(values: Sequence[float], count: int) -> list[float]:
+    """At most `count` values: means of equal runs of `values`."""
+    if len(values) <= count:
+        return list(values)
+    edges = [round(i * len(values) / count) for i in range(count + 1)]
+    return [sum(values[a:b]) / (b - a) for a, b in itertools.pairwise(edges)]
 
 
-class RunConsole(Console):
-    """A console whose reader may go away (`etude train | head`): it falls silent, where Rich would end the process."""
-
-    def on_broken_pipe(self) -> None:
-        """Goes quiet, with one log line."""
-        if not self.quiet:
-            self.quiet = True
-            logger.warning("nobody reads the output any more; training goes on")
+def sparkline(values: Sequence[float], width: int) -> str:
+    """`values` as one row of at most `width` bars between their minimum and maximum; flat for a constant."""
+    shown = resample(values, width)
+    low, high = min(shown, default=0.0), max(shown, default=0.0)
+    return "".join(_BARS[round(_share(value, low, high) * 7) if high > low else 3] for value in shown)
 
 
-class Display:
-    """Shows a run while it happens; use as a context manager.
-
-    Args:
-        total_steps: the number of the last step.
-        title: the run's name.
-        enabled: False shows nothing at all (`console` is not among `trainer.logger`).
-        console: where to; default standard output.
-        validated: how validations sample, "greedy" or "sampled".
-    """
-
-    def __init__(
-        self,
-        total_steps: int,
-        title: str,
-        enabled: bool = True,
-        console: RunConsole | None = None,
-        validated: str = "greedy",
-    ) -> None:
-        self._state = RunState(title, total_steps, validated=validated)
-        self._console = console or RunConsole()
-        self._enabled = enabled
-        self._live: Live | None = None
-        self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
-        self._broken = False
-        self._lock = threading.RLock()
-        self._line_printed = 0.0
-        self._step_began = time.monotonic()
-
-    def __enter__(self) -> Display:
-        self._open()
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        self._close()
-
-    @_harmless
-    def rollout_progress(self, done: int, total: int) -> None:
-        """Shows how many trajectories of the step under way have ended."""
-        with self._lock:
-            self._state.rollouts = (done, total)
-
-    @_harmless
-    def step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Shows a finished step; metrics that are not finite numbers are left out."""
-        now = time.monotonic()
-        with self._lock:
-            self._state.add(step, metrics, now - self._step_began)
-        self._step_began = now
-        if self._live is not None:
-            self._live.refresh()
-        elif self._enabled and (self._is_telling(metrics) or now - self._line_printed >= _LINE_SECONDS):
-            self._line_printed = now
-            self._print(plain_line(self._state))
-
-    def _is_telling(self, metrics: Mapping[str, float]) -> bool:
-        """Whether a step deserves a plain line whenever it comes: rewards, a validation, or the end of the run."""
-        last = self._state.step >= self._state.total_steps
-        return last or any(key in metrics for key in _REWARD_KEYS) or any(map(_is_validation, metrics))
-
-    @_harmless
-    def note(self, text: str) -> None:
-        """Shows what has just happened (a checkpoint, a validation) as the last event."""
-        line = " ".join(text.split())[:300]
-        with self._lock:
-            self._state.event = line
-        if self._live is None and self._enabled:
-            self._print(line)
-
-    def __rich__(self) -> RenderableType:
-        try:
-            with self._lock:
-                return render(self._state, self._console.width)
-        except Exception as error:  # in the refresh thread nobody else would catch it
-            return Text(f"(the view failed: {type(error).__name__})", style="dim")
-
-    @_harmless
-    def _open(self) -> None:
-        options = self._console.options
-        if not self._enabled or not self._console.is_terminal or options.ascii_only or self._console.is_dumb_terminal:
-            return
-        self._redirect_logging()  # before the view takes the place of standard output and error
-        self._live = Live(self, console=self._console, refresh_per_second=_REFRESHES_A_SECOND)
-        self._live.start(refresh=True)
-
-    def _redirect_logging(self) -> None:
-        """Sends what the root logger prints on the terminal through the live view, which keeps the panel whole."""
-        root = logging.getLogger()
-        for handler in list(root.handlers):
-            if isinstance(handler, logging.StreamHandler) and handler.stream in _terminal_streams():
-                shown = RichHandler(console=self._console, show_path=False, markup=False, level=handler.level)
-                shown.filters = list(handler.filters)
-                root.removeHandler(handler)
-                root.addHandler(shown)
-                self._replaced.append((handler, shown))
-
-    def _restore_logging(self) -> None:
-        root = logging.getLogger()
-        for handler, shown in self._replaced:
-            root.removeHandler(shown)
-            root.addHandler(handler)
-        self._replaced.clear()
-
-    @_harmless
-    def _close(self) -> None:
-        live, self._live = self._live, None
-        self._restore_logging()
-        if live is not None:
-            live.stop()
-
-    def _give_up(self, error: Exception) -> None:
-        self._broken = True
-        live, self._live = self._live, None
-        self._restore_logging()
-        try:
-            if live is not None:
-                live.stop()
-        except Exception:
-            logger.debug("the live view could not be stopped", exc_info=True)
-        logger.warning("the display stopped (%s: %s); training goes on", type(error).__name__, error)
-
-    def _print(self, line: str) -> None:
-        self._console.print(Text(line), soft_wrap=True)
+def braille_curve(values: Sequence[float], width: int, rows: int, low: float, high: float) -> list[str]:
+    """`values` as a curve of `rows` lines of `width` cells, each cell 2 x 4 dots, between `low` and `high`."""
+    dots_high, dots_wide = rows * 4, width * 2
+    cells = [[0] * width for _ in range(rows)]
+    previous: int | None = None
+    for x, value in enumerate(_stretched(resample(values, dots_wide), dots_wide)):
+        y = round(_share(value, low, high) * (dots_high - 1)) if high > low else round(0.5 * (dots_high - 1))
+        start = y if previous is None else previous + (y > previous) - (y < previous)
+        for dot in range(min(start, y), max(start, y) + 1):  # joins the dots of a steep line
+            cells[rows - 1 - dot // 4][x // 2] |= _BRAILLE_DOTS[x % 2][dot % 4]
+        previous = y
+    return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 
 
-def _terminal_streams() -> tuple[object, ...]:
-    return (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+def _share(value: float, low: float, high: float) -> float:
+    """Where between `low` and `high` a value lies, 0 to 1; sums too large for a float must not end the view."""
+    return min(1.0, max(0.0, (value - low) / (high - low)))
+
+
+def _stretched(values: Sequence[float], count: int) -> Iterator[float]:
+    """`values` interpolated linearly to `count` points; nothing for no values."""
+    for i in range(count if values else 0):
+        position = i * (len(values) - 1) / max(count - 1, 1)
+        left = int(position)
+        right = min(left + 1, len(values) - 1)
+        yield values[left] + (position - left) * (values[right] - values[left])
