@@ -32,7 +32,7 @@ reward_model:
 def started(monkeypatch):
     """The configurations that runs were started with, instead of running them."""
     configs = []
-    monkeypatch.setattr(runs, "train", configs.append)
+    monkeypatch.setattr(runs, "train", lambda config, emit: configs.append(config))
     compose_module = sys.modules["etude.config.compose"]
     monkeypatch.setattr(compose_module, "check_start", lambda *settings: None)  # the documents' files are not here
     return configs
