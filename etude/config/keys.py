@@ -11,7 +11,7 @@ from difflib import SequenceMatcher
 from typing import Any
 
 from etude.config.layers import Layer, flatten, plain
-from etude.options.validate import shown
+from etude.options.types import shown
 
 
 class KeyTable:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from etude.options.declare import Count, CountOrOff, Flag, Natural, Share, Text, Texts, When, key, options
+from etude.options.declare import When, key, options
+from etude.options.types import Count, CountOrOff, Flag, Natural, Share, Text, Texts
 
 TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
 SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from etude.options.declare import Flag, Names, Number, Text, When, key, options
+from etude.options.declare import Names, When, key, options
+from etude.options.types import Flag, Number, Text
 
 MANAGED = When("with enable=true", lambda own, run: own.enable)
 CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.path is not None)

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from etude.options.declare import (
+from etude.options.declare import Names, When, key, options
+from etude.options.training import Precision
+from etude.options.types import (
     Count,
     CountOrOff,
     Flag,
-    Names,
     Natural,
     NonNegative,
     Positive,
@@ -18,11 +19,7 @@ from etude.options.declare import (
     Share,
     Text,
     Texts,
-    When,
-    key,
-    options,
 )
-from etude.options.training import Precision
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 

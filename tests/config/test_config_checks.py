@@ -17,7 +17,7 @@ from etude.config.names import check_names
 from etude.errors import ConfigError
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.declare import choices
+from etude.options.types import choices
 from etude.registry import import_object
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.options import RolloutOptions, TrainOptions, declarations
-from etude.options.declare import (
+from etude.options.declare import When, key, options
+from etude.options.types import (
     BelowOne,
     Count,
     CountOrOff,
@@ -23,11 +24,8 @@ from etude.options.declare import (
     Share,
     Text,
     Texts,
-    When,
     allowed,
     allowed_shortly,
-    key,
-    options,
 )
 from etude.options.validate import build, plain, to_options
 
