@@ -169,6 +169,8 @@ def _misfit(declaration: Declaration, value: object, rest: list[str], entry: obj
     inner = item_hint(hint)
     if inner is not None and rest and rest[-1].isdigit():
         name, hint, value = f"{name}[{rest[-1]}]", inner, entry
+    elif isinstance(value, Mapping) and rest and rest[0] in value and not isinstance(value[rest[0]], Mapping):
+        name, value = f"{name}.{rest[0]}", value[rest[0]]
     return misfit(name, hint, value)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
 from etude.options.declare import Names, When, key, options
@@ -11,6 +10,7 @@ from etude.options.types import (
     Count,
     CountOrOff,
     Flag,
+    FreeForms,
     Natural,
     NonNegative,
     Positive,
@@ -332,7 +332,7 @@ class RolloutOptions:
         default=False,
         when=COPIES,
     )
-    engine_kwargs: Mapping[str, Mapping[str, Any] | None] = key(
+    engine_kwargs: FreeForms = key(
         "Arguments of vLLM in this process, by the names of its AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: "
         "0.5}}. Servers get theirs on their own command line.",
         default_factory=dict,

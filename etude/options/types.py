@@ -7,8 +7,9 @@ else is guessed (no text becomes a boolean, no fraction a whole number).
 from __future__ import annotations
 
 import dataclasses
+import math
 import typing
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Annotated, Any, Literal
 
 from annotated_types import Ge, Gt, Le, Lt
@@ -55,6 +56,31 @@ def _readable(value: str) -> str:
     return _encodable(value)
 
 
+def _storable(value: Any) -> Any:
+    if any(_unstorable(value, "")):
+        raise ValueError
+    return value
+
+
+def _unstorable(value: object, place: str) -> Iterator[str]:
+    """What in a free-form section is not finite, or no text that a file can hold: "key[0] must be …", one each."""
+    if isinstance(value, Mapping):
+        for name, inner in value.items():
+            yield from _unstorable(name, place) if not _is_storable(name) else _unstorable(inner, f"{place}.{name}")
+    elif isinstance(value, list | tuple):
+        for number, inner in enumerate(value):
+            yield from _unstorable(inner, f"{place}[{number}]")
+    elif not _is_storable(value):
+        kind = "a finite number" if isinstance(value, float) else "text that UTF-8 can hold"
+        yield f"{place} must be {kind}, got {shown(value)}"
+
+
+def _is_storable(value: object) -> bool:
+    if isinstance(value, str):
+        return not any("\ud800" <= letter <= "\udfff" for letter in value)
+    return not isinstance(value, float) or math.isfinite(value)
+
+
 Flag = Annotated[bool, Strict()]
 Text = Annotated[str, Strict(), AfterValidator(_readable)]
 Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
@@ -71,6 +97,8 @@ Share = Annotated[float, Strict(), Ge(0), Le(1), BeforeValidator(_as_number)]
 PositiveShare = Annotated[float, Strict(), Gt(0), Le(1), BeforeValidator(_as_number)]
 BelowOne = Annotated[float, Strict(), Ge(0), Lt(1), BeforeValidator(_as_number)]
 AboveOne = Annotated[float, Strict(), Gt(1), BeforeValidator(_as_number)]
+FreeForm = Annotated[Mapping[str, Any], AfterValidator(_storable)]
+FreeForms = Annotated[Mapping[str, Mapping[str, Any] | None], AfterValidator(_storable)]
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
 
@@ -171,7 +199,9 @@ def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
 
 
 def misfit(name: str, hint: Any, value: object) -> str:
-    """The sentence for a `value` that is not of type `hint`."""
+    """The sentence for a `value` that is not of type `hint`; of a free-form section, for each entry that cannot be."""
+    if isinstance(value, Mapping) and (entries := list(_unstorable(value, name))):
+        return "; ".join(entries)
     near = did_you_mean(value, choices(hint)) if isinstance(value, str) else ""
     wanted = allowed(hint)
     if isinstance(value, str) and wanted.startswith("text"):

@@ -190,6 +190,30 @@ def test_what_does_not_go_together_is_refused(overrides, key, why):
     assert why in text
 
 
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "reward_model.reward_kwargs={a: {b: [1, nan]}, c: inf}",
+            "reward_model.reward_kwargs.a.b[1] must be a finite number, got nan; "
+            "reward_model.reward_kwargs.c must be a finite number, got inf",
+        ),
+        (
+            "custom_reward_function.reward_kwargs.x.y=-inf",
+            "custom_reward_function.reward_kwargs.x.y must be a finite number, got -inf",
+        ),
+        ("data.apply_chat_template_kwargs.x=nan", "data.apply_chat_template_kwargs.x must be a finite number, got nan"),
+        (
+            f"{ROLLOUT}.engine_kwargs.vllm.share=nan",
+            f"{ROLLOUT}.engine_kwargs.vllm.share must be a finite number, got nan",
+        ),
+        (f"{ROLLOUT}.engine_kwargs.vllm=3", f"{ROLLOUT}.engine_kwargs.vllm must be a section of key: value, got 3"),
+    ],
+)
+def test_an_entry_of_a_free_form_section_is_refused_by_its_full_key(override, fault):
+    assert refusal(override) == f"{fault} (command line)"
+
+
 def test_a_window_that_holds_nothing_is_refused():
     text = refusal("target_success.low=0.5", root="sft")
     assert text.startswith("target_success.low=0.5 (command line): is above target_success.high=0.4")
