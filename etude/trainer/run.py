@@ -14,10 +14,10 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.distributed import InProcessWorkerGroup
-from etude.dumps import json_safe, written_atomically
 from etude.errors import ConfigError, EtudeError
 from etude.events import EventSink, RolloutProgress, RunEnded, RunStarted, ignore_event
 from etude.inference import check_trainable
+from etude.jsonl import json_safe, write_atomically
 from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import run_lock
@@ -90,6 +90,6 @@ def evaluate(
             f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(results_of(batch))}"
         )
     if output is not None:
-        with written_atomically(output) as file:
+        with write_atomically(output) as file:
             file.write(json.dumps(json_safe(result), indent=1).encode())
     return result

@@ -15,8 +15,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from etude.dumps import written_atomically
 from etude.errors import one_line
+from etude.jsonl import write_atomically
 from etude.run_folder import COMPLETED, RUN_FILE
 
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
@@ -59,5 +59,5 @@ def hardware() -> str:
 
 
 def _write(run_dir: Path, record: dict[str, Any]) -> None:
-    with written_atomically(run_dir / RUN_FILE) as file:
+    with write_atomically(run_dir / RUN_FILE) as file:
         file.write(json.dumps(record, indent=1).encode())

@@ -212,7 +212,7 @@ def test_a_broken_dump_is_named_and_a_cut_metrics_line_is_not_missed(run: Path) 
         file.write('{"step": 50, "rew')
     assert write_report(run).is_file()
     (run / "validation" / "0.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"0\.jsonl:1"):
+    with pytest.raises(DataError, match=r"0\.jsonl: line 1"):
         write_report(run)
 
 
