@@ -13,8 +13,10 @@ import math
 import re
 import resource
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -221,6 +223,30 @@ def reward_source_metrics(
         "success": [is_success(reward, tool_weight, score_weight) for reward in rewards],
     }
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+
+
+class Timings:
+    """Wall seconds by name in `seconds`; CPU seconds of the process, all threads, in `cpu()`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._cpu = time.process_time()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def cpu(self) -> float:
+        """CPU seconds since construction."""
+        return time.process_time() - self._cpu
+
+    def of_work(self) -> dict[str, float]:
+        """`seconds` without activities that had nothing to do."""
+        return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:

@@ -25,9 +25,8 @@ from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto
-from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
+from etude.trainer.metrics import Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
-from etude.trainer.timing import Timings
 from etude.trajectory import StopReason, Trajectory
 
 Figures = dict[str, float]

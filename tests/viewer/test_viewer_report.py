@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from etude.cli.report import report
 from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.trainer.run_record import run_record
+from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.viewer.charts import charts, series
