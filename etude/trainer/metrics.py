@@ -34,7 +34,10 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 
-_DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)
+DROPPED = (
+    StopReason.INFRASTRUCTURE,
+    StopReason.CANCELLED,
+)  # broken by infrastructure, or cancelled because others were
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was asked: the name may be the model's invention
 _MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's figures stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
@@ -128,7 +131,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
         metrics |= _call_metrics(name, group)
     if not trajectories:
         return metrics
-    kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     metrics |= _tool_rewards(kept)
     metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
     metrics |= _spread("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
@@ -211,7 +214,7 @@ def reward_source_metrics(
 
     `step` and `final` are unweighted sums a trajectory, `total` the weighted total; `score` only where a manager ran.
     """
-    rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     if not rewards:
         return {}
     scores = [reward.score for reward in rewards if reward.score is not None]

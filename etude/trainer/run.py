@@ -66,7 +66,8 @@ def evaluate(
     """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
 
     Returns:
-        The `evaluation_metrics`, and under `metrics` those of a run's validation (`val-core/*`, `val/*`). They are written to `output` as JSON if given, the trajectories to `dump_folder`, numbered `step`.
+        The `evaluation_metrics`, and under `metrics` those of a run's validation (`val-core/*`, `val/*`). They are
+        written to `output` as JSON if given, the trajectories to `dump_folder`, numbered `step`.
 
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded.

@@ -254,7 +254,9 @@ class SFTTrainer:
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
-            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
+            raise EtudeError(
+                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results_of(batch))}"
+            )
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _trial_seed(self, step: int) -> int:
