@@ -75,9 +75,9 @@ class Quickstart:
         self._write(self._ledger, {"seed": self.seed, "stages": self._times})
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        from etude.dumps import written_atomically
+        from etude.jsonl import write_atomically
 
-        with written_atomically(path) as file:
+        with write_atomically(path) as file:
             file.write(json.dumps(content, indent=1).encode())
 
     # -- stages --------------------------------------------------------------------------------------------------

@@ -27,15 +27,14 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
+from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
+from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
-from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
-from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
 

@@ -29,11 +29,10 @@ from etude.options.validate import to_options
 from etude.registry import load_plugins
 from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
+from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
 from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
-from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
@@ -255,7 +254,9 @@ class SFTTrainer:
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
-            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
+            raise EtudeError(
+                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results_of(batch))}"
+            )
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _trial_seed(self, step: int) -> int:

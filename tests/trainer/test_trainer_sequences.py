@@ -16,7 +16,8 @@ from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
-from etude.dumps import json_line, read_rollouts, sequences_of
+from etude.dumps import read_rollouts, sequences_of
+from etude.jsonl import json_line
 from etude.models import load_causal_lm
 from etude.options import RewardOptions
 from etude.trainer.interrupts import Interrupts

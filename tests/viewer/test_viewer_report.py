@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from etude.cli.report import report
 from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.trainer.run_record import run_record
+from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.viewer.charts import charts, series
@@ -212,7 +212,7 @@ def test_a_broken_dump_is_named_and_a_cut_metrics_line_is_not_missed(run: Path) 
         file.write('{"step": 50, "rew')
     assert write_report(run).is_file()
     (run / "validation" / "0.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"0\.jsonl:1"):
+    with pytest.raises(DataError, match=r"0\.jsonl: line 1"):
         write_report(run)
 
 
