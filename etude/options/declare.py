@@ -49,7 +49,8 @@ class Key:
     """What is said of a key beside its type and default.
 
     `written` is its default as YAML where that is another key's value, `alias_of` the key that it is another name of, and
-    `path` what it names on disk: a file or code that is there, a model, a checkpoint, or a place that is written to.
+    `path` what it names on this machine: a file or code that is there, a model, a checkpoint, a place that is written to, or
+    a variable of the environment.
     """
 
     meaning: str
@@ -57,7 +58,7 @@ class Key:
     written: str = ""
     alias_of: str = ""
     names: Names | None = None
-    path: Literal["", "file", "code", "model", "checkpoint", "output"] = ""
+    path: Literal["", "file", "code", "model", "checkpoint", "output", "environment"] = ""
     when: When | None = None
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Literal
 
 from etude.options.declare import Names, When, key, options
+from etude.options.serving import BUILTIN
 from etude.options.training import Precision
 from etude.options.types import (
     Count,
@@ -207,7 +208,7 @@ class RolloutOptions:
         "Inference engine: native (in this process, on the CPU or one GPU), vllm (in this process, or servers), sglang "
         "(servers), openai (servers, for `etude eval` only), or one of yours.",
         default="native",
-        names=Names("etude.inference:ENGINES", ("native", "openai", "scripted", "sglang", "vllm")),
+        names=Names("etude.inference:ENGINES", tuple(BUILTIN)),
     )
     mode: Literal["async", "sync"] = key(
         "async: each trajectory is scored the moment it ends; sync: the whole batch is rolled out, then scored.",
@@ -287,7 +288,10 @@ class RolloutOptions:
         when=When("with name=openai", lambda own, run: own.name == "openai"),
     )
     server_api_key_env: Text | None = key(
-        "Environment variable that holds the servers' API key. Null: they need none.", default=None, when=SERVED
+        "Environment variable that holds the servers' API key. Null: they need none.",
+        default=None,
+        path="environment",
+        when=SERVED,
     )
     server_timeout: Positive = key(
         "Time a server may take over one request, connecting and waiting included.",

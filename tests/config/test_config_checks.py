@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 from etude.algorithms.aggregation import LOSS_AGG_MODES
 from etude.algorithms.kl import KL_KINDS
 from etude.config import compose, compose_with_sources
-from etude.config.checks import problems_with
+from etude.config.checks import check_names, problems_with
 from etude.config.generate import DOCS, docs_text, tree_files
 from etude.config.layers import flatten
-from etude.config.names import check_names
 from etude.errors import ConfigError
+from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.serving import BUILTIN
 from etude.options.types import choices
 from etude.registry import import_object
 
@@ -264,6 +265,10 @@ def test_a_rooms_own_names_are_those_that_are_registered(key):
     registered = import_object(names.registry).names()
     ours = [name for name in registered if import_object(names.registry).get(name).__module__.startswith("etude.")]
     assert not names.builtin or sorted(names.builtin) == ours
+
+
+def test_what_is_declared_of_an_engine_is_what_it_says_of_itself():
+    assert {name: kind_of(name) for name in BUILTIN} == BUILTIN
 
 
 def test_closed_choices_are_those_that_the_code_knows():
