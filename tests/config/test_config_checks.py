@@ -11,7 +11,7 @@ from etude.algorithms.aggregation import LOSS_AGG_MODES
 from etude.algorithms.kl import KL_KINDS
 from etude.config import compose, compose_with_sources
 from etude.config.checks import check_names, problems_with
-from etude.config.generate import DOCS, docs_text, tree_files
+from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
 from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
@@ -335,8 +335,8 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 
-def test_the_tree_and_the_reference_page_are_current():
-    stale = [path.name for path, text in {**tree_files(), DOCS: docs_text()}.items() if path.read_text("utf-8") != text]
+def test_the_tree_and_the_pages_are_current():
+    stale = [path.name for path, text in {**tree_files(), **pages()}.items() if path.read_text("utf-8") != text]
     assert stale == [], "run  python -m etude.config.generate"
 
 

@@ -314,7 +314,9 @@ def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, 
         "from etude.tools import BaseTool\n\n\nclass Judge(BaseTool):\n"
         "    async def calc_reward(self, instance_id, **kwargs):\n        return 1.0\n"
     )
-    schema = "{type: function, function: {name: calculator, description: d, parameters: {type: object, properties: {}}}}"
+    schema = (
+        "{type: function, function: {name: calculator, description: d, parameters: {type: object, properties: {}}}}"
+    )
     (tmp_path / "judge.yaml").write_text(f"tools:\n- {{class_name: 'judge.py:Judge', tool_schema: {schema}}}\n")
     (tmp_path / "agent.py").write_text("")
     given = ["plugins=[]", f"{ROLLOUT}.multi_turn.format=hermes", "custom_reward_function.path=null", *settings]
