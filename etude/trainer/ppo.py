@@ -28,6 +28,7 @@ from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
+from etude.tools.calls import overrides
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
@@ -52,17 +53,11 @@ class PPOTrainer:
                 with a configuration that is not this one's.
         """
         self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
-        rollout = setup.roles.rollout
-        if not rollout.do_sample or rollout.top_k == 1:
-            raise ConfigError(
-                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false and top_k=1 give the "
-                "likeliest one every time, and its log-probs no ratio to learn from"
-            )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
-        self._warn_of_two_judges(train)
+        self._warn_of_judges(train)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
@@ -80,8 +75,18 @@ class PPOTrainer:
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
-    def _warn_of_two_judges(self, train: RLDataset) -> None:
-        if self.setup.roles.reward.enable and len(train):
+    def _warn_of_judges(self, train: RLDataset) -> None:
+        reward, parts = self.setup.roles.reward, self.setup.parts
+        scored = (reward.enable and reward.score_weight) or parts.interactions or parts.environment
+        if not (
+            scored or self.setup.config.plugins or any(overrides(tool, "calc_reward") for tool in parts.tools.values())
+        ):
+            logger.warning(
+                "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
+                "call returns a reward, every answer earns 0",
+                ", ".join(parts.tools),
+            )
+        if reward.enable and len(train):
             row = train[0]
             if duplicate_judge(row, row.get("tools_kwargs")):
                 logger.warning(

@@ -18,7 +18,7 @@ from omegaconf import DictConfig
 
 from etude.agents import AgentParts
 from etude.agents.interactions import load_interactions
-from etude.config.names import check_names
+from etude.config.checks import check_names
 from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
