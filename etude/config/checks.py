@@ -13,7 +13,8 @@ from typing import Any
 from etude.config.layers import is_users
 from etude.config.names import unknown_names
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.validate import build, shown, value_of
+from etude.options.types import shown
+from etude.options.validate import build, value_of
 
 Options = TrainOptions | SFTOptions
 Problem = tuple[str, str]

@@ -22,6 +22,7 @@ from etude.config.keys import KeyTable
 from etude.config.layers import (
     TREE,
     Layer,
+    ancestors,
     command_line_layer,
     file_layers,
     flatten,
@@ -33,7 +34,6 @@ from etude.config.layers import (
 )
 from etude.config.paths import anchor_paths
 from etude.config.preflight import Command, check_start
-from etude.config.provenance import provenance
 from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
@@ -116,7 +116,7 @@ def compose_with_sources(
     translation = translate(user, KeyTable(base), base)
     user = translation.layers
     config = _merge([*base, *user])
-    sources = provenance([*base, *user])
+    sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_merge(base))
     options, wrong = problems_with(_filled_in(config, sources), raw, sources)
@@ -170,6 +170,17 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{layer.source}: {_reason(error)}") from error
     return config
+
+
+def _sources(layers: Sequence[Layer]) -> dict[str, str]:
+    """Dotted key → source (a file, or "command line") of its value: the last layer that sets it."""
+    sources: dict[str, str] = {}
+    for layer in layers:
+        for key, _ in flatten(plain(layer)):
+            for section in ancestors(key):  # a free-form section that is no longer empty
+                sources.pop(section, None)
+            sources[key] = layer.source
+    return sources
 
 
 def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:

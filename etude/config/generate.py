@@ -35,7 +35,8 @@ from etude.options import (
     TrainOptions,
     declarations,
 )
-from etude.options.declare import Declaration, Key, allowed_shortly
+from etude.options.declare import Declaration, Key
+from etude.options.types import allowed_shortly
 from etude.options.validate import yaml_text
 
 DOCS = Path(__file__).parents[2] / "docs" / "configuration.md"

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from etude.options.declare import Count, CountOrOff, Flag, Natural, Share, Text, Texts, When, key, options
+from etude.options.declare import When, key, options
+from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, Share, Text, Texts
 
 TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
 SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
@@ -47,7 +47,7 @@ class DataOptions:
         "Column that holds the images of the prompt, one for each <image> in its texts. Null: no row has images.",
         default="images",
     )
-    apply_chat_template_kwargs: Mapping[str, Any] = key(
+    apply_chat_template_kwargs: FreeForm = key(
         "Extra arguments of the chat template (for example enable_thinking: false); any keys.", default_factory=dict
     )
 
@@ -68,9 +68,7 @@ class SFTDataOptions:
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
     seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
-    apply_chat_template_kwargs: Mapping[str, Any] = key(
-        "Extra arguments of the chat template; any keys.", default_factory=dict
-    )
+    apply_chat_template_kwargs: FreeForm = key("Extra arguments of the chat template; any keys.", default_factory=dict)
 
 
 @options

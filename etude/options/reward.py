@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from etude.options.declare import Flag, Names, Number, Text, When, key, options
+from etude.options.declare import Names, When, key, options
+from etude.options.types import Flag, FreeForm, Number, Text
 
 MANAGED = When("with enable=true", lambda own, run: own.enable)
 CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.path is not None)
@@ -22,7 +20,7 @@ class RewardOptions:
         names=Names("etude.rewards:REWARD_MANAGERS", late=True),
         when=MANAGED,
     )
-    reward_kwargs: Mapping[str, Any] = key("Its options; any keys.", default_factory=dict, when=MANAGED)
+    reward_kwargs: FreeForm = key("Its options; any keys.", default_factory=dict, when=MANAGED)
     tool_reward_weight: Number = key("Weight of the tools' rewards (step rewards and calc_reward).", default=1.0)
     score_weight: Number = key("Weight of the manager's score.", default=1.0, when=MANAGED)
 
@@ -37,6 +35,6 @@ class CustomRewardOptions:
         path="code",
     )
     name: Text = key("The function's name in that file.", default="compute_score", when=CUSTOM)
-    reward_kwargs: Mapping[str, Any] = key(
+    reward_kwargs: FreeForm = key(
         "Extra keyword arguments handed to every call; any keys.", default_factory=dict, when=CUSTOM
     )

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from etude.options.declare import (
+from etude.options.declare import Names, When, key, options
+from etude.options.training import Precision
+from etude.options.types import (
     Count,
     CountOrOff,
     Flag,
-    Names,
+    FreeForms,
     Natural,
     NonNegative,
     Positive,
@@ -18,11 +19,7 @@ from etude.options.declare import (
     Share,
     Text,
     Texts,
-    When,
-    key,
-    options,
 )
-from etude.options.training import Precision
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -335,7 +332,7 @@ class RolloutOptions:
         default=False,
         when=COPIES,
     )
-    engine_kwargs: Mapping[str, Mapping[str, Any] | None] = key(
+    engine_kwargs: FreeForms = key(
         "Arguments of vLLM in this process, by the names of its AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: "
         "0.5}}. Servers get theirs on their own command line.",
         default_factory=dict,

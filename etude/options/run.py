@@ -7,22 +7,9 @@ from typing import Annotated, Literal
 from annotated_types import Le
 from pydantic import AfterValidator
 
-from etude.options.declare import (
-    Count,
-    CountOrOff,
-    Flag,
-    Names,
-    Natural,
-    NonNegative,
-    Positive,
-    Share,
-    Text,
-    Texts,
-    When,
-    key,
-    options,
-)
+from etude.options.declare import Names, When, key, options
 from etude.options.training import KLKind
+from etude.options.types import Count, CountOrOff, Flag, Natural, NonNegative, Positive, Share, Text, Texts
 
 _GROUP_ESTIMATORS = ("grpo",)
 """Built-in estimators that neither discount nor use values; those of plugins may use every key."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from etude.options.declare import (
+from etude.options.declare import Names, When, key, options
+from etude.options.types import (
     AboveOne,
     BelowOne,
     Count,
     Flag,
-    Names,
     Natural,
     NonNegative,
     Number,
@@ -17,9 +17,6 @@ from etude.options.declare import (
     PositiveShare,
     Share,
     Text,
-    When,
-    key,
-    options,
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]

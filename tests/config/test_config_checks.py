@@ -17,7 +17,7 @@ from etude.config.names import check_names
 from etude.errors import ConfigError
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.declare import choices
+from etude.options.types import choices
 from etude.registry import import_object
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -188,6 +188,30 @@ def test_what_does_not_go_together_is_refused(overrides, key, why):
     assert text.startswith(key)
     assert "(command line)" in text
     assert why in text
+
+
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "reward_model.reward_kwargs={a: {b: [1, nan]}, c: inf}",
+            "reward_model.reward_kwargs.a.b[1] must be a finite number, got nan; "
+            "reward_model.reward_kwargs.c must be a finite number, got inf",
+        ),
+        (
+            "custom_reward_function.reward_kwargs.x.y=-inf",
+            "custom_reward_function.reward_kwargs.x.y must be a finite number, got -inf",
+        ),
+        ("data.apply_chat_template_kwargs.x=nan", "data.apply_chat_template_kwargs.x must be a finite number, got nan"),
+        (
+            f"{ROLLOUT}.engine_kwargs.vllm.share=nan",
+            f"{ROLLOUT}.engine_kwargs.vllm.share must be a finite number, got nan",
+        ),
+        (f"{ROLLOUT}.engine_kwargs.vllm=3", f"{ROLLOUT}.engine_kwargs.vllm must be a section of key: value, got 3"),
+    ],
+)
+def test_an_entry_of_a_free_form_section_is_refused_by_its_full_key(override, fault):
+    assert refusal(override) == f"{fault} (command line)"
 
 
 def test_a_window_that_holds_nothing_is_refused():
