@@ -39,7 +39,7 @@ DROPPED = (
     StopReason.CANCELLED,
 )  # broken by infrastructure, or cancelled because others were
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was asked: the name may be the model's invention
-_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's figures stay readable
+_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's metrics stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 

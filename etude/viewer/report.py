@@ -34,9 +34,9 @@ from etude.run_folder import (
     read_metrics,
     read_run_record,
 )
-from etude.viewer.charts import Chart, Records, charts, is_number, series, validation_keys, validation_label
+from etude.viewer.charts import Chart, Records, charts, series, validation_keys
 from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, readable
-from etude.viewer.panel import duration
+from etude.viewer.panel import duration, is_number, validation_label
 
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
