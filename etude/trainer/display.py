@@ -330,6 +330,7 @@ class Display:
         enabled: False shows nothing at all (`console` is not among `trainer.logger`).
         console: where to; default standard output.
         validated: how validations sample, "greedy" or "sampled".
+        rollouts: tells, at any time, how many trajectories of the step under way have ended, and how many there are.
     """
 
     def __init__(
@@ -339,7 +340,9 @@ class Display:
         enabled: bool = True,
         console: RunConsole | None = None,
         validated: str = "greedy",
+        rollouts: Callable[[], tuple[int, int]] | None = None,
     ) -> None:
+        self._rollouts = rollouts
         self._state = RunState(title, total_steps, validated=validated)
         self._console = console or RunConsole()
         self._enabled = enabled
@@ -392,6 +395,8 @@ class Display:
 
     def __rich__(self) -> RenderableType:
         try:
+            if self._rollouts is not None:
+                self.rollout_progress(*self._rollouts())
             with self._lock:
                 return render(self._state, self._console.width)
         except Exception as error:  # in the refresh thread nobody else would catch it

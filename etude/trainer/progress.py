@@ -5,7 +5,9 @@ Invariant: a bar on a terminal, elsewhere a line every few seconds, both on stde
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import TracebackType
 
@@ -14,16 +16,19 @@ from rich.progress import MofNCompleteColumn, Progress
 from etude.trainer.display import RunConsole, duration
 
 _LINE_SECONDS = 5.0
+_POLL_SECONDS = 0.5
 
 
 class RolloutProgress:
-    """A context manager, called with (trajectories that have ended, all of them)."""
+    """A context manager, which asks `progress` for (trajectories that have ended, all of them) from a thread of its own."""
 
-    def __init__(self, title: str, enabled: bool = True) -> None:
+    def __init__(self, title: str, progress: Callable[[], tuple[int, int]], enabled: bool = True) -> None:
         self._console = RunConsole(stderr=True)
         self._title, self._enabled = title, enabled
         self._started = self._told = time.monotonic()
         self._live: Progress | None = None
+        self._progress, self._over = progress, threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="etude-progress", daemon=True)
 
     def __enter__(self) -> RolloutProgress:
         if self._enabled and self._console.is_terminal:
@@ -31,9 +36,19 @@ class RolloutProgress:
             self._live = Progress(*columns, console=self._console, transient=True)
             self._task = self._live.add_task(self._title, total=None)
             self._live.start()
+        if self._enabled:
+            self._thread.start()
         return self
 
+    def _watch(self) -> None:
+        while not self._over.wait(_POLL_SECONDS):
+            self(*self._progress())
+
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self._over.set()
+        if self._enabled:
+            self._thread.join()
+            self(*self._progress())
         if self._live is not None:
             self._live.stop()
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, EtudeError
 from etude.inference import check_trainable
 from etude.trainer.dumps import json_safe, written_atomically
@@ -20,7 +19,6 @@ from etude.trainer.resume import run_lock
 from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
-from etude.workers import ActorRolloutRefWorker, RewardWorker
 
 
 def train(config: DictConfig) -> dict[str, float]:
@@ -31,16 +29,17 @@ def train(config: DictConfig) -> dict[str, float]:
     """
     setup = prepare(config)
     check_trainable(setup.roles.rollout.name)
-    trainer = PPOTrainer(setup)
-    with run_lock(trainer.run_dir):
-        trainer.init_workers()
-        return trainer.fit()
+    with closing(setup.groups):
+        trainer = PPOTrainer(setup)
+        with run_lock(trainer.run_dir):
+            trainer.init_workers()
+            return trainer.fit()
 
 
 def fine_tune(config: DictConfig) -> Path:
     """A whole supervised run; returns the model's folder."""
     trainer = SFTTrainer(config)
-    with run_lock(trainer.run_dir):
+    with closing(trainer.groups), run_lock(trainer.run_dir):
         return trainer.fit()
 
 
@@ -58,17 +57,16 @@ def evaluate(
         TrainingStopped: infrastructure broke more than `trainer.min_valid_fraction` allows.
         EtudeError: no trajectory was left to judge by.
     """
-    setup = prepare(config)
+    setup = prepare(config, trains=False)
     dataset = setup.validation_set()
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
-    reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
-    roles = replace(setup.roles, needs_ref=False, trains=False)
-    policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
-    policy.init_model()
-    with RolloutProgress("evaluating", enabled="console" in setup.trainer.logger) as progress:
-        policy.set_progress(progress)
-        batch, metrics = Rollouts(setup, policy, reward_group).validate(dataset)
+    groups = setup.groups
+    with closing(groups):
+        groups.rollout.init_model()
+        groups.rollout.update_weights(0)
+        with RolloutProgress("evaluating", groups.progress, enabled="console" in setup.trainer.logger):
+            batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
     if dump_folder is not None:
         dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
     survivors(batch, setup.trainer.min_valid_fraction)

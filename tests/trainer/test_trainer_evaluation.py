@@ -69,10 +69,11 @@ def test_the_interval_covers_however_alike_the_samples_of_a_prompt_are(n, alike)
 
 
 def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
-    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0])
+    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0, 19.0])
     monkeypatch.setattr("etude.trainer.progress.time.monotonic", lambda: next(clock))
     written = io.StringIO()
-    progress = RolloutProgress("evaluating")
+    monkeypatch.setattr("etude.trainer.progress._POLL_SECONDS", 3600.0)
+    progress = RolloutProgress("evaluating", lambda: (2, 80))
     progress._console = Console(file=written, width=20)
     with progress:
         for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):

@@ -22,7 +22,7 @@ def half(dtype):
 def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, half(dtype), f"{ACTOR}.optim.lr=1e-6")))
     trainer.init_workers()
-    worker = trainer.policy_wg._workers[0]
+    worker = trainer.groups.actor._workers[0]
     start = [p.detach().clone() for p in worker._actor_optimizer._parameters]
     assert {p.dtype for p in start} == {torch.float32}
     for _ in range(3):
@@ -43,7 +43,7 @@ def test_what_learns_starts_from_the_saved_weights_and_computes_with_rounded_one
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, half("bfloat16"), GAE)))
     trainer.init_workers()
     saved = load_file(tiny.model / "model.safetensors")
-    actor, critic = trainer.policy_wg._workers[0], trainer.critic_wg._workers[0]
+    actor, critic = trainer.groups.actor._workers[0], trainer.groups.critic._workers[0]
     known = [
         (saved[place], rounded, exact)
         for model, optimizer in ((actor.model, actor._actor_optimizer), (critic.model, critic._optimizer))

@@ -1,0 +1,49 @@
+"""`open_groups`: the worker groups of a run.
+
+Invariant: this is the only place that knows in which processes the roles run; what crosses into a group are plain options
+and batches. In this version all groups live in this process, and actor and rollout share one model.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
+from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker
+
+
+@dataclass(frozen=True)
+class Groups:
+    """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing learns;
+    `reward` scores whole batches, where `rollout` does not score each trajectory as it ends."""
+
+    rollout: WorkerGroup
+    actor: WorkerGroup
+    critic: WorkerGroup | None = None
+    reward: WorkerGroup | None = None
+
+    def progress(self) -> tuple[int, int]:
+        """Trajectories of the rollout under way that have ended, and all of them; any thread may ask."""
+        ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
+        return sum(done for done, _ in ranks), sum(total for _, total in ranks)
+
+    def close(self) -> None:
+        """Ends the workers; what they hold, their models above all, is free again."""
+        for group in {id(group): group for group in vars(self).values() if group is not None}.values():
+            group.close()
+
+
+def open_groups(options: RoleOptions, *, trains: bool = True, critic: bool = False) -> Groups:
+    """Starts the workers, which load no model yet. `trains`: whether there is an actor; `critic`: whether there is one."""
+
+    def start(worker: type[Worker]) -> WorkerGroup:
+        return InProcessWorkerGroup(worker, 1, options)
+
+    rollout = start(ActorRolloutRefWorker if trains else RolloutWorker)
+    scores_batches = options.rollout.mode == "sync" and options.reward.enable
+    return Groups(
+        rollout,
+        actor=rollout,
+        critic=start(CriticWorker) if critic else None,
+        reward=start(RewardWorker) if scores_batches else None,
+    )
