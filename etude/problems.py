@@ -41,7 +41,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
 }
 
 
-def problems(metrics: Mapping[str, float]) -> dict[str, str]:
+def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     """Kind → sentence, the gravest first."""
     found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
@@ -59,7 +59,7 @@ def problems(metrics: Mapping[str, float]) -> dict[str, str]:
     return found | _tool_problems(metrics)
 
 
-def tools_called(metrics: Mapping[str, float]) -> dict[str, float]:
+def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
     """Tool → its calls."""
     return {
         name.split("/")[1]: calls
@@ -70,7 +70,7 @@ def tools_called(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     found = {}
-    for tool, calls in tools_called(metrics).items():
+    for tool, calls in count_tool_calls(metrics).items():
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""

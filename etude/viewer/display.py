@@ -22,7 +22,7 @@ from rich.text import Text
 from etude.errors import EtudeError, describe_error, one_line
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
-from etude.viewer.panel import REWARD_KEYS, RunState, duration, is_validation, plain_line, render
+from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_line, is_validation, render_panel
 
 logger = logging.getLogger(__name__)
 
@@ -99,7 +99,7 @@ class Display:
             self._live.refresh()
         elif self._enabled and (_is_telling(event) or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
-            self._print(plain_line(self._state))
+            self._print(format_line(self._state))
 
     def _note(self, line: str) -> None:
         with self._lock:
@@ -110,7 +110,7 @@ class Display:
     def __rich__(self) -> RenderableType:
         try:
             with self._lock:
-                return render(self._state, self._console.width)
+                return render_panel(self._state, self._console.width)
         except Exception as error:  # in the refresh thread nobody else would catch it
             return Text(f"(the view failed: {type(error).__name__})", style="dim")
 
@@ -205,5 +205,7 @@ class RolloutBar:
         elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
             self._line_printed = now
             left = (now - self._began) * (total - done) / max(done, 1)
-            eta = f" · {duration(left)} left" if 10 * done >= total else ""  # the first few say little of the rest
+            eta = (
+                f" · {format_duration(left)} left" if 10 * done >= total else ""
+            )  # the first few say little of the rest
             self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)
