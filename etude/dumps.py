@@ -80,9 +80,9 @@ def rollout_record(
             infrastructure retries before this one, 0 for the first try.
         input, output: decoded prompt and response, special tokens kept.
         score: the weighted total reward; None for a trajectory that was dropped.
-        reward_weights: the weights behind it, `tool` and `score`.
+        reward_weights: the weights in it, `tool` and `score`.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
-        earlier: the `sequence_record`s of what the agent left behind where it rewrote its history, in time order.
+        earlier: the `sequence_record`s of the sequences before the agent rewrote its history, in time order.
 
     Raises:
         ValueError: `texts` has not one entry a segment.

@@ -1,8 +1,8 @@
-"""Trajectories of a dump as something to read: blocks of text, each with who wrote it, and the rewards beside them.
+"""Trajectories of a dump as conversations to read: blocks of text by provenance, with the rewards between them.
 
-Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. What
-a page shows as the model's words is what the policy sampled: provenance comes from the record's segments; where these
-carry no text, the response is one block of nobody's.
+Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text
+is labelled as the model's only if its segment says that the policy sampled it; where segments carry no text, the whole
+response is one block without an author.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ _CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
 
 
 def sanitize_text(text: str) -> str:
-    """`text` with control characters, and those that reorder what is shown, replaced; a special token that is there many
-    times in a row, as an image's placeholder is, once with its count."""
+    """`text` with control characters and those that change the writing direction replaced; a special token repeated many
+    times in a row, such as an image's placeholder, is written once with its count."""
     return _REPEATED.sub(_counted, text).translate(_CONTROL)
 
 

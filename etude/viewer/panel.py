@@ -1,7 +1,7 @@
-"""The panel of a live run: from what is known of it to something that Rich prints, or one line of text.
+"""The panel of a live run, drawn with Rich, and its one-line form.
 
-Invariant: pure functions of a `RunState`; every number is optional and left out where its metric is absent, whatever the
-values are something can be drawn, and no curve is longer than what was asked for. When it is shown is `display`'s part.
+Invariant: pure functions of a `RunState`. Every metric is optional, and its row is left out where it is absent; any finite
+values can be drawn; no curve is wider than asked for. When to draw is decided in `display`.
 """
 
 from __future__ import annotations
@@ -83,7 +83,7 @@ def format_duration(seconds: float) -> str:
 
 @dataclass
 class RunState:
-    """What the view knows of the run; `history` maps a row's label to its finite values, oldest first."""
+    """The state that is drawn; `history` maps a row's label to its finite values, oldest first."""
 
     title: str
     total_steps: int
@@ -116,7 +116,7 @@ class RunState:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number that a float can hold (a truth value is none)."""
+    """Whether `value` is a finite number within a float's range; booleans are not numbers."""
     return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 

@@ -295,6 +295,7 @@ def test_a_long_run_makes_a_small_chart() -> None:
 def test_one_step_makes_charts_and_no_numbers_make_none() -> None:
     assert [chart.title for chart in draw_charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
     assert draw_charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    assert draw_charts([{"step": 1, "reward/total/mean": 10**400}]) == []  # JSON holds it, a float does not
     sequences = [{"step": step, "rollout/sequences/mean": 1.0} for step in (1, 2)]
     assert draw_charts(sequences) == []  # as in every run whose agents keep their history
     sequences[1]["rollout/sequences/mean"] = 1.5
