@@ -10,13 +10,14 @@ from omegaconf import OmegaConf
 
 from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
-from etude.config.checks import problems_with
-from etude.config.generate import DOCS, docs_text, tree_files
+from etude.config.checks import check_names, problems_with
+from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
-from etude.config.names import check_names
 from etude.errors import ConfigError
+from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.serving import BUILTIN
 from etude.options.types import choices
 from etude.registry import import_object
 
@@ -266,6 +267,10 @@ def test_a_rooms_own_names_are_those_that_are_registered(key):
     assert not names.builtin or sorted(names.builtin) == ours
 
 
+def test_what_is_declared_of_an_engine_is_what_it_says_of_itself():
+    assert {name: kind_of(name) for name in BUILTIN} == BUILTIN
+
+
 def test_closed_choices_are_those_that_the_code_knows():
     declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
     ones = torch.ones(1, 1)
@@ -332,8 +337,8 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 
-def test_the_tree_and_the_reference_page_are_current():
-    stale = [path.name for path, text in {**tree_files(), DOCS: docs_text()}.items() if path.read_text("utf-8") != text]
+def test_the_tree_and_the_pages_are_current():
+    stale = [path.name for path, text in {**tree_files(), **pages()}.items() if path.read_text("utf-8") != text]
     assert stale == [], "run  python -m etude.config.generate"
 
 
