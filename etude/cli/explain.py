@@ -42,7 +42,7 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     """
     from etude.cli.console import open_console
     from etude.dumps import sequences_of, trajectory_from_record
-    from etude.viewer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
+    from etude.viewer.explain import Weights, check_overlap, check_sequence, list_tokens, read_row, weight_versions_of
 
     console = open_console()
     record = read_row(rollouts, row)
@@ -51,17 +51,17 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     made: list[Check] = []
     weights: Weights | None = None
     for number, sequence in enumerate(sequences):
-        folder = model or _own_checkpoint(rollouts, sampled_by(trajectory_from_record(sequence)))
+        folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            _print_tokens(console, tokens_of(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
+            _print_tokens(console, list_tokens(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
         if folder is None or weights is None or weights.folder != folder:
             weights = None if folder is None else Weights(folder)
-        checks = checks_of(sequence, weights, tolerance)
+        checks = check_sequence(sequence, weights, tolerance)
         _print_checks(console, checks)
         made += checks
-    if (claims := claims_of(record)) is not None:
+    if (claims := check_overlap(record)) is not None:
         console.print()
         _print_checks(console, [claims])
         made.append(claims)
@@ -115,7 +115,7 @@ def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from etude.viewer.conversations import readable
+    from etude.viewer.conversations import sanitize_text
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("token", "id", "mask", "turn", "log-prob", "reward"):
@@ -131,7 +131,7 @@ def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
             "" if token.log_prob is None else f"{token.log_prob:.4f}",
             f"{token.reward:g}" if token.reward else "",
             token.provenance.value,
-            Text(readable(token.text).replace("\n", "⏎").replace("\t", "⇥")),
+            Text(sanitize_text(token.text).replace("\n", "⏎").replace("\t", "⇥")),
             style=PROVENANCE_COLOURS[token.provenance.value],
         )
     console.print(table)
