@@ -15,7 +15,7 @@ ROOT = PACKAGE.parent
 
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
-    | {"limits", "metrics", "model_folder", "options", "renamed", "scratch"},
+    | {"limits", "metrics", "model_folder", "options", "renamed", "scratch", "seeds"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},

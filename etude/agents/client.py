@@ -18,6 +18,7 @@ from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
 from etude.trajectory import AgentLoopOutput
 
@@ -61,7 +62,7 @@ class TrajectoryClient:
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
-        seed = (params.seed * 1_000_003 + 97 * (self._asked if draw is None else draw)) & 0x7FFFFFFFFFFFFFFF
+        seed = request_seed(params.seed, self._asked if draw is None else draw)
         self._asked += 1  # before the wait: requests under way at once must not draw alike
         asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         given: dict[str, Any] = {"images": shown} if shown else {}  # an engine for text need not know the word

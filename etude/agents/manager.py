@@ -15,7 +15,6 @@ opened at the engine is closed, in every ending.
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -33,6 +32,7 @@ from etude.agents.scoring import Scorer, score_result
 from etude.bounded import GRACE_SECONDS, called, result_of
 from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
+from etude.seeds import trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
 from etude.trace import TraceSpan
 from etude.trajectory import AgentLoopOutput, StopReason, ToolCallRecord, Trajectory
@@ -57,14 +57,13 @@ class Sampling:
 
     def params(self, index: int, max_tokens: int, stops: Sequence[int]) -> dict[str, Any]:
         """What a loop's `run` receives."""
-        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=7).digest()
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "max_tokens": max_tokens,
             "stop_token_ids": tuple(stops),
-            "seed": int.from_bytes(digest, "big"),
+            "seed": trajectory_seed(self.seed, index),
         }
 
 

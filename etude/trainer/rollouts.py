@@ -24,6 +24,7 @@ from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto
+from etude.seeds import batch_seed
 from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
 from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
@@ -47,7 +48,7 @@ class Rollouts:
     def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Metrics]:
         """`rollout.n` trajectories of each row, and the engine's metrics; `attempt` counts the batches of one step."""
         n = self._setup.roles.rollout.n
-        seed = self._seed(step, attempt)
+        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
         if self._setup.algorithm.adv_estimator == "grpo":  # it compares a prompt's answers
@@ -58,7 +59,8 @@ class Rollouts:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
         seeds, whatever the batches."""
         size = self._setup.data.val_batch_size or len(dataset)
-        n, seed = self._setup.roles.rollout.val_kwargs.n, self._seed(0, 0)
+        rollout = self._setup.roles.rollout
+        n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
         parts = []
         for start in range(0, len(dataset), size):
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
@@ -101,9 +103,6 @@ class Rollouts:
         broken = [call for result in results for call in result.broken_calls]
         figures = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
         return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-
-    def _seed(self, step: int, attempt: int) -> int:
-        return (self._setup.roles.rollout.seed * 1_000_003 + step) * 64 + attempt
 
 
 def rollout_batch(

@@ -26,6 +26,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.registry import load_plugins
+from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
@@ -250,7 +251,9 @@ class SFTTrainer:
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
-        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=self._trial_seed(step), validate=False)
+        prompts = rollout_batch(
+            list(rows), n=1, label=f"trial.{step}", seed=trial_seed(self.options.seed, step), validate=False
+        )
         batch = prompts.union(self.group.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
         place_scores(batch, RewardOptions())
@@ -258,9 +261,6 @@ class SFTTrainer:
         if not trajectories:
             raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
-
-    def _trial_seed(self, step: int) -> int:
-        return self.options.seed * 1_000_003 + step
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""

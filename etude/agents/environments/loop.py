@@ -30,6 +30,7 @@ from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.number import as_reward
+from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import StopReason
 
@@ -238,7 +239,7 @@ class TextStage:
         self._env = await _called(self._environment, "__init__", make)
         options = dict(row.get("extra_info") or {})
         returned = await _called(
-            self._environment, "reset", self._env.reset, seed=data.sampling.seed & 0x7FFFFFFF, options=options
+            self._environment, "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
         )
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise _wrong(
