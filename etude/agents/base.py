@@ -192,7 +192,7 @@ class AgentLoopBase(ABC):
         return len(trajectory.prompt_ids) <= self.context.options.prompt_length and self.room(trajectory) >= 1
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory | AgentLoopOutput | list[Any]:
         """Rolls out one trajectory.
 
         Args:
@@ -201,10 +201,11 @@ class AgentLoopBase(ABC):
                 infrastructure broke an earlier run.
 
         Returns:
-            The response's ids with their mask. `response_logprobs` may be None; others than the engine's are refused. A
-            `reward_score` counts where `reward_model.enable=false`; otherwise the reward manager's score replaces it.
-            A loop that rewrote its history, so that no one context holds all that was sampled, returns a list in time
-            order: the last is the main sequence and alone carries rewards, messages and stop reason.
+            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be left out; others than
+            the engine's are refused. A `reward_score` counts where `reward_model.enable=false`; otherwise the reward
+            manager's score replaces it. A loop that rewrote its history, so that no one context holds all that was sampled,
+            returns a list of these in time order: the last is the main sequence and alone carries rewards, messages and stop
+            reason.
 
         Raises:
             InfrastructureError: the world broke; the trajectory is retried from fresh state.

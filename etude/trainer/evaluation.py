@@ -13,7 +13,7 @@ from typing import Any
 from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
-from etude.trainer.rollouts import results_of
+from etude.trainer.rollouts import rollouts_of
 from etude.trajectory import Trajectory
 
 Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sample)
@@ -22,7 +22,7 @@ Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sam
 def evaluation_figures(batch: DataProto, options: RewardOptions) -> dict[str, Any]:
     """`prompts`, `samples`, `dropped`, `success` and `tool_use` with `…_low` and `…_high`, `reward`; and under `sources` the
     same of each data source. A source all of whose samples were dropped has counts alone."""
-    pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), results_of(batch))]
+    pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch))]
     sources: dict[str, list[Pair]] = defaultdict(list)
     for source, pair in zip(batch.non_tensor_batch["data_source"].tolist(), pairs):
         sources[str(source)].append(pair)

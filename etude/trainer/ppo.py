@@ -17,7 +17,6 @@ from typing import Any
 
 import torch
 
-from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.distributed import InProcessWorkerGroup, WorkerGroup
@@ -31,12 +30,13 @@ from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
+from etude.trajectory import Rollout
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
 
 logger = logging.getLogger(__name__)
@@ -256,12 +256,12 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        results: list[RolloutResult] = []
+        results: list[Rollout] = []
         engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
             rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
-            results += results_of(rolled)
+            results += rollouts_of(rolled)
             engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size

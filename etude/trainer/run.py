@@ -17,7 +17,7 @@ from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.progress import RolloutProgress
 from etude.trainer.resume import run_lock
-from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
+from etude.trainer.rollouts import Rollouts, dump, first_cause, rollouts_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.workers import ActorRolloutRefWorker, RewardWorker
@@ -75,7 +75,7 @@ def evaluate(
     result = evaluation_figures(batch, setup.roles.reward) | {"metrics": metrics}
     if not result["samples"]:
         raise EtudeError(
-            f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(results_of(batch))}"
+            f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(rollouts_of(batch))}"
         )
     if output is not None:
         with written_atomically(output) as file:

@@ -32,7 +32,7 @@ from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
+from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
 from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
@@ -259,7 +259,7 @@ class SFTTrainer:
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
-            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
+            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(rollouts_of(batch))}")
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from rich.console import Console
 
-from etude.agents import RolloutResult
+from etude.agents import Rollout
 from etude.protocol import DataProto
 from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.metrics import prompt_mean, wilson_interval
@@ -29,7 +29,7 @@ def batch(rows):
     for source, uid, trajectory in rows:
         columns["data_source"].append(source)
         columns["uid"].append(uid)
-        columns["rollout"].append(RolloutResult(trajectory))
+        columns["rollout"].append(Rollout([trajectory]))
     arrays = {}
     for name, values in columns.items():
         arrays[name] = np.empty(len(values), dtype=object)

@@ -119,10 +119,9 @@ class EnvAgentLoop(ToolAgentLoop):
         started = time.perf_counter()
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
         add_time(trajectory, "tool_calls", started)
-        turn = trajectory.assistant_turns - 1
         reward = observed.reward
         if reward is not None and not (isinstance(reward, float) and math.isnan(reward)):
-            trajectory.rewards.steps.append((turn, SOURCE, as_reward(reward, "the environment")))
+            trajectory.add_step_reward(SOURCE, as_reward(reward, "the environment"))
         if observed.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
