@@ -174,6 +174,21 @@ class AgentLoopBase(ABC):
             return []
         return await read_row(reader, row.get("images") or (), f"row {row['request_id']}")
 
+    def render_prompt(
+        self,
+        row: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[ImageInput] = (),
+    ) -> list[int]:
+        """The ids of a prompt. A row of the data set brings them along, rendered once for all of its samples; they are
+        taken where they are of these messages and tools, by the same template, and show no image."""
+        names, known = [tool["function"]["name"] for tool in tools or ()], row.get("raw_prompt_ids")
+        same = known is not None and not images and names == row.get("active_tools") and messages == row["raw_prompt"]
+        if same and self.chat is self.context.chat and self.tools is self.context.tools:
+            return list(known or ())
+        return self.chat.initial_ids(messages, tools or None, [image.tokens for image in images])
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop, for `run_in_executor`."""

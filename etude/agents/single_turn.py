@@ -16,7 +16,7 @@ class SingleTurnAgentLoop(AgentLoopBase):
         """See `AgentLoopBase.run`."""
         messages = list(row["raw_prompt"])
         images = await self.read_images(row)
-        prompt_ids = self.chat.initial_ids(messages, image_tokens=[image.tokens for image in images])
+        prompt_ids = self.render_prompt(row, messages, images=images)
         trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages, images=images)
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG

@@ -125,7 +125,7 @@ class ToolAgentLoop(AgentLoopBase):
         Raises:
             DataError: the row selects a tool that is not configured, or hands arguments to one that it does not select.
         """
-        active, user = self._active_tools(row), self._interaction(row)
+        self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
         limits = self.context.options.multi_turn
@@ -195,8 +195,8 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         for response in data.session.initial_responses:
             await self._greet(data, response)
-        tokens = [image.tokens for image in trajectory.images]
-        trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None, tokens)
+        messages, images = trajectory.messages, trajectory.images
+        trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
