@@ -165,6 +165,11 @@ def test_no_modules_import_each_other():
     assert find_circle(graph) == []
 
 
+def test_one_file_knows_where_workers_run():
+    named = {module_name(path) for path in MODULES if "InProcessWorkerGroup" in path.read_text(encoding="utf-8")}
+    assert {name for name in named if room_of(name) != "distributed"} == {"etude.trainer.groups"}
+
+
 def test_nothing_is_called_utils():
     banned = {"utils", "util", "helpers", "common", "misc"}
     assert [module_name(path) for path in MODULES if banned & set(path.relative_to(ROOT).with_suffix("").parts)] == []

@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -42,7 +42,6 @@ _LOCKSTEP = (
     "; in the deterministic mode the engine goes on when every trajectory asks it or has ended: agents must not wait for "
     "one another"
 )
-Progress = Callable[[int, int], None]
 _UNTRAINABLE = (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED)
 
 
@@ -74,7 +73,7 @@ class AgentLoopManager:
         self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
-        self.on_progress: Progress | None = None
+        self.progress = (0, 0)  # (ended, all) of the batch under way; may be read from another thread
         self.deterministic = deterministic
         self._logged = False
         slowest = max(
@@ -151,6 +150,7 @@ class _Batch:
         self._given_up: set[int] = set()
         self._under_way: dict[int, asyncio.Task[Any]] = {}
         self._done = 0
+        manager.progress = (0, len(rows))
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
             try:
@@ -273,8 +273,7 @@ class _Batch:
             )
             self._give_up_group_of(index)
         self._done += 1
-        if manager.on_progress is not None:
-            manager.on_progress(self._done, len(self._rows))
+        manager.progress = (self._done, len(self._rows))
 
     def _give_up_group_of(self, index: int) -> None:
         """Where infrastructure took the row and its group is of no use without it, gives up the group's other rows."""

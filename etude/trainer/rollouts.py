@@ -40,7 +40,8 @@ _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prom
 class Rollouts:
     """Rolls out rows for training and for validation, and scores them."""
 
-    def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup) -> None:
+    def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
+        """`reward`: None where `policy` scores each trajectory the moment it ends, or nothing does."""
         self._setup, self._policy, self._reward = setup, policy, reward
 
     def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Metrics]:
@@ -88,7 +89,7 @@ class Rollouts:
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list a name
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
         batch = prompts.union(rolled)
-        if self._setup.roles.rollout.mode == "sync":  # lock-step: the whole batch first, then its scores
+        if self._reward is not None:  # lock-step: the whole batch first, then its scores
             batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later

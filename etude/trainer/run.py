@@ -9,15 +9,14 @@ from __future__ import annotations
 import json
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import replace
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, EtudeError
-from etude.events import EventSink, RolloutProgress, RunEnded, RunStarted, ignore_event
+from etude.events import EventSink, RunEnded, RunStarted, ignore_event
 from etude.inference import check_trainable
 from etude.jsonl import json_safe, write_atomically
 from etude.options import RewardOptions
@@ -29,7 +28,6 @@ from etude.trainer.rollouts import Rollouts, dump, first_cause, rollouts_of, sur
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Trajectory
-from etude.workers import ActorRolloutRefWorker, RewardWorker
 
 Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sample)
 
@@ -42,16 +40,17 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     """
     setup = prepare(config)
     check_trainable(setup.roles.rollout.name)
-    trainer = PPOTrainer(setup)
-    with run_lock(trainer.run_dir):
-        trainer.init_workers()
-        return trainer.fit(emit)
+    with closing(setup.groups):
+        trainer = PPOTrainer(setup)
+        with run_lock(trainer.run_dir):
+            trainer.init_workers()
+            return trainer.fit(emit)
 
 
 def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
     """A whole supervised run; returns the model's folder."""
     trainer = SFTTrainer(config)
-    with run_lock(trainer.run_dir):
+    with closing(trainer.groups), run_lock(trainer.run_dir):
         return trainer.fit(emit)
 
 
@@ -74,20 +73,20 @@ def evaluate(
         TrainingStopped: infrastructure broke more than `trainer.min_valid_fraction` allows.
         EtudeError: no trajectory was left to judge by.
     """
-    setup = prepare(config)
+    setup = prepare(config, trains=False)
     dataset = setup.validation_set()
     if dataset is None:
         raise ConfigError("data.val_files is empty: give the rows to evaluate on")
-    reward_group = InProcessWorkerGroup(RewardWorker, 1, setup.roles, setup.tokenizer)
-    roles = replace(setup.roles, needs_ref=False, trains=False)
-    policy = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, setup.parts)
-    policy.init_model()
-    policy.set_progress(lambda done, total: emit(RolloutProgress(done, total)))
-    emit(RunStarted("evaluating", 0, setup.trainer))
-    try:
-        batch, metrics = Rollouts(setup, policy, reward_group).validate(dataset)
-    finally:
-        emit(RunEnded())
+    groups = setup.groups
+    with closing(groups):
+        groups.rollout.init_model()
+        groups.rollout.update_weights(0)
+        emit(RunStarted("evaluating", 0, setup.trainer))
+        try:
+            with groups.report_progress(emit):
+                batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
+        finally:
+            emit(RunEnded())
     if dump_folder is not None:
         dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
     survivors(batch, setup.trainer.min_valid_fraction)
