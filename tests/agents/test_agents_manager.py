@@ -11,7 +11,7 @@ from etude.agents import (
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
-    RolloutResult,
+    Rollout,
     ToolAgentLoop,
     to_batch,
     token_level_scores,
@@ -183,7 +183,7 @@ def run_of(output_of):
 @pytest.mark.parametrize(
     ("output_of", "error", "message"),
     [
-        (lambda ids: None, EtudeError, "'bad' must return an AgentLoopOutput, or several, not NoneType"),
+        (lambda ids: None, EtudeError, "'bad' must return a Trajectory or AgentLoopOutput, or several, not NoneType"),
         (lambda ids: ([*ids, 3], [1] * len(ids)), EtudeError, "'bad' returned a wrong AgentLoopOutput"),
         (lambda ids: ([*ids, 3], [1] * (len(ids) + 1)), EtudeError, "did not sample it"),
         (lambda ids: (ids + [3] * 40, [1] * len(ids) + [0] * 40), ConfigError, "than data.max_response_length=30"),
@@ -311,7 +311,7 @@ def test_a_loop_that_ignores_its_end_cannot_sample_on(loop_named):
 
     loop_named("stubborn", Stubborn)
     manager, engine = make([says("5")], trajectory_timeout=0.02, infrastructure_retries=0)
-    manager._clean_up_seconds = 0.0
+    manager.clean_up_seconds = 0.0
     (result,) = generate(manager, rows_of(1, agent_name="stubborn"))
     assert result.dropped is StopReason.INFRASTRUCTURE
     assert asked_on == ["trajectory u0/0/0 is over: nothing more is sampled for it"]
@@ -521,7 +521,7 @@ def test_cancellation_while_scoring_leaves_no_task_behind():
 
 def test_columns_of_a_batch_with_a_dropped_row():
     manager, _ = make(lambda request_id, *_: says("5" * (1 + int(request_id[1]))))
-    results = [*generate(manager, rows_of(2)), RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)]
+    results = [*generate(manager, rows_of(2)), Rollout(dropped=StopReason.INFRASTRUCTURE)]
     first, second = (r.trajectory for r in results[:2])
     first.rewards = Rewards(score=2.0, final={"echo": 1.0})
     batch = to_batch(results, pad_token_id=0)
@@ -547,13 +547,13 @@ def test_columns_of_a_batch_with_a_dropped_row():
 
 
 def test_a_batch_of_dropped_rows_only():
-    batch = to_batch([RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)] * 2, pad_token_id=9)
+    batch = to_batch([Rollout(dropped=StopReason.INFRASTRUCTURE)] * 2, pad_token_id=9)
     assert batch.batch["response_mask"].sum() == 0
     assert batch.batch["prompts"].tolist() == [[9], [9]]
 
 
 def test_prompts_are_padded_on_the_left():
-    results = [RolloutResult(Trajectory("a", [4, 5])), RolloutResult(Trajectory("b", [6, 7, 8]))]
+    results = [Rollout([Trajectory("a", [4, 5])]), Rollout([Trajectory("b", [6, 7, 8])])]
     batch = to_batch(results, pad_token_id=9).batch
     assert batch["prompts"].tolist() == [[9, 4, 5], [6, 7, 8]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 1, 1, 0]]
