@@ -61,10 +61,13 @@ def shown_value(options: Any, key: str) -> str:
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
     """A line for each of `keys`, which the user set, that has no effect, and for what is allowed and seldom meant."""
     yield from inert(options, keys, sources)
-    for key in (f"{_POLICY}.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
-        if isinstance(options, TrainOptions) and key in keys and value_of(options, key) > options.data.train_batch_size:
-            batch = f"data.train_batch_size={options.data.train_batch_size}"
-            yield f"{key}={value_of(options, key)} ({sources[key]}) is more than {batch}: each batch is one update"
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        if name == "betas" and value_of(options, section).name == "muon":
+            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect on weight matrices: {section}.name=muon"
+        elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
+            more = f"is more than data.train_batch_size={prompts}: each batch is one update"
+            yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:

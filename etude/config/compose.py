@@ -137,7 +137,7 @@ def _layers(
     name, folder = _locate(config_name, config_path)
     values, choices = parse_arguments(overrides, folder)
     if folder == TREE:
-        base, user = _root_layers(name, choices), list[Layer]()
+        base, user = list(root_layers(name, tuple(choices))), list[Layer]()
     else:
         base, user = _user_layers(name, folder, choices, root)
     return base, [*user, command_line_layer(values)] if values else user
@@ -165,11 +165,7 @@ def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> 
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return _root_layers(listed[-1] if listed else root, () if lists_defaults else choices), user
-
-
-def _root_layers(root: str, choices: Sequence[str]) -> list[Layer]:
-    return file_layers(root, TREE, choices) if choices else list(root_layers(root))
+    return list(root_layers(listed[-1] if listed else root, () if lists_defaults else tuple(choices))), user
 
 
 def _merge(layers: Sequence[Layer]) -> DictConfig:
