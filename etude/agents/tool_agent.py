@@ -58,7 +58,7 @@ from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.tools.outcome import read_execution
-from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
+from etude.trajectory import Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
 logger = logging.getLogger(__name__)
@@ -119,13 +119,13 @@ class ToolAgentLoop(AgentLoopBase):
         """`data.max_response_length`."""
         return self.context.options.response_length
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown.
 
         Raises:
             DataError: the row selects a tool that is not configured, or hands arguments to one that it does not select.
         """
-        active, user = self._active_tools(row), self._interaction(row)
+        self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
         limits = self.context.options.multi_turn
@@ -155,7 +155,7 @@ class ToolAgentLoop(AgentLoopBase):
                 trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
-        return trajectory.to_output()
+        return trajectory
 
     async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
         """Goes from state to state until the trajectory has ended."""
@@ -195,8 +195,8 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         for response in data.session.initial_responses:
             await self._greet(data, response)
-        tokens = [image.tokens for image in trajectory.images]
-        trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None, tokens)
+        messages, images = trajectory.messages, trajectory.images
+        trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
@@ -288,13 +288,13 @@ class ToolAgentLoop(AgentLoopBase):
             for answer in pictured.values():
                 trajectory.images += await read_all(self.context.images, answer.pictures)
         trajectory.tool_calls += answers.records(turn)
-        trajectory.rewards.steps += [
-            (turn, each.call.name, each.reward) for each in outcomes if each.error is None or each.reward
-        ]
+        for each in outcomes:
+            if each.error is None or each.reward:
+                trajectory.add_step_reward(each.call.name, each.reward)
         if limits.malformed_calls == "penalise":
             unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
             if unreadable:
-                trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
+                trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
         return state
 
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
@@ -367,7 +367,7 @@ class ToolAgentLoop(AgentLoopBase):
         started = time.perf_counter()
         answer = await data.user.answer(data.heard())
         add_time(trajectory, "interaction", started)
-        trajectory.rewards.steps.append((trajectory.assistant_turns - 1, INTERACTION, answer.reward))
+        trajectory.add_step_reward(INTERACTION, answer.reward)
         if answer.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, [{"role": "user", "content": answer.text}])

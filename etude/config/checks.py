@@ -27,16 +27,16 @@ _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
 
 def problems_with(
+    tree: type[Options],
     values: Mapping[str, Any],
     raw: Mapping[str, Any],
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options, a line for each thing that is wrong).
+    """(`values` as options of the class `tree`, a line for each thing that is wrong).
 
     `raw` are the leaves before they were filled in; `more` finds what else is wrong with options that fit their types.
     """
-    tree: type[Options] = TrainOptions if _POLICY in values else SFTOptions
     options, wrong = build(tree, values)
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)

@@ -66,7 +66,7 @@ def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
     raw, sources = dict(flatten(tree)), dict.fromkeys(declarations(TREES[root]), "command line")
     for key in declarations(TREES[root]):
         for value in HOSTILE:
-            _, lines = problems_with(changed(tree, key, value), raw, sources)
+            _, lines = problems_with(TREES[root], changed(tree, key, value), raw, sources)
             assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
             numbers = value if isinstance(value, list) else [value]
             unbounded = any(

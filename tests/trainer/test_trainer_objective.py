@@ -13,7 +13,7 @@ from house_stage import ACTOR, ROLLOUT
 
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import results_of
+from etude.trainer.rollouts import rollouts_of
 from etude.trainer.setup import prepare
 
 LENGTH = 72  # data.max_response_length of the tiny runs
@@ -230,7 +230,7 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     log_probs, entropy = outputs(model, batch)
-    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in results_of(batch)])
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in rollouts_of(batch)])
     torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
     losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
     assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)

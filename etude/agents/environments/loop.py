@@ -30,6 +30,7 @@ from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.number import as_reward
+from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import StopReason
 
@@ -118,10 +119,9 @@ class EnvAgentLoop(ToolAgentLoop):
         started = time.perf_counter()
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
         add_time(trajectory, "tool_calls", started)
-        turn = trajectory.assistant_turns - 1
         reward = observed.reward
         if reward is not None and not (isinstance(reward, float) and math.isnan(reward)):
-            trajectory.rewards.steps.append((turn, SOURCE, as_reward(reward, "the environment")))
+            trajectory.add_step_reward(SOURCE, as_reward(reward, "the environment"))
         if observed.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
@@ -238,7 +238,7 @@ class TextStage:
         self._env = await _called(self._environment, "__init__", make)
         options = dict(row.get("extra_info") or {})
         returned = await _called(
-            self._environment, "reset", self._env.reset, seed=data.sampling.seed & 0x7FFFFFFF, options=options
+            self._environment, "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
         )
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise _wrong(
