@@ -36,7 +36,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
@@ -128,15 +128,7 @@ class ToolAgentLoop(AgentLoopBase):
         self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
-        limits = self.context.options.multi_turn
-        in_tokens, longest = limits.tool_response_length_unit == "tokens", self.max_tool_response_length
-        counted = TokenLimit(
-            longest if in_tokens else None,
-            self.tool_response_truncate_side,
-            self.tokenizer,
-            self._tool_tokens,
-            None if in_tokens else longest,
-        )
+        counted = self._token_limit()
         async with ToolSession(
             active, row.get("tools_kwargs"), request_id=row["request_id"], token_limit=counted
         ) as session:
@@ -149,25 +141,31 @@ class ToolAgentLoop(AgentLoopBase):
                 user=user,
                 token_limit=counted,
             )
-            async with user or nullcontext():
-                await self.converse(data, row)
+            async with user or nullcontext(), self.surroundings(data, row):
+                state = AgentState.PENDING
+                while state is not AgentState.TERMINATED:
+                    if not isinstance(state, AgentState):
+                        raise EtudeError(
+                            f"agent loop {type(self).__name__}: a handler returned {state!r:.80}, not an AgentState"
+                        )
+                    handler = getattr(self, self._handlers[state])
+                    begins = state in (AgentState.PENDING, AgentState.GENERATING)
+                    state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
             if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
         return trajectory
 
-    async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
-        """Goes from state to state until the trajectory has ended."""
-        state = AgentState.PENDING
-        while state is not AgentState.TERMINATED:
-            if not isinstance(state, AgentState):
-                raise EtudeError(
-                    f"agent loop {type(self).__name__}: a handler returned {state!r:.80}, not an AgentState"
-                )
-            handler = getattr(self, self._handlers[state])
-            begins = state in (AgentState.PENDING, AgentState.GENERATING)
-            state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
+    def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
+        """What is open while the states follow one another."""
+        return nullcontext()
+
+    def _token_limit(self) -> TokenLimit:
+        in_tokens = self.context.options.multi_turn.tool_response_length_unit == "tokens"
+        longest = self.max_tool_response_length
+        tokens, chars = (longest, None) if in_tokens else (None, longest)
+        return TokenLimit(tokens, self.tool_response_truncate_side, self.tokenizer, self._tool_tokens, chars)
 
     def _active_tools(self, row: dict[str, Any]) -> dict[str, BaseTool]:
         own = [name for name in self.tools if name not in self.context.tools]  # those of a subclass's class attribute

@@ -243,7 +243,8 @@ class PPOTrainer:
         engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
-            rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
+            prompts = self.rollouts.training_prompts(next(self._batches), self.global_step + 1, attempt)
+            rolled, sampling = self.rollouts.generate(prompts)
             results += rollouts_of(rolled)
             engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))

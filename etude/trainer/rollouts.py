@@ -44,15 +44,15 @@ class Rollouts:
         """`reward`: None where `policy` scores each trajectory the moment it ends, or nothing does."""
         self._setup, self._policy, self._reward = setup, policy, reward
 
-    def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Metrics]:
-        """`rollout.n` trajectories of each row, and the engine's metrics; `attempt` counts the batches of one step."""
+    def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> DataProto:
+        """Each row `rollout.n` times; `attempt` counts the batches of one step."""
         n = self._setup.roles.rollout.n
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
         if self._setup.algorithm.adv_estimator == "grpo":  # it compares a prompt's answers
             prompts.meta_info["least_group"] = 2
-        return self._generate(prompts)
+        return prompts
 
     def validation(self, dataset: RLDataset) -> DataProto:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
@@ -64,7 +64,7 @@ class Rollouts:
         for start in range(0, len(dataset), size):
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
             prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
-            parts.append(self._generate(prompts)[0])
+            parts.append(self.generate(prompts)[0])
         return joined(parts)
 
     def validate(self, dataset: RLDataset) -> tuple[DataProto, Figures]:
@@ -83,8 +83,8 @@ class Rollouts:
         figures |= {f"val/{name}": value for name, value in overall.items()}
         return batch, figures | {"timing_s/testing": timings.seconds["testing"]}
 
-    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
-        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len)."""
+    def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len). Also the engine's metrics."""
         rolled: DataProto = self._policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list a name
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)

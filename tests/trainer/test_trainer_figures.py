@@ -66,8 +66,8 @@ def test_refilled_batches_are_counted_together(tiny, tmp_path):
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.max_num_gen_batches=3",
     )
-    rolled, training = [], trainer.rollouts.training
-    trainer.rollouts.training = lambda *arguments: (found := training(*arguments), rolled.append(found[0]))[0]
+    rolled, generate = [], trainer.rollouts.generate
+    trainer.rollouts.generate = lambda prompts: (found := generate(prompts), rolled.append(found[0]))[0]
     figures = trainer.training_step(quiet())
     assert len(rolled) == 3
     trajectories = [result.trajectory for batch in rolled for result in rollouts_of(batch)]

@@ -37,14 +37,14 @@ class Step:
             drift_apart(critic.model, 0.05)
             self.critic_batches, self.critic_steps = watch(self.trainer.groups.critic, "update_critic", critic._engine)
         rollouts = self.trainer.rollouts
-        training = rollouts.training
+        generate = rollouts.generate
 
-        def with_error(*arguments):
-            rolled, engine = training(*arguments)
+        def with_error(prompts):
+            rolled, engine = generate(prompts)
             rolled.batch["rollout_log_probs"] += engine_error
             return rolled, engine
 
-        rollouts.training = with_error
+        rollouts.generate = with_error
         self.figures = self.trainer.training_step(Interrupts(lambda text: None))
 
 

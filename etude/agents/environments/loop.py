@@ -15,7 +15,8 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -86,8 +87,9 @@ class EnvAgentLoop(ToolAgentLoop):
 
     _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # its environment runs the tools
 
-    async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
-        """See `ToolAgentLoop.converse`.
+    @asynccontextmanager
+    async def surroundings(self, data: Conversation, row: dict[str, Any]) -> AsyncIterator[None]:
+        """The environment, which scores the trajectory at its end.
 
         Raises:
             EtudeError: the environment raised something that is not infrastructure, or observed control tokens.
@@ -99,7 +101,7 @@ class EnvAgentLoop(ToolAgentLoop):
         try:
             if greeting := await self._stage.begin(data, row):
                 append_to_last_user(data.trajectory.messages, self.chat.disarmed(greeting))
-            await super().converse(data, row)
+            yield
             if data.trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 data.trajectory.rewards.score = await self._stage.score(data, row)
         finally:
