@@ -15,9 +15,11 @@ from etude.agents.environments import load_environment
 from etude.agents.gateway import check_openai_agent
 from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
+from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
+from etude.config.checks import load_user_records
 from etude.config.names import check_names
 from etude.data import RLDataset
 from etude.errors import ConfigError
@@ -35,7 +37,6 @@ from etude.options import (
     TrainOptions,
 )
 from etude.options.validate import to_options
-from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
 from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
 from etude.workers.options import RoleOptions
@@ -47,15 +48,22 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The checked options of a run, its tools, tokenizer and chat template."""
+    """The checked options of a run, its tools, tokenizer and chat template. `needs` are the columns that estimator, loss and
+    KL terms need beside what a rollout has."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
+    needs: frozenset[str]
     trainer: TrainerOptions
     roles: RoleOptions
     parts: AgentParts
     reading: Reading
     config: DictConfig
+
+    @property
+    def estimator(self) -> Estimator:
+        """The advantage estimator's record."""
+        return ADVANTAGE_ESTIMATORS.get(self.algorithm.adv_estimator)
 
     @property
     def tokenizer(self) -> Any:
@@ -116,7 +124,8 @@ def prepare(config: DictConfig) -> RunSetup:
         ConfigError, DataError: one line that names the key or file.
     """
     options = to_options(TrainOptions, plain_config(config))
-    load_plugins(options.plugins)
+    for line in load_user_records(options):
+        logger.warning("%s", line)
     policy, data = options.actor_rollout_ref, options.data
     rollout = policy.rollout
     if rollout.agent.agent_loop_config_path is not None:
@@ -135,7 +144,7 @@ def prepare(config: DictConfig) -> RunSetup:
         reward=_reward_options(options.reward_model),
         custom_reward=options.custom_reward_function,
         chat_template_kwargs=data.apply_chat_template_kwargs,
-        needs_ref=policy.actor.use_kl_loss or options.algorithm.use_kl_in_reward,
+        needs_ref="ref_log_prob" in options.needs,
     )
     if roles.model.path is None:
         raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
@@ -145,7 +154,7 @@ def prepare(config: DictConfig) -> RunSetup:
         check_takes_images(rollout.name)
     _check_answers(rollout, parts, reading, data.apply_chat_template_kwargs)
     build_scorer(roles, reading.tokenizer)  # a reward that cannot be loaded is told before a model is
-    return RunSetup(data, options.algorithm, options.trainer, roles, parts, reading, config)
+    return RunSetup(data, options.algorithm, options.needs, options.trainer, roles, parts, reading, config)
 
 
 def _check_answers(

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from etude.agents import AgentContext, AgentLoopManager, AgentParts, RolloutOptions, Sampling, to_batch
 from etude.agents.batch import rows_of
-from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
+from etude.algorithms import POLICY_LOSSES, agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
 from etude.chat import ToolParser
 from etude.data import active_tools
 from etude.distributed import Dispatch, Worker, register
@@ -137,13 +137,14 @@ class ActorRolloutRefWorker(Worker):
         """Rolls out each row once.
 
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
-        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`). Returns the
+        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's figures.
         """
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
-        temperature = chosen.temperature if chosen.do_sample else 0.0
+        greedy = data.meta_info.get("greedy") or not chosen.do_sample
+        temperature = 0.0 if greedy else chosen.temperature
         sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
         rows = rows_of(data)
         for row in rows:
@@ -174,9 +175,11 @@ class ActorRolloutRefWorker(Worker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (batch, response_len) of the current weights, at meta_info's `temperature`."""
-        log_probs, entropies = self._actor.log_probs(data, data.meta_info["temperature"])
-        return DataProto.from_single_dict({"old_log_probs": log_probs, "entropys": entropies})
+        """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
+        weights, at meta_info's `temperature`."""
+        squares = bool(data.meta_info.get("sum_pi_squared"))
+        found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
+        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -247,10 +250,8 @@ class ActorRolloutRefWorker(Worker):
             advantages=columns["advantages"],
             response_mask=mask,
             loss_agg_mode=actor.loss_agg_mode,
-            clip_ratio=actor.clip_ratio,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
+            **{need: columns[need] for need in POLICY_LOSSES.get(actor.policy_loss.loss_mode).needs},
+            **actor.loss_options(),
             **scaling,
         )
         metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}
