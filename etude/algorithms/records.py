@@ -61,6 +61,8 @@ class Record:
     columns: ClassVar[frozenset[str]] = frozenset(COLUMNS)
 
     def __post_init__(self) -> None:
+        if isinstance(self.fn, Record):
+            raise ConfigError(f"{self.fn._name} is the record of something else than {type(self).__name__}")
         needs = frozenset({self.needs} if isinstance(self.needs, str) else self.needs)
         object.__setattr__(self, "needs", needs)
         for name in sorted(needs - self.columns):
