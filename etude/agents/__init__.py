@@ -1,7 +1,7 @@
 """Agent loops: how trajectories come about, and the manager that runs many at once."""
 
 from etude.agents.agent_data import AgentData, AgentState
-from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, AgentParts, register
+from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
 from etude.agents.batch import to_batch, token_level_scores
 from etude.agents.client import TrajectoryClient
 from etude.agents.environments.loop import EnvAgentLoop
@@ -23,7 +23,6 @@ __all__ = [
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "AgentOptions",
-    "AgentParts",
     "AgentState",
     "EnvAgentLoop",
     "MultiTurnOptions",

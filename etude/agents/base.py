@@ -33,18 +33,10 @@ register = AGENT_LOOPS.register
 
 
 @dataclass(frozen=True)
-class AgentParts:
-    """What conversations are held with: loaded once a process, before any model, and shared by all trajectories."""
-
-    tools: Mapping[str, BaseTool] = field(default_factory=dict)
-    interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
-    environment: Any = None  # an `environments.loop.Environment`, which stands above this module
-
-
-@dataclass(frozen=True)
 class AgentContext:
-    """What the trajectories of one worker share. `config` is the whole resolved configuration, for users' loops;
-    `processor` (Hugging Face's) and `images` are those of a vision model, None where the model reads text only."""
+    """What the trajectories of one worker share, loaded once, before any model. `config` is the whole resolved
+    configuration, for users' loops; `processor` (Hugging Face's) and `images` are those of a vision model, None where the
+    model reads text only."""
 
     config: Any
     options: RolloutOptions
@@ -53,7 +45,7 @@ class AgentContext:
     parser: ToolParser
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
-    environment: Any = None
+    environment: Any = None  # an `environments.loop.Environment`, which stands above this module
     tracer: Tracer | None = None
     processor: Any = None
     images: ImageReader | None = None

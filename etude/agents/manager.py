@@ -43,7 +43,6 @@ _LOCKSTEP = (
     "; in the deterministic mode the engine goes on when every trajectory asks it or has ended: agents must not wait for "
     "one another"
 )
-Progress = Callable[[int, int], None]
 
 
 @dataclass(frozen=True)
@@ -75,7 +74,7 @@ class AgentLoopManager:
         self, context: AgentContext, engine: Engine, scorer: Scorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
-        self.on_progress: Progress | None = None
+        self.progress = (0, 0)  # (ended, all) of the batch under way; may be read from another thread
         self._deterministic = deterministic
         self._logged = False
         slowest = max(
@@ -112,10 +111,6 @@ class AgentLoopManager:
             return "env_agent"
         several_turns = row.get("active_tools", list(self.context.tools)) or row.get("interaction_kwargs")
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
-
-    def _report(self, done: int, total: int) -> None:
-        if self.on_progress is not None:
-            self.on_progress(done, total)
 
     def _log_failure(self, request_id: str, error: BaseException) -> None:
         """The first failure as a warning; the others are counted in the metrics, and seen at INFO."""
@@ -155,6 +150,7 @@ class _Run:
                 raise ConfigError(f"row {row['request_id']}: agent_name: {error}") from error
         if (tracer := self._manager.context.tracer) is not None:
             self._to_trace = tracer.chosen([str(row.get("uid", i)) for i, row in enumerate(self._rows)])
+        self._manager.progress = (0, len(self._rows))
         lanes = min(self._options.max_concurrent_trajectories, len(self._rows))
         follow = self._followers(lanes)
         try:
@@ -296,7 +292,7 @@ class _Run:
 
     def _count(self) -> None:
         self._done += 1
-        self._manager._report(self._done, len(self._rows))
+        self._manager.progress = (self._done, len(self._rows))
 
 
 def _describe(whole: TraceSpan, returned: object) -> None:

@@ -2,7 +2,7 @@
 
 A record tells the rest of the system what it must not know by name: which columns to compute beside what a rollout has
 (values mean a critic, reference log-probs a reference), how many answers to a prompt are compared, whether a sequence is
-an episode, which options are read.
+an episode, which options are read. The kinds of KL and of loss aggregation stand here, too.
 
 Invariant: nothing here imports torch, so that configurations are checked without it; built-in functions are named by
 their place and imported when they are first called. Leaves computing to `advantages` and `losses`.
@@ -15,10 +15,14 @@ import inspect
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 from etude.errors import ConfigError
 from etude.registry import Registry, did_you_mean, import_object
+
+KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KLKind = Literal["kl", "k1", KLLossKind]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 COLUMNS = {
     "values": "the critic's values",

@@ -48,16 +48,20 @@ class Names:
 class Key:
     """What is said of a key beside its type and default.
 
-    `written` is its default as YAML where that is another key's value, `alias_of` the key that it is another name of, and
-    `path` what it names on disk: a file or code that is there, a model, a checkpoint, or a place that is written to.
+    `written` is its default as YAML where that is another key's value, `alias_of` the key that it is another name of,
+    `verl_default` (as YAML) and `verl_meaning` are what verl 0.9.1 has under the same name where that is something else, and
+    `path` what it names on this machine: a file or code that is there, a model, a checkpoint, a place that is written to, or
+    a variable of the environment.
     """
 
     meaning: str
     unit: str = ""
     written: str = ""
     alias_of: str = ""
+    verl_default: str = ""
+    verl_meaning: str = ""
     names: Names | None = None
-    path: Literal["", "file", "code", "model", "checkpoint", "output"] = ""
+    path: Literal["", "file", "code", "model", "checkpoint", "output", "environment"] = ""
     when: When | None = None
 
 

@@ -13,12 +13,19 @@ CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.p
 class RewardOptions:
     """The score of a finished trajectory, beside what its tools award."""
 
-    enable: Flag = key("False: no manager's score; the reward is that of the tools alone.", default=True)
+    enable: Flag = key(
+        "False: no manager's score; the reward is what tools, users and environments give. A run that nothing can reward is "
+        "refused.",
+        default=True,
+        verl_default="null",
+        verl_meaning="whether a reward model scores; functions always do",
+    )
     reward_manager: Text = key(
         "A registered reward manager, or parallel: the score that the environment gives.",
         default="naive",
         names=Names("etude.rewards:REWARD_MANAGERS", late=True),
         when=MANAGED,
+        verl_default="null",
     )
     reward_kwargs: FreeForm = key("Its options; any keys.", default_factory=dict, when=MANAGED)
     tool_reward_weight: Number = key("Weight of the tools' rewards (step rewards and calc_reward).", default=1.0)
@@ -34,7 +41,7 @@ class CustomRewardOptions:
         default=None,
         path="code",
     )
-    name: Text = key("The function's name in that file.", default="compute_score", when=CUSTOM)
+    name: Text = key("The function's name in that file.", default="compute_score", when=CUSTOM, verl_default="null")
     reward_kwargs: FreeForm = key(
         "Extra keyword arguments handed to every call; any keys.", default_factory=dict, when=CUSTOM
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from etude.algorithms.records import POLICY_LOSSES, PolicyLoss
+from etude.algorithms.records import POLICY_LOSSES, KLLossKind, LossAggMode, PolicyLoss
 from etude.options.declare import Names, When, key, options
 from etude.options.types import (
     AboveOne,
@@ -22,9 +22,6 @@ from etude.options.types import (
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
-KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
-KLKind = Literal["kl", "k1", KLLossKind]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 MUON = When("where name=muon", lambda own, run: own.name == "muon")
 DECAYING = When(
@@ -76,7 +73,12 @@ class OptimOptions:
         default=10.0,
         when=MUON,
     )
-    lr_warmup_steps: Natural = key("Training steps over which the rate rises from 0 to its peak.", default=0)
+    lr_warmup_steps: Natural = key(
+        "Training steps over which the rate rises from 0 to its peak.",
+        default=0,
+        verl_default="-1",
+        verl_meaning="-1 and null leave it to lr_warmup_steps_ratio",
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("After warm-up.", default="constant")
     lr_decay_ratio: PositiveShare = key(
         "Share of the run, at its end, over which the rate decays; it is held before. At most what warm-up leaves.",
@@ -113,7 +115,10 @@ class ModelOptions:
     """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
 
     path: Text | None = key(
-        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.", default=None, path="model"
+        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.",
+        default=None,
+        path="model",
+        verl_default="~/models/deepseek-llm-7b-chat",
     )
     dtype: Precision = key(
         "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
@@ -148,7 +153,9 @@ class PolicyLossOptions:
 class ActorOptions:
     """The policy's update."""
 
-    ppo_mini_batch_size: Count = key("Prompts (with all their answers) an optimizer step.", default=64, unit="prompts")
+    ppo_mini_batch_size: Count = key(
+        "Prompts (with all their answers) an optimizer step.", default=64, unit="prompts", verl_default="256"
+    )
     ppo_max_token_len_per_gpu: Count = key(
         "Size of a micro-batch: bounds memory, changes no result. What several rows begin with counts once; one longer "
         "row makes a micro-batch of its own.",
@@ -160,10 +167,10 @@ class ActorOptions:
         "Clip range of the probability ratio, both sides.", default=0.2, when=_ratio("clip_ratio")
     )
     clip_ratio_low: BelowOne | None = key(
-        "Lower clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_low")
+        "Lower clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_low"), verl_default="0.2"
     )
     clip_ratio_high: NonNegative | None = key(
-        "Upper clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_high")
+        "Upper clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_high"), verl_default="0.2"
     )
     clip_ratio_c: AboveOne = key(
         "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=_ratio("clip_ratio_c")
@@ -189,7 +196,9 @@ class ActorOptions:
             lambda own, run: own.loss_agg_mode == "seq-mean-token-sum-norm",
         ),
     )
-    shuffle: Flag = key("Mix the rows before they are cut into mini-batches.", default=True, when=MIXED)
+    shuffle: Flag = key(
+        "Mix the rows before they are cut into mini-batches.", default=True, when=MIXED, verl_default="false"
+    )
     data_loader_seed: Natural = key(
         "Seed of that mixing.",
         default=1,
@@ -197,6 +206,7 @@ class ActorOptions:
         when=When(
             "with shuffle=true and several mini-batches a batch", lambda own, run: own.shuffle and MIXED.holds(own, run)
         ),
+        verl_default="42",
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
@@ -235,6 +245,7 @@ class ValueModelOptions:
         default=None,
         written="${actor_rollout_ref.model.path}",
         path="model",
+        verl_default="~/models/deepseek-llm-7b-chat",
     )
 
 
@@ -249,10 +260,14 @@ class CriticOptions:
         default=64,
         written="${actor_rollout_ref.actor.ppo_mini_batch_size}",
         unit="prompts",
+        verl_default="256",
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
     ppo_max_token_len_per_gpu: Count = key(
-        "Size of a micro-batch: bounds memory, changes no result.", default=16384, unit="tokens"
+        "Size of a micro-batch: bounds memory, changes no result.",
+        default=16384,
+        unit="tokens",
+        verl_default="32768",
     )
     cliprange_value: NonNegative = key("Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES)
     loss_agg_mode: LossAggMode = key(

@@ -75,9 +75,9 @@ class Quickstart:
         self._write(self._ledger, {"seed": self.seed, "stages": self._times})
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        from etude.dumps import written_atomically
+        from etude.jsonl import write_atomically
 
-        with written_atomically(path) as file:
+        with write_atomically(path) as file:
             file.write(json.dumps(content, indent=1).encode())
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -171,14 +171,14 @@ class Quickstart:
     # -- what came of it -----------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
-        figures = {
+        evaluated = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
             for how in ("sampled", "greedy")
             for when in ("before", "after")
         }
         summary: dict[str, Any] = {"seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = figures["sampled", when], figures["greedy", when]
+            sampled, greedy = evaluated["sampled", when], evaluated["greedy", when]
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
@@ -186,7 +186,7 @@ class Quickstart:
                 "success, greedy": _interval(greedy, "success"),
                 "tool use, sampled": _interval(sampled, "tool_use"),
             }
-        summary["samples"] = figures["sampled", "after"]["samples"]
+        summary["samples"] = evaluated["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self._trained_model())

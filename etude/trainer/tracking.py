@@ -17,8 +17,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from etude.dumps import json_line, written_atomically
 from etude.errors import ConfigError, EtudeError, MissingExtraError, one_line
+from etude.jsonl import json_line, write_atomically
 from etude.registry import Registry
 from etude.run_folder import METRICS_FILE, read_steps
 
@@ -143,7 +143,7 @@ class JsonlTracker:
 
 def _drop_steps_after(path: Path, step: int) -> None:
     """Rewrites the file without the lines of later steps and without a line that a kill cut short."""
-    with written_atomically(path) as kept:
+    with write_atomically(path) as kept:
         for line, record in read_steps(path):
             if record is not None and record["step"] <= step:
                 kept.write(line)

@@ -7,10 +7,12 @@ values are something can be drawn, and no curve is longer than what was asked fo
 from __future__ import annotations
 
 import itertools
-import math
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from numbers import Real
+from typing import TypeGuard, cast
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -81,7 +83,7 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class RunState:
-    """What the view knows of the run; `history` maps a figure's label to its finite values, oldest first."""
+    """What the view knows of the run; `history` maps a row's label to its finite values, oldest first."""
 
     title: str
     total_steps: int
@@ -97,7 +99,7 @@ class RunState:
 
     def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
         """Takes in one finished step that took `seconds` of wall time."""
-        finite = {name: float(value) for name, value in metrics.items() if _is_finite(value)}
+        finite = {name: float(value) for name, value in metrics.items() if is_number(value)}
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
             self.seconds.append(seconds)
@@ -113,15 +115,19 @@ class RunState:
         return sum(recent) / len(recent) * max(self.total_steps - self.step, 0) if recent else None
 
 
-def _is_finite(value: object) -> bool:
-    try:
-        return math.isfinite(float(value))  # type: ignore[arg-type]
-    except (TypeError, ValueError, OverflowError):
-        return False
+def is_number(value: object) -> TypeGuard[float]:
+    """Whether `value` is a finite number that a float can hold (a truth value is none)."""
+    return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 
 def is_validation(name: str) -> bool:
+    """Whether a metric is the mean of a validation, `val-core/{source}/reward/mean@N`."""
     return name.startswith("val-core/") and name.rpartition("/")[2].startswith("mean@")
+
+
+def validation_label(key: str) -> str:
+    """`val-core/gsm8k/reward/mean@1` as `gsm8k`."""
+    return key.removeprefix("val-core/").rpartition("/reward/")[0]
 
 
 def first_of(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
@@ -276,8 +282,7 @@ def _tools_line(tools: Mapping[str, float], metrics: Mapping[str, float]) -> Tex
 def _validation_line(validation: Mapping[str, float], how: str) -> Text:
     text = Text(f"validation, {how}  ", style="dim", no_wrap=True, overflow="ellipsis")
     for name, value in validation.items():
-        source = name.removeprefix("val-core/").partition("/reward/")[0]
-        text.append(f"{source} ", style="default").append(_number(value), style="bold").append("   ")
+        text.append(f"{validation_label(name)} ", style="default").append(_number(value), style="bold").append("   ")
     return text
 
 

@@ -22,8 +22,8 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
-from etude.dumps import written_atomically
 from etude.errors import DataError, one_line
+from etude.jsonl import write_atomically
 from etude.problems import problems
 from etude.run_folder import (
     COMPLETED,
@@ -34,9 +34,9 @@ from etude.run_folder import (
     read_metrics,
     read_run_record,
 )
-from etude.viewer.charts import Chart, Records, charts, is_number, series, validation_keys, validation_label
+from etude.viewer.charts import Chart, Records, charts, series, validation_keys
 from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, readable
-from etude.viewer.panel import duration
+from etude.viewer.panel import duration, is_number, validation_label
 
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
@@ -126,7 +126,7 @@ def write_report(
             f"{run_dir} holds no {METRICS_FILE}, dumps, {SUMMARY_FILE} or {CONFIG_FILE}; is it a run's folder?"
         )
     path = run_dir / REPORT_FILE
-    with written_atomically(path) as file:
+    with write_atomically(path) as file:
         file.write(render_page(contents).encode(errors="replace"))
     return path
 

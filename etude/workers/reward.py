@@ -11,11 +11,12 @@ import numpy as np
 from etude.agents import RolloutResult, score_result
 from etude.agents.batch import rows_of
 from etude.bounded import settle
-from etude.distributed import Dispatch, Worker, register
+from etude.distributed import Dispatch, register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer, build_manager, load_compute_score
 from etude.workers.options import RoleOptions
+from etude.workers.role import RoleWorker
 
 logger = logging.getLogger(__name__)
 
@@ -32,7 +33,7 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None
     manager = build_manager(
         options.reward.reward_manager,
-        config=options.config,
+        config=options.user_config(),
         tokenizer=tokenizer,
         compute_score=function,
         reward_kwargs=options.reward.reward_kwargs,
@@ -40,13 +41,12 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     return TrajectoryScorer(manager)
 
 
-class RewardWorker(Worker):
+class RewardWorker(RoleWorker):
     """Scores batches: for lock-step rollouts (`rollout.mode=sync`) and for re-scoring."""
 
-    def __init__(self, options: RoleOptions, tokenizer: Any, **place: Any) -> None:
-        super().__init__(**place)
-        self._scorer = build_scorer(options, tokenizer)
-        self._rollout = options.rollout
+    def __init__(self, options: RoleOptions, **place: Any) -> None:
+        super().__init__(options, **place)
+        self._scorer = build_scorer(options, self.tokenizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, data: DataProto) -> DataProto:
@@ -71,8 +71,8 @@ class RewardWorker(Worker):
             result,
             row,
             self._scorer,
-            retries=self._rollout.infrastructure_retries,
-            timeout=self._rollout.trajectory_timeout,
+            retries=self.options.rollout.infrastructure_retries,
+            timeout=self.options.rollout.trajectory_timeout,
             on_failure=_log_failure,
         )
 

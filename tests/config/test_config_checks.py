@@ -6,20 +6,21 @@ import logging
 import math
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from etude.algorithms.aggregation import LOSS_AGG_MODES
-from etude.algorithms.kl import KL_KINDS
+from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
-from etude.config.checks import load_user_records, problems_with
-from etude.config.generate import DOCS, docs_text, tree_files
+from etude.config.checks import check_names, check_records, effective_keys, problems_with
+from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
-from etude.config.names import check_names
 from etude.errors import ConfigError
+from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.serving import BUILTIN
 from etude.options.types import choices
-from etude.registry import import_object
+from etude.registry import import_object, load_plugins
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo",)
@@ -267,6 +268,10 @@ def test_a_rooms_own_names_are_those_that_are_registered(key):
     assert not names.builtin or sorted(names.builtin) == ours
 
 
+def test_what_is_declared_of_an_engine_is_what_it_says_of_itself():
+    assert {name: kind_of(name) for name in BUILTIN} == BUILTIN
+
+
 OWN = """
 from etude.algorithms import register_estimator, register_policy_loss
 
@@ -287,7 +292,9 @@ def loaded(tmp_path, *overrides: str) -> tuple[str, list[str], TrainOptions]:
     (tmp_path / f"own{name}.py").write_text(OWN.format(number=name))
     chosen = (f"plugins=[{tmp_path}/own{name}.py]", f"algorithm.adv_estimator=checks_{name}")
     options = compose_with_sources("ppo_trainer", [*chosen, *overrides]).options
-    return f"checks_{name}", load_user_records(options), options
+    effective = effective_keys(options)
+    load_plugins(options.plugins)
+    return f"checks_{name}", check_records(options, effective), options
 
 
 @pytest.mark.parametrize(
@@ -332,10 +339,12 @@ def test_a_built_in_estimator_has_no_free_form_options():
 
 def test_closed_choices_are_those_that_the_code_knows():
     declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
-    assert declared[f"{ACTOR}.loss_agg_mode"] == LOSS_AGG_MODES
-    kinds = {kind + sign for kind in KL_KINDS for sign in ("", "+")}
-    assert set(declared["algorithm.kl_penalty"]) == kinds
-    assert set(declared[f"{ACTOR}.kl_loss_type"]) == kinds - {"kl", "k1"}
+    ones = torch.ones(1, 1)
+    for mode in declared[f"{ACTOR}.loss_agg_mode"]:
+        agg_loss(ones, ones, mode)
+    for kind in declared["algorithm.kl_penalty"]:
+        kl_penalty(ones, ones, kind)
+    assert set(declared["algorithm.kl_penalty"]) - set(declared[f"{ACTOR}.kl_loss_type"]) == {"kl", "k1"}
     assert set(declared["actor_rollout_ref.model.dtype"]) == set(DTYPES)
 
 
@@ -394,8 +403,8 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 
-def test_the_tree_and_the_reference_page_are_current():
-    stale = [path.name for path, text in {**tree_files(), DOCS: docs_text()}.items() if path.read_text("utf-8") != text]
+def test_the_tree_and_the_pages_are_current():
+    stale = [path.name for path, text in {**tree_files(), **pages()}.items() if path.read_text("utf-8") != text]
     assert stale == [], "run  python -m etude.config.generate"
 
 

@@ -5,8 +5,8 @@ import pytest
 
 from etude.agents import RolloutResult
 from etude.protocol import DataProto
-from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.metrics import prompt_mean, wilson_interval
+from etude.trainer.run import evaluation_metrics
 from etude.trajectory import ToolCallRecord, Trajectory
 from etude.workers import RewardOptions
 
@@ -36,7 +36,7 @@ def batch(rows):
 def test_each_prompt_counts_once_and_each_source_has_its_figures():
     rows = [("easy", "e1", sample(1.0, tool=True))] * 3 + [("easy", "e2", sample(0.0)), ("hard", "h1", None)]
     rows += [("hard", "h2", sample(0.0)), ("gone", "g1", None)]
-    figures = evaluation_figures(batch(rows), RewardOptions())
+    figures = evaluation_metrics(batch(rows), RewardOptions())
     easy, hard, gone = (figures["sources"][name] for name in ("easy", "hard", "gone"))
     assert (
         easy["success"] == easy["tool_use"] == easy["reward"] == 0.5

@@ -26,17 +26,17 @@ class Step:
     def __init__(self, tiny, folder, *overrides, drift=0.02, engine_error=0.0):
         self.trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
         self.trainer.init_workers()
-        worker = self.trainer.policy_wg._workers[0]
+        worker = self.trainer.groups.actor._workers[0]
         self.reference = plain(worker.model)
         drift_apart(worker.model, drift)
-        worker._link.changed(0)  # the engine forgets what it cached
+        self.trainer.groups.rollout.update_weights(0)  # the engine forgets what it cached
         self.policy = plain(worker.model)
-        self.actor_batches, self.actor_steps = watch(self.trainer.policy_wg, "update_actor", worker._actor)
+        self.actor_batches, self.actor_steps = watch(self.trainer.groups.actor, "update_actor", worker._actor)
         self.critic_batches, self.critic_steps = [], []
-        if self.trainer.critic_wg is not None:
-            critic = self.trainer.critic_wg._workers[0]
+        if self.trainer.groups.critic is not None:
+            critic = self.trainer.groups.critic._workers[0]
             drift_apart(critic.model, 0.05)
-            self.critic_batches, self.critic_steps = watch(self.trainer.critic_wg, "update_critic", critic._engine)
+            self.critic_batches, self.critic_steps = watch(self.trainer.groups.critic, "update_critic", critic._engine)
         rollouts = self.trainer.rollouts
         training = rollouts.training
 

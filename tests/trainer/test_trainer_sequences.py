@@ -16,7 +16,8 @@ from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
-from etude.dumps import json_line, read_rollouts, sequences_of
+from etude.dumps import read_rollouts, sequences_of
+from etude.jsonl import json_line
 from etude.models import load_causal_lm
 from etude.options import RewardOptions
 from etude.trainer.interrupts import Interrupts
@@ -349,10 +350,10 @@ def ready(config):
 
 def step(trainer):
     """(figures, the batch that the actor learned from) of one step."""
-    learned, update = [], trainer.policy_wg.update_actor
-    trainer.policy_wg.update_actor = lambda data: learned.append(data) or update(data)
+    learned, update = [], trainer.groups.actor.update_actor
+    trainer.groups.actor.update_actor = lambda data: learned.append(data) or update(data)
     figures = trainer.training_step(Interrupts(lambda text: None))
-    trainer.policy_wg.update_actor = update
+    trainer.groups.actor.update_actor = update
     return figures, learned
 
 
@@ -443,7 +444,7 @@ def test_every_column_is_there_for_every_sequence(configured, tmp_path, override
             assert columns[name][mask].abs().gt(0).all(), name
     assert "ref_log_prob" in columns
     assert "old_log_probs" in columns or "mode=sync" in overrides[-1]
-    if trainer.critic_wg is not None:
+    if trainer.groups.critic is not None:
         assert figures["critic/vf_loss"] > 0
         assert columns["returns"][mask].abs().sum(dim=0).gt(0).all()
     assert all(np.isfinite(value) for value in figures.values())
@@ -454,8 +455,7 @@ def test_every_column_is_there_for_every_sequence(configured, tmp_path, override
 def test_ranks_share_the_rows_of_sequences_with_padding(configured, tmp_path):
     trainer = ready(configured(tmp_path))
     _, (learned,) = step(trainer)
-    roles, parts = trainer.setup.roles, trainer.setup.parts
-    one, three = (InProcessWorkerGroup(ActorRolloutRefWorker, size, roles, parts) for size in (1, 3))
+    one, three = (InProcessWorkerGroup(ActorRolloutRefWorker, size, trainer.setup.roles) for size in (1, 3))
     for group in (one, three):
         group.init_model()
     batch = learned.select_idxs(list(range(11)))  # 4 + 4 + 3 rows
