@@ -28,7 +28,7 @@ UNWRITABLE = "(this answer cannot be shown: the chat template does not write it 
 
 @dataclass
 class ToolMessages:
-    """What one turn's calls are answered, a message each: those that ran (`outcomes`), those beyond
+    """The answers to one turn's calls, a message each: those that ran (`outcomes`), those beyond
     `max_parallel_calls`, and the errors of those that could not be read.
 
     `texts` are the words of the messages, `with_images` what goes with them by their number, and `names_calls` says whether
