@@ -123,7 +123,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
+        with Interrupts(emit) as interrupts:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:

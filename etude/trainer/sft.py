@@ -164,7 +164,7 @@ class SFTTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
+        with Interrupts(emit) as interrupts:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:

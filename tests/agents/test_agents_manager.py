@@ -21,7 +21,7 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import TinyModelSpec, build_tiny_model
 from etude.schemas import FunctionCall
-from etude.trajectory import Rewards, StopReason, Trajectory
+from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
 
 ANSWER = [says(call(text="x")), says("5")]
 
@@ -51,6 +51,24 @@ def assert_balanced(engine, *tools):
 
 
 # -- results -----------------------------------------------------------------------------------------------------
+
+
+class AsGiven(AgentLoopBase):
+    """A turn with the sampling parameters as they are."""
+
+    async def run(self, sampling_params, **row):
+        made = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"]))
+        drawn = await self.server_manager.generate(prompt_ids=made.prompt_ids, sampling_params=sampling_params)
+        made.append(drawn.token_ids, Provenance.SAMPLED, log_probs=drawn.log_probs)
+        made.assistant_turns += 1
+        return made.to_output()
+
+
+def test_the_sampling_parameters_that_a_loop_is_given_allow_the_longest_response(loop_named):
+    loop_named("as_given", AsGiven)
+    manager, engine = make([TOKENIZER.encode("What is 2 + 3? " * 20)], response_length=16)
+    [result] = generate(manager, rows_of(1, agent_name="as_given"))
+    assert engine.asked[0][2].max_tokens == result.trajectory.response_length == 16
 
 
 def test_one_result_a_row_in_order_whatever_order_they_end_in():

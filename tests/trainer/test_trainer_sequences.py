@@ -28,7 +28,7 @@ from etude.trainer.run import train
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
-from etude.viewer.explain import Verdict, checks_of, claims_of
+from etude.viewer.explain import Verdict, check_overlap, check_sequence
 from etude.workers import ActorRolloutRefWorker
 from etude.workers.minibatches import mini_batches
 
@@ -365,11 +365,11 @@ def test_a_run_counts_its_sequences_and_dumps_one_line_a_rollout(run_dir):
         model = run_dir / f"global_step_{number - 1}" / "actor" / "huggingface"
         for record in records:
             for sequence in sequences_of(record):
-                checks = checks_of(sequence, model if number > 1 else None)
+                checks = check_sequence(sequence, model if number > 1 else None)
                 assert len(checks) == 5 if sequence is record else 4
                 assert {check.verdict for check in checks[: None if number > 1 else -1]} == {Verdict.HOLDS}, checks
             assert all(s["weight_versions"] for e in sequences_of(record) for s in e["segments"])
-            claims = claims_of(record)
+            claims = check_overlap(record)
             assert claims is None if not record["earlier"] else claims.verdict is Verdict.HOLDS
 
 
@@ -502,6 +502,6 @@ def test_explain_shows_and_verifies_every_sequence(run_dir, tmp_path, capsys):
 def test_sequences_that_hold_the_same_draw_are_told():
     twice = sequence(("s", 3), prompt=(1, 2))
     record = twice.to_record() | {"earlier": [twice.to_record()]}
-    check = claims_of(json.loads(json_line(record)))
+    check = check_overlap(json.loads(json_line(record)))
     assert check.verdict is Verdict.SKIPPED
     assert "sequences 0 and 1 hold the same 3 sampled tokens" in check.evidence
