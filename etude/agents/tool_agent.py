@@ -49,7 +49,7 @@ from etude.agents.interactions import InteractionSession
 from etude.agents.pictures import Answer, answer_of, read_all, shown_text
 from etude.bounded import called, settle
 from etude.chat import ToolParser
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader

@@ -26,7 +26,7 @@ from functools import cached_property
 
 from etude.chat.contents import Message
 from etude.chat.encoding import Encoder, common_beginning
-from etude.chat.labelled import LabelledEncoder
+from etude.chat.provenance import ProvenanceEncoder
 from etude.chat.rendering import Renderer
 from etude.errors import ConfigError
 
@@ -103,7 +103,7 @@ class TurnEnd:
     id: int
     closes: bool
     written: tuple[int, ...]
-    encoder: LabelledEncoder
+    encoder: ProvenanceEncoder
 
 
 class Turns:
@@ -176,7 +176,7 @@ class Turns:
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
         if stub is Stub.ANSWER and written == own:  # with the tokens that stand before it
             ids = self._encoder.ids(before.lstrip() + written)
-        encoder = LabelledEncoder(self._encoder, written, self._control)
+        encoder = ProvenanceEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
     def _last(self, stub: Stub) -> tuple[str | None, str]:
