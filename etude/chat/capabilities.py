@@ -1,6 +1,6 @@
-"""`TemplateCapabilities`: which messages a template can write behind an assistant turn, tried at start-up.
+"""`TemplateCapabilities`: which messages a template can write after an assistant turn, tried at start-up.
 
-Invariant: what is said to be possible was rendered and encoded behind a stub turn, and its ids compared with those of the
+Invariant: what is said to be possible was rendered and encoded after a stub turn, and its ids compared with those of the
 whole conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user's message is refused.
 """
 

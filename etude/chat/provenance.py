@@ -1,6 +1,6 @@
 """`ProvenanceEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
 
-Invariant: the ids are those that the text has behind the end of turn, but for one thing: no control token overlaps a span
+Invariant: the ids are those that the text has after the end of turn, but for one thing: no control token overlaps a span
 of contents. Where one would, the text is cut inside it, so that it comes out as the plain characters it consists of. A
 token that overlaps a span is its owner's (of two, the first's); all others are TEMPLATE.
 """
@@ -26,13 +26,13 @@ class ContentSpan(NamedTuple):
 
 
 class ProvenanceEncoder:
-    """Encodes behind `stop_text`, the text of a special token; `control` are the ids that no content may become."""
+    """Encodes after `stop_text`, the text of a special token; `control` are the ids that no content may become."""
 
     def __init__(self, encoder: Encoder, stop_text: str, control: frozenset[int]) -> None:
         self._encoder, self._stop_text, self._control = encoder, stop_text, control
 
     def ids(self, text: str) -> list[int]:
-        """The ids of `text` behind the end of turn."""
+        """The ids of `text` after the end of turn."""
         return self._encoder.ids(self._stop_text + text)[1:]
 
     def runs(self, text: str, spans: Sequence[ContentSpan]) -> list[Run]:
