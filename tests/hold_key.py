@@ -9,7 +9,10 @@ section. `tests/reference/test_reference_keys.py` says which test observes which
 
 import functools
 import os
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -42,15 +45,15 @@ def hold_in_compositions(key):
     original = module.compose_with_sources
 
     @functools.wraps(original)
-    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, resolve=True):
+    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, resolve=True, command=None):
         kept = [each for each in overrides if each.lstrip("+~").split("=")[0] != key]
-        made = original(config_name, kept, config_path, root=root, resolve=False)
+        made = original(config_name, kept, config_path, root=root, resolve=False, command=command)
         try:
             default = OmegaConf.to_container(original(None, (), None, root=root, resolve=False).config, resolve=False)
             for part in key.split("."):
                 default = default[part]
         except KeyError:  # a key of the other tree
-            return original(config_name, kept, config_path, root=root, resolve=resolve)
+            return original(config_name, kept, config_path, root=root, resolve=resolve, command=command)
         OmegaConf.set_struct(made.config, False)
         OmegaConf.update(made.config, key, default, merge=False)
         if resolve:
@@ -62,6 +65,24 @@ def hold_in_compositions(key):
     import etude.config
 
     etude.config.compose_with_sources = held
+
+
+def run_held(key, witness, folder):
+    """The outcome of the test `witness` (a file of tests/, `::`, a name), run in `folder` with `key` held."""
+    tests = Path(__file__).parent
+    plugins = ["-p", "hold_key", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *plugins,
+        "-c",
+        f"{tests.parent}/pyproject.toml",
+        f"{tests}/{witness}",
+    ]
+    environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(tests)}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
 if KEY := os.environ.get("HOLD_KEY"):

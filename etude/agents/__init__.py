@@ -1,18 +1,16 @@
 """Agent loops: how trajectories come about, and the manager that runs many at once."""
 
 from etude.agents.agent_data import AgentData, AgentState
-from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, AgentParts, register
+from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase, register
 from etude.agents.batch import to_batch, token_level_scores
 from etude.agents.client import TrajectoryClient
 from etude.agents.environments.loop import EnvAgentLoop
 from etude.agents.gateway.loop import OpenAIAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
-from etude.agents.result import RolloutResult
-from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
 from etude.agents.tool_agent import ToolAgentLoop
 from etude.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
-from etude.trajectory import AgentLoopMetrics, AgentLoopOutput
+from etude.trajectory import AgentLoopMetrics, AgentLoopOutput, Rollout
 
 __all__ = [
     "AGENT_LOOPS",
@@ -23,20 +21,18 @@ __all__ = [
     "AgentLoopMetrics",
     "AgentLoopOutput",
     "AgentOptions",
-    "AgentParts",
     "AgentState",
     "EnvAgentLoop",
     "MultiTurnOptions",
     "OpenAIAgentLoop",
+    "Rollout",
     "RolloutOptions",
-    "RolloutResult",
     "Sampling",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",
     "TrajectoryClient",
     "ValSamplingOptions",
     "register",
-    "score_result",
     "to_batch",
     "token_level_scores",
 ]

@@ -57,9 +57,9 @@ def package_roots() -> list[str]:
 
 
 @cache
-def root_layers(root: str) -> tuple[Layer, ...]:
+def root_layers(root: str, group_choices: tuple[str, ...] = ()) -> tuple[Layer, ...]:
     """The files of a package root; they do not change while a process runs, so they are read once."""
-    return tuple(file_layers(root, TREE))
+    return tuple(file_layers(root, TREE, group_choices))
 
 
 def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = ()) -> list[Layer]:
@@ -190,3 +190,9 @@ def plain(layer: Layer) -> dict[str, Any]:
     container = OmegaConf.to_container(layer.values, resolve=False)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
+
+
+def ancestors(key: str) -> list[str]:
+    """The sections that `key` lies in, outermost first."""
+    names = key.split(".")
+    return [".".join(names[:depth]) for depth in range(1, len(names))]

@@ -64,6 +64,9 @@ class WorkerGroup(ABC):
             raise ValueError(f"no rank {rank} in a group of {self.world_size}")
         return lambda *args, **kwargs: self._run(name, [args], [kwargs], [rank])[0].result()
 
+    def close(self) -> None:  # noqa: B027  (a group may have nothing to end)
+        """Ends the ranks; no method may be called any more."""
+
     @abstractmethod
     def _run(
         self,
@@ -98,6 +101,10 @@ class InProcessWorkerGroup(WorkerGroup):
     def __init__(self, worker_cls: type[Worker], world_size: int, *args: Any, **kwargs: Any) -> None:
         super().__init__(worker_cls, world_size)
         self._workers = [worker_cls(*args, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
+
+    def close(self) -> None:
+        """Lets go of the workers."""
+        self._workers.clear()
 
     def _run(
         self,

@@ -22,15 +22,17 @@ from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClien
 from etude.agents.gateway import GatewaySession, SessionRules, SessionStore
 from etude.agents.gateway.server import ServerOptions, create_app
 from etude.chat import ToolParser
+from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
-from etude.jsonl import JsonLines
+from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.sandbox.serving import listen
-from etude.trainer.dumps import json_line, rollout_record, sequence_record
 from etude.trainer.rollouts import decoded
-from etude.trainer.setup import RunSetup, prepare
+from etude.trainer.setup import check
+from etude.workers import RoleOptions
 from etude.workers.engine_link import build_engine
+from etude.workers.reading import Reading
 
 logger = logging.getLogger(__name__)
 
@@ -58,14 +60,14 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
     Raises:
         ConfigError: the configuration or the address cannot be used.
     """
-    setup = prepare(config)
-    check_trainable(setup.roles.rollout.name)
+    _, roles, reading = check(config)
+    check_trainable(roles.rollout.name)
     with listen(options.host, options.port) as listener:
-        policy = ServedPolicy.of(setup, options)
+        policy = ServedPolicy.of(roles, reading, options)
         app = create_app(
             policy.store,
-            setup.tokenizer,
-            ServerOptions(Path(str(setup.roles.model.path)).name, options.token, options.max_request_mb),
+            reading.tokenizer,
+            ServerOptions(Path(str(roles.model.path)).name, options.token, options.max_request_mb),
             lambda session: [json_line(policy.record_of(session))],
         )
         listener.listen(2048)
@@ -110,26 +112,26 @@ class ServedPolicy:
         )
 
     @classmethod
-    def of(cls, setup: RunSetup, options: ServingOptions) -> ServedPolicy:
+    def of(cls, roles: RoleOptions, reading: Reading, options: ServingOptions) -> ServedPolicy:
         """Loads the model, if it is this process that samples, and builds the engine."""
-        roles, model = setup.roles, None
+        model = None
         if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
             given = roles.model
             model = load_causal_lm(
                 str(given.path), dtype=given.dtype, device=roles.device, trust_remote_code=given.trust_remote_code
             ).eval()
-            check_vocabulary(setup.tokenizer, model)
+            check_vocabulary(reading.tokenizer, model)
         rollout = _with_whole_context(roles.rollout, model)
         context = AgentContext(
-            config=setup.config,
+            config=roles.user_config(),
             options=rollout,
-            tokenizer=setup.tokenizer,
-            chat=setup.chat,
-            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, setup.tokenizer),
-            processor=setup.reading.processor,
-            images=setup.reading.images,
+            tokenizer=reading.tokenizer,
+            chat=reading.chat,
+            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, reading.tokenizer),
+            processor=reading.processor,
+            images=reading.images,
         )
-        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, setup.tokenizer)
+        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, reading.tokenizer)
         return cls(engine, context, options, rollout.seed)
 
     def _made(self, name: str) -> GatewaySession:

@@ -11,33 +11,29 @@ Invariant: nothing that infrastructure broke is trained on, and what is trained 
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
-from etude.distributed import InProcessWorkerGroup, WorkerGroup
-from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
+from etude.errors import CheckpointError, ConfigError, one_line
+from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
+from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
+from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
-from etude.trainer.run_record import run_record
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
-from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
-from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker
+from etude.trajectory import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -46,24 +42,18 @@ class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` is the whole run."""
 
     def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and what a checkpoint says of its run, and opens nothing else.
+        """Reads the data and what a checkpoint says of its run; no model is loaded.
 
         Raises:
             ConfigError, DataError: no training files, or something wrong in one; or a checkpoint to go on from was made
                 with a configuration that is not this one's.
         """
-        self.setup, self.options, self.algorithm = setup, setup.trainer, setup.algorithm
-        rollout = setup.roles.rollout
-        if not rollout.do_sample or rollout.top_k == 1:
-            raise ConfigError(
-                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false and top_k=1 give the "
-                "likeliest one every time, and its log-probs no ratio to learn from"
-            )
+        self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
-        self._warn_of_two_judges(train)
+        self._warn_of_judges(train)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
@@ -81,8 +71,16 @@ class PPOTrainer:
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
-    def _warn_of_two_judges(self, train: RLDataset) -> None:
-        if self.setup.roles.reward.enable and len(train):
+    def _warn_of_judges(self, train: RLDataset) -> None:
+        reward, catalogue = self.setup.roles.reward, self.setup.catalogue
+        scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
+        if not (scored or self.setup.roles.plugins or catalogue.judging_tools):
+            logger.warning(
+                "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
+                "call returns a reward, every answer earns 0",
+                ", ".join(catalogue.schemas),
+            )
+        if reward.enable and len(train):
             row = train[0]
             if duplicate_judge(row, row.get("tools_kwargs")):
                 logger.warning(
@@ -91,17 +89,16 @@ class PPOTrainer:
                 )
 
     def init_workers(self) -> None:
-        """Starts the groups and loads the models."""
-        first = self.options.critic_warmup if self.algorithm.needs_critic else 0
-        roles = replace(self.setup.roles, total_steps=self.total_steps, actor_first_step=first)
-        self.policy_wg: WorkerGroup = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles, self.setup.parts)
-        self.reward_wg: WorkerGroup = InProcessWorkerGroup(RewardWorker, 1, roles, self.setup.tokenizer)
-        self.critic_wg: WorkerGroup | None = None
-        self.policy_wg.init_model()
-        self.rollouts = Rollouts(self.setup, self.policy_wg, self.reward_wg)
-        if self.algorithm.needs_critic:
-            self.critic_wg = InProcessWorkerGroup(CriticWorker, 1, roles)
-            self.critic_wg.init_model()
+        """Loads the models, those of a checkpoint to go on from, and hands the weights to the engine."""
+        groups = self.groups
+        groups.actor.init_model(self.total_steps)
+        if groups.critic is not None:
+            groups.critic.init_model(self.total_steps)
+        self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
+        if self.resumption is not None:
+            self._restore_weights(self.resumption)
+        if self.global_step < self.total_steps:
+            groups.rollout.update_weights(self.global_step)
 
     @property
     def _needs_old_log_probs(self) -> bool:
@@ -111,8 +108,8 @@ class PPOTrainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def fit(self) -> Metrics:
-        """Runs to `total_training_steps`; returns the last validation's figures.
+    def fit(self, emit: EventSink = ignore_event) -> Metrics:
+        """Runs to `total_training_steps`; returns the last validation's metrics.
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
@@ -120,52 +117,36 @@ class PPOTrainer:
                 before.
             CheckpointError: a checkpoint could not be written or read.
         """
-        resumed = None if self.resumption is None else self._restore_weights(self.resumption)
         if self.global_step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
-        console = "console" in self.options.logger
         val = self.setup.roles.rollout.val_kwargs
-        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        view = Display(self.total_steps, experiment, enabled=console, validated=how)
-        with view as display, Interrupts(display.note) as interrupts:
-            self.policy_wg.set_progress(display.rollout_progress)
-            if resumed is not None:
-                display.note(resumed)
+        validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        with Interrupts(emit) as interrupts:
             try:
-                with run_record(self.run_dir):
-                    return self._loop(tracking, display, interrupts)
+                emit(RunStarted(experiment, self.total_steps, self.options, validation))
+                if self.resumption is not None:
+                    emit(Notice(self._resumed_from(self.resumption)))
+                with run_record(self.run_dir), self.groups.report_progress(emit):
+                    return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
-                if self.options.report:
-                    display.note(self._report())
+                emit(RunEnded())
 
-    def _report(self) -> str:
-        """Writes the report; what is wrong with it is told, and hides no other error."""
-        from etude.trainer.report import write_report  # draws charts: nothing before the end waits for them
-
-        try:
-            page = write_report(
-                self.run_dir, rollouts=self.options.rollout_data_dir, validation=self.options.validation_data_dir
-            )
-        except (EtudeError, OSError) as error:
-            return f"no report: {one_line(error)}"
-        return f"report: {page}"
-
-    def _loop(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _loop(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         validated: Metrics = {}
         abandoned = False
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 tracking.log(validated, 0)
-                display.step(0, validated)
+                emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
-                validated = self._advance(tracking, display, interrupts) or validated
+                validated = self._advance(tracking, emit, interrupts) or validated
         except KeyboardInterrupt:
             abandoned = True
-            display.note(f"what followed step {self.global_step} was abandoned")
+            emit(Notice(f"what followed step {self.global_step} was abandoned"))
         except Exception as error:
             self._rescue(error)
             raise
@@ -177,7 +158,7 @@ class PPOTrainer:
             raise Interrupted(done + where, interrupts.signal_number)
         return validated
 
-    def _advance(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """A step, and the validation and checkpoint that are due after it; returns the validation's figures, if any."""
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
@@ -186,7 +167,7 @@ class PPOTrainer:
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step is done, whatever became of its validation
             tracking.log(metrics | validated, self.global_step)
-            display.step(self.global_step, metrics | validated)
+            emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
@@ -231,8 +212,10 @@ class PPOTrainer:
                 self._updating = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                with timings("update_actor"):  # and sync weights: the engine shares them
+                with timings("update_actor"):
                     metrics |= self._update_actor(learned)
+                with timings("update_weights"):
+                    metrics |= self._update_weights()
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
         self._end_with_the_passes()
@@ -256,12 +239,13 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        results: list[RolloutResult] = []
+        results: list[Rollout] = []
         engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
-            rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
-            results += results_of(rolled)
+            prompts = self.rollouts.training_prompts(next(self._batches), self.global_step + 1, attempt)
+            rolled, sampling = self.rollouts.generate(prompts)
+            results += rollouts_of(rolled)
             engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
@@ -276,15 +260,16 @@ class PPOTrainer:
         if bypass:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
         elif self._needs_old_log_probs:
-            batch = batch.union(self.policy_wg.compute_log_prob(batch))
+            batch = batch.union(self.groups.actor.compute_log_prob(batch))
         batch.meta_info["compare_rollout"] = bypass or not self._needs_old_log_probs
         return batch
 
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
-        return batch.union(self.policy_wg.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
+        return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
     def _with_values(self, batch: DataProto) -> DataProto:
-        return batch if self.critic_wg is None else batch.union(self.critic_wg.compute_values(batch))
+        critic = self.groups.critic
+        return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
         """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
@@ -317,11 +302,21 @@ class PPOTrainer:
         return batch.select_idxs([row for rows in groups for row in rows])
 
     def _update_critic(self, batch: DataProto) -> Metrics:
-        return {} if self.critic_wg is None else finish_metrics(add_metrics(self.critic_wg.update_critic(batch)))
+        critic = self.groups.critic
+        return {} if critic is None else finish_metrics(add_metrics(critic.update_critic(batch)))
+
+    @property
+    def _warms_up(self) -> bool:
+        return self.groups.critic is not None and self.global_step < self.options.critic_warmup
 
     def _update_actor(self, batch: DataProto) -> Metrics:
-        warming_up = self.critic_wg is not None and self.global_step < self.options.critic_warmup
-        return {} if warming_up else finish_metrics(add_metrics(self.policy_wg.update_actor(batch)))
+        return {} if self._warms_up else finish_metrics(add_metrics(self.groups.actor.update_actor(batch)))
+
+    def _update_weights(self) -> Metrics:
+        """The engine samples from the new weights, which are called by the number of the step that made them."""
+        if self._warms_up:
+            return {}
+        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self.global_step + 1)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():
@@ -344,9 +339,9 @@ class PPOTrainer:
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
-        self.policy_wg.save_checkpoint(folder)
-        if self.critic_wg is not None:
-            self.critic_wg.save_checkpoint(folder)
+        self.groups.actor.save_checkpoint(folder)
+        if self.groups.critic is not None:
+            self.groups.critic.save_checkpoint(folder)
 
     def _restore_loop(self, resumption: Resumption) -> None:
         with resumption.restoring() as state:
@@ -361,12 +356,14 @@ class PPOTrainer:
                 "one: set the estimator back, or trainer.default_local_dir for a run of its own"
             )
 
-    def _restore_weights(self, resumption: Resumption) -> str:
-        """Weights and optimizers as in the checkpoint; returns what to tell of it."""
+    def _restore_weights(self, resumption: Resumption) -> None:
+        """Weights and optimizers as in the checkpoint."""
         with resumption.restoring():
-            self.policy_wg.load_checkpoint(str(resumption.folder))
-            if self.critic_wg is not None:
-                self.critic_wg.load_checkpoint(str(resumption.folder))
+            self.groups.actor.load_checkpoint(str(resumption.folder))
+            if self.groups.critic is not None:
+                self.groups.critic.load_checkpoint(str(resumption.folder))
+
+    def _resumed_from(self, resumption: Resumption) -> str:
         if self.global_step < self.total_steps:
             resumption.announce()
             return f"resumed from {resumption.folder}"

@@ -3,22 +3,17 @@
 from __future__ import annotations
 
 import logging
-import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+import torch
 from omegaconf import DictConfig, OmegaConf
 
-from etude.agents import AGENT_LOOPS, AgentParts, ToolAgentLoop
-from etude.agents.environments import load_environment
-from etude.agents.gateway import check_openai_agent
-from etude.agents.interactions import load_interactions
-from etude.agents.loops import register_agent_loops
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
-from etude.config.names import check_names
+from etude.config.checks import check_names
 from etude.data import RLDataset
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
@@ -26,36 +21,34 @@ from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import (
     AlgorithmOptions,
     DataOptions,
-    EnvOptions,
-    MultiTurnOptions,
     RewardOptions,
-    RolloutOptions,
     RunOptions,
     TrainerOptions,
     TrainOptions,
 )
 from etude.options.validate import to_options
-from etude.registry import load_plugins
 from etude.rewards.default import scorer_of
-from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
+from etude.trainer.groups import Groups, open_groups
+from etude.workers.context import ToolCatalogue
 from etude.workers.options import RoleOptions
 from etude.workers.reading import Reading, load_reading
-from etude.workers.reward import build_scorer
+from etude.workers.role import start_process
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The checked options of a run, its tools, tokenizer and chat template."""
+    """The checked options of a run, its tokenizer and chat template, and its groups, with what tools they have loaded."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
     trainer: TrainerOptions
     roles: RoleOptions
-    parts: AgentParts
     reading: Reading
     config: DictConfig
+    groups: Groups
+    catalogue: ToolCatalogue
 
     @property
     def tokenizer(self) -> Any:
@@ -68,11 +61,9 @@ class RunSetup:
         return self.reading.chat
 
     @property
-    def schemas(self) -> dict[str, dict[str, Any]] | None:
+    def schemas(self) -> Mapping[str, dict[str, Any]] | None:
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
-        if not self.roles.rollout.multi_turn.enable:
-            return None
-        return {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.parts.tools.items()}
+        return self.catalogue.schemas if self.roles.rollout.multi_turn.enable else None
 
     @property
     def longest_sequence(self) -> int | None:
@@ -91,8 +82,8 @@ class RunSetup:
             files,
             chat=self.chat,
             tool_schemas=self.schemas,
-            interactions=list(self.parts.interactions),
-            agent_loops=AGENT_LOOPS.names(),
+            interactions=self.catalogue.interactions,
+            agent_loops=self.catalogue.agent_loops,
             options=self.data,
             images=self.reading.images,
             max_samples=max_samples,
@@ -109,57 +100,67 @@ class RunSetup:
         return self.dataset(files, self.data.val_max_samples) if files else None
 
 
-def prepare(config: DictConfig) -> RunSetup:
-    """Checks the whole configuration and loads plugins, tools and tokenizer.
+def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
+    """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
+
+    `trains`: whether there is an actor, or the model is only rolled out.
 
     Raises:
         ConfigError, DataError: one line that names the key or file.
     """
-    options = to_options(TrainOptions, plain_config(config))
-    load_plugins(options.plugins)
-    policy, data = options.actor_rollout_ref, options.data
-    rollout = policy.rollout
-    if rollout.agent.agent_loop_config_path is not None:
-        register_agent_loops(rollout.agent.agent_loop_config_path)
-    check_names(options)
-    apply_run_options(options.trainer)
-    check_openai_agent(rollout.agent.openai_agent)
+    options, roles, reading = check(config)
+    if not trains:
+        roles = replace(roles, needs_ref=False)
+    groups = open_groups(roles, trains=trains, critic=trains and options.algorithm.needs_critic)
+    catalogue, *_ = groups.rollout.load_tools()
+    setup = RunSetup(
+        options.data, options.algorithm, options.trainer, roles, reading, config, groups=groups, catalogue=catalogue
+    )
+    _check_tool_messages(setup, options.data.apply_chat_template_kwargs)
+    return setup
+
+
+def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Reading]:
+    """The options of a run, those of its roles among them, and what its model reads with; nothing is opened.
+
+    Raises:
+        ConfigError: one line that names the key or file.
+    """
+    plain = plain_config(config)
+    options = to_options(TrainOptions, plain)
+    policy, data, run = options.actor_rollout_ref, options.data, options.trainer
+    register_names(options, run, policy.rollout.agent.agent_loop_config_path)
     roles = role_options(
-        options.trainer,
-        config,
+        options.plugins,
+        run,
+        plain,
         model=policy.model,
         actor=policy.actor,
         ref=policy.ref,
-        rollout=rollout,
+        rollout=policy.rollout,
+        env=policy.env,
         critic=options.critic,
         reward=_reward_options(options.reward_model),
         custom_reward=options.custom_reward_function,
         chat_template_kwargs=data.apply_chat_template_kwargs,
+        actor_first_step=run.critic_warmup if options.algorithm.needs_critic else 0,
         needs_ref=policy.actor.use_kl_loss or options.algorithm.use_kl_in_reward,
     )
-    if roles.model.path is None:
-        raise ConfigError("actor_rollout_ref.model.path is not set: give the folder of a Hugging Face model")
-    parts = collect_parts(rollout, policy.env)
     reading = load_reading(roles.model, data.apply_chat_template_kwargs)
     if reading.processor is not None:
-        check_takes_images(rollout.name)
-    _check_answers(rollout, parts, reading, data.apply_chat_template_kwargs)
-    build_scorer(roles, reading.tokenizer)  # a reward that cannot be loaded is told before a model is
-    return RunSetup(data, options.algorithm, options.trainer, roles, parts, reading, config)
+        check_takes_images(policy.rollout.name)
+    return options, roles, reading
 
 
-def _check_answers(
-    rollout: RolloutOptions, parts: AgentParts, reading: Reading, template_kwargs: Mapping[str, Any]
-) -> None:
+def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) -> None:
     """The chat template writes what the configured tools will answer.
 
-    What a user or a text environment says, every template that is accepted does. An agent loop of the user's own may show
-    tools' answers in its own way.
+    What a user or a text environment says, every template that is accepted does.
     """
-    loop = AGENT_LOOPS.get(rollout.agent.default_agent_loop or "tool_agent")
-    if not parts.tools or not (isinstance(loop, type) and issubclass(loop, ToolAgentLoop)):
+    reading, catalogue, name = setup.reading, setup.catalogue, setup.roles.rollout.multi_turn.format
+    if not catalogue.schemas or not catalogue.tool_messages:
         return
-    parser = ToolParser.get_tool_parser(rollout.multi_turn.format, reading.tokenizer)
+    parser = ToolParser.get_tool_parser(name, reading.tokenizer)
     try:
         require_answers(reading.chat, "tool" if parser.result_tag is None else "user")
     except ConfigError as error:
@@ -167,8 +168,8 @@ def _check_answers(
             f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; take a model whose template can, put "
             "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
         ) from error
-    if parser.result_tag is None and parts.environment is None:
-        _warn_of_unread_calls(rollout.multi_turn.format, parser, reading, template_kwargs)
+    if parser.result_tag is None and not catalogue.has_environment:
+        _warn_of_unread_calls(name, parser, reading, template_kwargs)
 
 
 def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading, template_kwargs: Mapping[str, Any]) -> None:
@@ -191,61 +192,33 @@ def _reward_options(options: RewardOptions) -> RewardOptions:
     return replace(options, enable=False, reward_manager="naive") if is_environments else options
 
 
-def collect_parts(rollout: RolloutOptions, env: EnvOptions) -> AgentParts:
-    """What agents talk to: the configured tools, interactions and environment.
+def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | None = None) -> None:
+    """Sets this process up as a worker's is, since the driver computes, too, and refuses names that nothing registered.
 
     Raises:
-        ConfigError: one of them cannot be loaded.
+        ConfigError: a plug-in cannot be imported, or a name is unknown.
     """
-    options = rollout.multi_turn
-    tools = collect_tools(options)
-    if not options.enable:
-        return AgentParts()
-    users = options.interaction_config_path
-    environment = load_environment(env, tools, lockstep=rollout.mode == "sync")
-    return AgentParts(
-        tools if environment is None else {**tools, **environment.tools},
-        load_interactions(users) if users else {},
-        environment,
+    start_process(
+        options.plugins,
+        agent_loop_config_path,
+        num_threads=run.num_threads,
+        seed=run.seed,
+        deterministic=run.deterministic,
     )
+    check_names(options)
 
 
-def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
-    """All configured tools by name; none when `multi_turn.enable=false`.
-
-    Raises:
-        ConfigError: two sources define the same name, or one cannot be loaded.
-    """
-    tools: dict[str, BaseTool] = {}
-    if not options.enable:
-        return tools
-    sources: list[tuple[str, Callable[[str], list[BaseTool]]]]
-    sources = [(path, load_tools) for path in options.tool_config_path or ()]
-    sources += [(path, load_function_tools) for path in options.function_tool_path or ()]
-    for path, load in sources:
-        for tool in load(path):
-            if tool.name in tools:
-                raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
-            ToolCalls.of(tool)  # its limits, schema and recordings make sense
-            tools[tool.name] = tool
-    return tools
-
-
-def apply_run_options(options: RunOptions) -> None:
-    """Threads and determinism of this process."""
-    import torch
-
-    if options.num_threads is not None:
-        torch.set_num_threads(options.num_threads)
-    torch.manual_seed(options.seed)
-    if options.deterministic and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        torch.use_deterministic_algorithms(True, warn_only=True)
-
-
-def role_options(run: RunOptions, config: DictConfig, **sections: Any) -> RoleOptions:
+def role_options(plugins: Sequence[str], run: RunOptions, config: Mapping[str, Any], **sections: Any) -> RoleOptions:
     """The options of the roles: what every kind of run sets alike, and the sections that this one has."""
-    return RoleOptions(**sections, deterministic=run.deterministic, device=resolve_device(run.device), config=config)
+    return RoleOptions(
+        **sections,
+        plugins=tuple(plugins),
+        num_threads=run.num_threads,
+        seed=run.seed,
+        deterministic=run.deterministic,
+        device=resolve_device(run.device),
+        config=config,
+    )
 
 
 def resolve_device(name: str) -> str:
@@ -254,8 +227,6 @@ def resolve_device(name: str) -> str:
     Raises:
         ConfigError: the device does not exist here.
     """
-    import torch
-
     if name == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     if name.startswith("cuda") and not torch.cuda.is_available():

@@ -10,34 +10,32 @@ Checkpoints and resuming are those of reinforcement learning: every `save_freq` 
 from __future__ import annotations
 
 import shutil
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
-from etude.agents import AgentParts
-from etude.agents.interactions import load_interactions
-from etude.config.names import check_names
 from etude.data import ResumableLoader, RLDataset, SFTDataset
-from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
+from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
-from etude.registry import load_plugins
+from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, written_whole
-from etude.trainer.display import Display
+from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
+from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
-from etude.trainer.setup import apply_run_options, collect_tools, plain_config, role_options
-from etude.trainer.timing import Timings
+from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
+from etude.trainer.setup import plain_config, register_names, role_options
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
-from etude.workers import ActorRolloutRefWorker, RoleOptions
+from etude.workers import RoleOptions
+from etude.workers.context import ToolCatalogue
 from etude.workers.reading import load_reading
 
 
@@ -58,28 +56,25 @@ class SFTTrainer:
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
         """
-        options = to_options(SFTOptions, plain_config(config))
-        load_plugins(options.plugins)
-        check_names(options)
+        plain = plain_config(config)
+        options = to_options(SFTOptions, plain)
+        register_names(options, options.trainer)
         self.config, self.options = config, options.trainer
         self.data, self.target, self.model = options.data, options.target_success, options.model
         self.multi_turn, self.optim = options.multi_turn, options.optim
-        apply_run_options(self.options)
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
-        self.tools = collect_tools(self.multi_turn)
-        users = self.multi_turn.interaction_config_path if self.multi_turn.enable else None
-        self.interactions = load_interactions(users) if users else {}
+        self.roles = self._roles(options.plugins, plain)
+        self.groups = open_groups(self.roles)
+        catalogue, *_ = self.groups.rollout.load_tools()
         reading = load_reading(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = reading.tokenizer, reading.chat, reading.images
-        schemas = {name: tool.get_openai_tool_schema().to_openai() for name, tool in self.tools.items()}
-        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(schemas.values()))
+        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
         self.loader = ResumableLoader(
             self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
         )
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        self.trial = self._trial_rows(schemas)
-        self.roles = self._roles()
+        self.trial = self._trial_rows(catalogue)
         self.run_dir = Path(self.options.default_local_dir)
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
         self.resumption = find_resumption(self.options, self.checkpoints, config)
@@ -112,7 +107,7 @@ class SFTTrainer:
             examples.append({"demonstration": demonstration})
         return _Examples(examples, rows.fingerprint)
 
-    def _trial_rows(self, schemas: dict[str, dict[str, Any]]) -> RLDataset | None:
+    def _trial_rows(self, catalogue: ToolCatalogue) -> RLDataset | None:
         files = self.target.data_files
         if not files:
             return None
@@ -122,8 +117,8 @@ class SFTTrainer:
         rows = RLDataset(
             files,
             chat=self.chat,
-            tool_schemas=schemas,
-            interactions=list(self.interactions),
+            tool_schemas=catalogue.schemas,
+            interactions=catalogue.interactions,
             options=options,
             images=self.images,
             max_samples=self.target.samples,
@@ -134,7 +129,7 @@ class SFTTrainer:
             )
         return rows
 
-    def _roles(self) -> RoleOptions:
+    def _roles(self, plugins: Sequence[str], config: dict[str, Any]) -> RoleOptions:
         rollout = RolloutOptions(
             prompt_length=self.data.max_length,
             response_length=self.target.max_response_length,
@@ -142,16 +137,16 @@ class SFTTrainer:
             seed=self.options.seed,
         )
         return role_options(
+            plugins,
             self.options,
-            self.config,
+            config,
             model=self.model,
             actor=ActorOptions(optim=self.optim),
             rollout=rollout,
             chat_template_kwargs=self.data.apply_chat_template_kwargs,
-            total_steps=self.total_steps,
         )
 
-    def fit(self) -> Path:
+    def fit(self, emit: EventSink = ignore_event) -> Path:
         """Trains, and returns the folder of the resulting model.
 
         Raises:
@@ -160,35 +155,32 @@ class SFTTrainer:
             Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
             CheckpointError: the model cannot be written.
         """
-        self.group = InProcessWorkerGroup(
-            ActorRolloutRefWorker, 1, self.roles, AgentParts(self.tools, self.interactions)
-        )
-        self.group.init_model()
+        self.groups.actor.init_model(self.total_steps)
         if self.resumption is not None:
             with self.resumption.restoring():
-                self.group.load_checkpoint(str(self.resumption.folder))
+                self.groups.actor.load_checkpoint(str(self.resumption.folder))
             self.resumption.announce()
         if self.step < self.total_steps:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with (
-            Display(self.total_steps, experiment, enabled="console" in self.options.logger) as display,
-            Interrupts(display.note) as interrupts,
-        ):
-            if self.resumption is not None:
-                display.note(f"resumed from {self.resumption.folder}")
+        with Interrupts(emit) as interrupts:
             try:
-                return self._loop(self.run_dir / "huggingface", tracking, display, interrupts)
+                emit(RunStarted(experiment, self.total_steps, self.options))
+                if self.resumption is not None:
+                    emit(Notice(f"resumed from {self.resumption.folder}"))
+                with self.groups.report_progress(emit):
+                    return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
             finally:
                 tracking.close()
+                emit(RunEnded())
 
-    def _loop(self, result: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
+    def _loop(self, result: Path, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Path:
         batches = self.loader.endless()
         while self.step < self.total_steps and not interrupts.stop:
-            self._advance(next(batches), result, tracking, display, interrupts)
+            self._advance(next(batches), result, tracking, emit, interrupts)
         if self.trial is None and self.step:
             self._write(result)
         if self.step < self.total_steps:
@@ -207,7 +199,7 @@ class SFTTrainer:
         rows: list[dict[str, Any]],
         result: Path,
         tracking: Tracking,
-        display: Display,
+        emit: EventSink,
         interrupts: Interrupts,
     ) -> None:
         """A step, and the trial and the checkpoint that are due after it."""
@@ -223,7 +215,7 @@ class SFTTrainer:
                 self._write(result)
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
-        display.step(self.step, metrics)
+        emit(StepFinished(self.step, self.total_steps, metrics))
         try:
             self._skipped.note(metrics)
         except TrainingStopped:
@@ -235,7 +227,7 @@ class SFTTrainer:
 
     def _save(self) -> None:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
-        self.checkpoints.save(self.step, state, self.group.save_checkpoint)
+        self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint)
 
     def _in_window(self, success: float) -> bool:
         return self.target.low <= success <= self.target.high
@@ -245,27 +237,28 @@ class SFTTrainer:
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
             batch.meta_info["global_step"] = self.step
-            metrics = finish_metrics(add_metrics(self.group.update_sft(batch)))
+            metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(batch)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
-        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=self._trial_seed(step), validate=False)
-        batch = prompts.union(self.group.generate_sequences(prompts))
+        seed = trial_seed(self.options.seed, step)
+        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=seed, validate=False)
+        self.groups.rollout.update_weights(step)
+        batch = prompts.union(self.groups.rollout.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
-            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
+            raise EtudeError(
+                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(rollouts_of(batch))}"
+            )
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
-
-    def _trial_seed(self, step: int) -> int:
-        return self.options.seed * 1_000_003 + step
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""
         with written_whole(folder) as temporary:
-            self.group.save_checkpoint(str(temporary / "roles"))
+            self.groups.actor.save_checkpoint(str(temporary / "roles"))
             for path in (temporary / "roles" / "actor" / "huggingface").iterdir():
                 path.rename(temporary / path.name)
             shutil.rmtree(temporary / "roles")

@@ -99,7 +99,8 @@ class PolicyEngine:
         """Log-probs and entropies (batch, response_len) on the CPU; 0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+        kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        result = torch.zeros(batch.batch["response_mask"].shape, dtype=kind)
         entropy = torch.zeros_like(result)
 
         def step(rows: list[int]) -> Metrics:

@@ -1,10 +1,12 @@
-"""The roles as workers: policy (actor, rollout, reference), critic, reward."""
+"""The roles as workers: rollout, actor with its reference, critic, reward; and rollout and actor in one."""
 
 from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
+from etude.workers.actor import TrainWorker
 from etude.workers.critic import CriticWorker
 from etude.workers.options import RoleOptions
 from etude.workers.policy import ActorRolloutRefWorker
 from etude.workers.reward import RewardWorker, build_scorer
+from etude.workers.rollout import RolloutWorker
 
 __all__ = [
     "ActorOptions",
@@ -17,5 +19,7 @@ __all__ = [
     "RewardOptions",
     "RewardWorker",
     "RoleOptions",
+    "RolloutWorker",
+    "TrainWorker",
     "build_scorer",
 ]

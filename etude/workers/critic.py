@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from etude.distributed import Dispatch, Worker, register
+from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models import load_value_model, save_pretrained, torch_dtype
@@ -13,26 +12,22 @@ from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine, round_weights
 from etude.workers.checkpoint import read_tensors, write_tensors
 from etude.workers.minibatches import update_epochs
-from etude.workers.options import RoleOptions
+from etude.workers.role import RoleWorker
 
 
-class CriticWorker(Worker):
+class CriticWorker(RoleWorker):
     """A value model with its optimizer, started from `critic.model.path` (by default the policy's)."""
 
-    def __init__(self, options: RoleOptions, **place: Any) -> None:
-        super().__init__(device=options.device, **place)
-        self.options = options
-
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def init_model(self) -> None:
-        """Loads the model and builds the optimizer."""
+    def init_model(self, total_steps: int | None = None) -> None:
+        """Loads the model and builds the optimizer, whose learning-rate schedule ends after `total_steps` training steps."""
         critic, model = self.options.critic, self.options.model
         path = critic.model.path or model.path
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
         exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
-        self._optimizer = OptimizerSet(self.model, critic.optim, self.options.total_steps, exact=exact)
+        self._optimizer = OptimizerSet(self.model, critic.optim, total_steps, exact=exact)
         self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)

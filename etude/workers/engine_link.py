@@ -1,8 +1,8 @@
 """The worker's link to its inference engine: builds it, hands weights over, has the probe look at them, gives memory back.
 
-Invariant: before a rollout starts, the engine has the trainer's present weights and, unless `rollout.weight_probe` is
-off, the probe has found its log-probs equal to the trainer's at them. An engine that shares the trainer's tensors is only
-told that they changed; others load a checkpoint, or take tensors by handle.
+Invariant: when a rollout starts, the engine has been handed the weights that it is said to have and, unless
+`rollout.weight_probe` is off, the probe has found its log-probs equal to the trainer's at them. An engine that shares the
+trainer's tensors is only told that they changed; others load a checkpoint, or take tensors by handle.
 """
 
 from __future__ import annotations
@@ -108,7 +108,7 @@ class EngineLink:
         """`dtype`: the trainer's."""
         self.engine, self._rollout, self._actor = engine, rollout, actor
         self._shares = getattr(engine, "shares_weights", True)
-        self._version, self._handed = 0, -1
+        self.is_current = actor is None  # whether the engine was handed the present weights
         self._asleep = False
         self._folder: Scratch | None = None
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
@@ -128,15 +128,15 @@ class EngineLink:
             tokens=tokens,
         )
 
-    def changed(self, version: int) -> None:
-        """The trainer's weights are now `version`; they are handed over when the engine is next needed."""
-        self._version, self._handed = version, -1
-
     async def ready(self) -> None:
-        """Wakes the engine, and hands the weights over if they changed."""
+        """Wakes the engine.
+
+        Raises:
+            EtudeError: the weights have changed since they were handed over.
+        """
+        if not self.is_current:
+            raise EtudeError("the engine was not handed the present weights: call update_weights(version) first")
         await self._wake()
-        if self._actor is not None and self._handed != self._version:
-            await self.push(self._version)
 
     async def push(self, version: int) -> Metrics:
         """Hands over the present weights as `version`, and probes.
@@ -148,8 +148,9 @@ class EngineLink:
             WeightSyncError: the engine did not take them.
             WeightMismatch: it says that it did, and samples from others.
         """
+        if self._actor is None:
+            return {}
         started = time.perf_counter()
-        self._version = version
         await self._wake()
         try:
             source = await self._source(version)
@@ -162,7 +163,7 @@ class EngineLink:
                 f"the engine '{self._rollout.name}' did not take the weights of version {version}: {one_line(error)}; "
                 "mend it and start again: the run goes on from its last checkpoint"
             ) from error
-        self._handed = version
+        self.is_current = True
         return {"weight_sync/seconds": Max(time.perf_counter() - started)} | metrics
 
     async def _run_probe(self, version: int) -> Metrics:

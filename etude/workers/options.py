@@ -1,4 +1,4 @@
-"""`RoleOptions`: the sections of a configuration that a run's workers are built from."""
+"""`RoleOptions`: the plain options that a run's workers are built from, in whichever process."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from omegaconf import DictConfig, OmegaConf
+
 from etude.errors import ConfigError
 from etude.inference import check_serving
 from etude.options import (
     ActorOptions,
     CriticOptions,
     CustomRewardOptions,
+    EnvOptions,
     ModelOptions,
     RefOptions,
     RewardOptions,
@@ -21,12 +24,12 @@ from etude.options import (
 
 @dataclass(frozen=True)
 class RoleOptions:
-    """Everything the workers of one run are built from.
+    """Everything the workers of one run are built from: frozen options, dictionaries and strings, so that it pickles.
 
-    The learning-rate schedules count training steps: they end after `total_steps`, and the actor's begins at
-    `actor_first_step` (after a critic's warm-up). A policy that does not train (`trains`) has no optimizer.
-    `needs_ref` says that some loss or reward uses the reference policy. `config` is the whole resolved configuration, handed
-    on to users' agent loops and read by nothing of ours.
+    `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
+    `needs_ref`: some loss or reward uses the reference policy. `plugins`, `num_threads`, `seed` (None: left alone) and
+    `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, handed on
+    to users' agent loops and reward managers.
 
     Raises:
         ConfigError: the rollout section does not go with its engine, or with the device; names the key.
@@ -39,17 +42,26 @@ class RoleOptions:
     critic: CriticOptions = field(default_factory=CriticOptions)
     reward: RewardOptions = field(default_factory=RewardOptions)
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
+    env: EnvOptions = field(default_factory=EnvOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    total_steps: int | None = None
+    plugins: tuple[str, ...] = ()
     actor_first_step: int = 0
-    trains: bool = True
     needs_ref: bool = False
+    num_threads: int | None = None
+    seed: int | None = None
     deterministic: bool = False
     device: str = "cpu"
-    config: Any = None
+    config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        rollout = self.rollout
-        check_serving(rollout.name, rollout.server_urls, rollout.server_api_key_env, rollout.engine_kwargs)
-        if rollout.weight_transfer == "cuda_ipc" and not self.device.startswith("cuda"):
+        check_serving(self.rollout)
+        if self.rollout.weight_transfer == "cuda_ipc" and not self.device.startswith("cuda"):
             raise ConfigError("actor_rollout_ref.rollout.weight_transfer=cuda_ipc needs a GPU; use folder")
+
+    def user_config(self) -> DictConfig | None:
+        """`config` as users' code reads it: by attribute, an unknown key an error."""
+        if self.config is None:
+            return None
+        made = OmegaConf.create(dict(self.config))
+        OmegaConf.set_struct(made, True)
+        return made

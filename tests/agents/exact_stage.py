@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from turn_templates import HARMONY, HARMONY_TOKENS, ROLES, ROLES_TOKENS
 
-from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
+from etude.agents import MultiTurnOptions, RolloutOptions
 from etude.agents.interactions import BaseInteraction
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
@@ -119,10 +119,11 @@ class Policy:
             custom_reward=CustomRewardOptions(),
             needs_ref=True,
         )
-        parts = AgentParts(tools={"say": self.tool}, interactions={"ask": self.user})
-        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options, parts)
-        self.group.init_model()
+        self.group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options)
         self.worker = self.group._workers[0]
+        self.worker.context = replace(self.worker.context, tools={"say": self.tool}, interactions={"ask": self.user})
+        self.group.init_model()
+        self.group.update_weights(0)
         self.tokenizer, self.model = self.worker.tokenizer, self.worker.model
         self.asked = defaultdict(list)
         self._watch(self.worker._manager.engine)

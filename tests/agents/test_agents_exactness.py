@@ -145,7 +145,7 @@ def update(made, batch):
     try:
         figures = finish_metrics(made.group.update_actor(batch)[0])
     finally:
-        worker._actor = actor
+        worker._actor, worker._link.is_current = actor, True  # it was a copy that learned
     figures = {name: value for name, value in figures.items() if name.startswith("actor/")}  # not how long it took
     return figures, [*optimizer.gradients, *(p.detach() for p in model.parameters())]
 

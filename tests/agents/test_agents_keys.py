@@ -11,15 +11,15 @@ import yaml
 from agents_stage import QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager
-from etude.agents.environments import EnvOptions
+from etude.agents.interactions import load_interactions
 from etude.agents.loops import register_agent_loops
 from etude.chat import ToolParser
 from etude.config import compose
 from etude.errors import ConfigError
 from etude.options import RolloutOptions
 from etude.options.validate import to_options
-from etude.trainer.setup import collect_parts
 from etude.trajectory import StopReason
+from etude.workers.context import collect_tools
 
 ROLLOUT = "actor_rollout_ref.rollout"
 LONG = " ".join(map(str, range(60)))
@@ -59,8 +59,8 @@ def tool_config_path(folder):
     (folder / "tools.yaml").write_text(yaml.safe_dump({"tools": [{"config": {"type": "sandbox_fusion"}}]}))
     for key in ("multi_turn.tool_config_path", "tool_config"):  # the second is its other name
         options = rollout_options(f"{key}={folder}/tools.yaml")
-        assert set(collect_parts(options, EnvOptions()).tools) == {"code_interpreter"}
-    assert collect_parts(rollout_options(), EnvOptions()).tools == {}
+        assert set(collect_tools(options.multi_turn)) == {"code_interpreter"}
+    assert collect_tools(rollout_options().multi_turn) == {}
 
 
 def function_tool_path(folder):
@@ -68,7 +68,7 @@ def function_tool_path(folder):
         'from etude.tools import function_tool\n\n\n@function_tool\ndef twice(x: int) -> int:\n    """Doubles.\n\n'
         '    Args:\n        x: a number\n    """\n    return 2 * x\n'
     )
-    tools = collect_parts(rollout_options(f"multi_turn.function_tool_path={folder}/mine.py"), EnvOptions()).tools
+    tools = collect_tools(rollout_options(f"multi_turn.function_tool_path={folder}/mine.py").multi_turn)
     script = [says(call("twice", x=4)), says("8")]
     assert [r.response for r in played(script=script, tools=list(tools.values())).tool_calls] == ["8"]
 
@@ -76,10 +76,12 @@ def function_tool_path(folder):
 def interaction_config_path(folder):
     entry = {"name": "gsm8k", "class_name": "etude.agents.interactions.gsm8k.Gsm8kInteraction", "config": {}}
     (folder / "users.yaml").write_text(yaml.safe_dump({"interaction": [entry]}))
-    parts = collect_parts(rollout_options(f"multi_turn.interaction_config_path={folder}/users.yaml"), EnvOptions())
+    users = load_interactions(
+        rollout_options(f"multi_turn.interaction_config_path={folder}/users.yaml").multi_turn.interaction_config_path
+    )
     row = {"interaction_kwargs": {"name": "gsm8k", "ground_truth": "5"}}
     turns = [says("#### 4"), says("#### 5")]
-    assert played(script=turns, row=row, interactions=parts.interactions.values()).assistant_turns == 2
+    assert played(script=turns, row=row, interactions=users.values()).assistant_turns == 2
 
 
 def max_assistant_turns(folder):

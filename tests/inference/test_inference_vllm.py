@@ -494,7 +494,7 @@ def quiet(monkeypatch):
 
 def trained(stage, rollout, bound=1e-3):
     """Rollouts and updates of a worker: log-probs agree to `bound` step after step, and the probe passes."""
-    from etude.agents import AgentParts, RolloutOptions
+    from etude.agents import RolloutOptions
     from etude.distributed import InProcessWorkerGroup
     from etude.training import OptimOptions
     from etude.workers import (
@@ -517,14 +517,16 @@ def trained(stage, rollout, bound=1e-3):
         reward=RewardOptions(),
         custom_reward=CustomRewardOptions(),
     )
-    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options, AgentParts())
+    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, options)
     group.init_model()
+    group.update_weights(0)
     for step in range(3):
         batch = rolled_out(group, step)
         mask = batch.batch["response_mask"].bool()
         difference = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()
         assert float(difference) < bound
-        (figures,) = group.update_actor(batch)
+        group.update_actor(batch)
+        (figures,) = group.update_weights(step + 1)
         assert figures["weight_sync/largest_difference"] < bound
     return group._workers[0]
 

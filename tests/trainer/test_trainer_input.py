@@ -7,7 +7,7 @@ from house_stage import ACTOR, ROLLOUT, one_line_error
 from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
-from etude.workers import policy
+from etude.workers import role
 
 
 @pytest.fixture
@@ -17,7 +17,7 @@ def refused(tiny, tmp_path, capsys, monkeypatch):
     def loads(*args, **kwargs):
         raise AssertionError("a model was loaded")
 
-    monkeypatch.setattr(policy, "load_causal_lm", loads)
+    monkeypatch.setattr(role, "load_causal_lm", loads)
     return lambda *overrides, command="train": one_line_error(
         capsys, [command, *tiny.arguments(tmp_path / "run", *overrides)]
     )

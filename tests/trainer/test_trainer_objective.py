@@ -13,7 +13,7 @@ from house_stage import ACTOR, ROLLOUT
 
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import results_of
+from etude.trainer.rollouts import rollouts_of
 from etude.trainer.setup import prepare
 
 LENGTH = 72  # data.max_response_length of the tiny runs
@@ -25,26 +25,26 @@ class Step:
     def __init__(self, tiny, folder, *overrides, drift=0.02, engine_error=0.0):
         self.trainer = PPOTrainer(prepare(tiny.config(folder, *overrides)))
         self.trainer.init_workers()
-        worker = self.trainer.policy_wg._workers[0]
+        worker = self.trainer.groups.actor._workers[0]
         self.reference = plain(worker.model)
         drift_apart(worker.model, drift)
-        worker._link.changed(0)  # the engine forgets what it cached
+        self.trainer.groups.rollout.update_weights(0)  # the engine forgets what it cached
         self.policy = plain(worker.model)
-        self.actor_batches, self.actor_steps = watch(self.trainer.policy_wg, "update_actor", worker._actor)
+        self.actor_batches, self.actor_steps = watch(self.trainer.groups.actor, "update_actor", worker._actor)
         self.critic_batches, self.critic_steps = [], []
-        if self.trainer.critic_wg is not None:
-            critic = self.trainer.critic_wg._workers[0]
+        if self.trainer.groups.critic is not None:
+            critic = self.trainer.groups.critic._workers[0]
             drift_apart(critic.model, 0.05)
-            self.critic_batches, self.critic_steps = watch(self.trainer.critic_wg, "update_critic", critic._engine)
+            self.critic_batches, self.critic_steps = watch(self.trainer.groups.critic, "update_critic", critic._engine)
         rollouts = self.trainer.rollouts
-        training = rollouts.training
+        generate = rollouts.generate
 
-        def with_error(*arguments):
-            rolled, engine = training(*arguments)
+        def with_error(prompts):
+            rolled, engine = generate(prompts)
             rolled.batch["rollout_log_probs"] += engine_error
             return rolled, engine
 
-        rollouts.training = with_error
+        rollouts.generate = with_error
         self.figures = self.trainer.training_step(Interrupts(lambda text: None))
 
 
@@ -230,7 +230,7 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     log_probs, entropy = outputs(model, batch)
-    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in results_of(batch)])
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in rollouts_of(batch)])
     torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
     losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
     assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)

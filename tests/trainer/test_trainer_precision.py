@@ -22,18 +22,16 @@ def half(dtype):
 def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, half(dtype), f"{ACTOR}.optim.lr=1e-6")))
     trainer.init_workers()
-    worker = trainer.policy_wg._workers[0]
-    start = [p.detach().clone() for p in worker._actor_optimizer._parameters]
+    worker = trainer.groups.actor._workers[0]
+    start = [p.detach().clone() for p in worker._optimizer._parameters]
     assert {p.dtype for p in start} == {torch.float32}
     for _ in range(3):
         figures = trainer.training_step(Interrupts(lambda text: None))
         assert figures["actor/skipped_steps"] == 0
         assert figures["training/rollout_probs_diff_mean"] < 0.02  # the engine has the actor's weights, up to rounding
-    moved = [not torch.equal(a, b) for a, b in zip(start, worker._actor_optimizer._parameters)]
+    moved = [not torch.equal(a, b) for a, b in zip(start, worker._optimizer._parameters)]
     assert all(moved)
-    seen = [
-        torch.equal(p, m.to(p.dtype)) for p, m in zip(worker.model.parameters(), worker._actor_optimizer._parameters)
-    ]
+    seen = [torch.equal(p, m.to(p.dtype)) for p, m in zip(worker.model.parameters(), worker._optimizer._parameters)]
     assert all(seen)
     assert worker._manager.engine._model is worker.model
     assert worker.model.dtype == getattr(torch, dtype)
@@ -43,10 +41,10 @@ def test_what_learns_starts_from_the_saved_weights_and_computes_with_rounded_one
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, half("bfloat16"), GAE)))
     trainer.init_workers()
     saved = load_file(tiny.model / "model.safetensors")
-    actor, critic = trainer.policy_wg._workers[0], trainer.critic_wg._workers[0]
+    actor, critic = trainer.groups.actor._workers[0], trainer.groups.critic._workers[0]
     known = [
         (saved[place], rounded, exact)
-        for model, optimizer in ((actor.model, actor._actor_optimizer), (critic.model, critic._optimizer))
+        for model, optimizer in ((actor.model, actor._optimizer), (critic.model, critic._optimizer))
         for (name, rounded), exact in zip(model.named_parameters(), optimizer._parameters)
         if (place := name.replace("backbone.", "model.")) in saved
     ]

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import read_rollouts, trajectory_from_record
 from etude.rewards import TrajectoryScorer
-from etude.trainer.dumps import read_rollouts, trajectory_from_record
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -21,7 +21,7 @@ from etude.workers import build_scorer
 
 TWO_STEPS = ("trainer.total_training_steps=2",)
 BELOW = ("generate_sequences", "compute_scores", "compute_log_prob", "compute_ref_log_prob", "compute_values")
-CALLS = (*BELOW, "update_critic", "update_actor")
+CALLS = (*BELOW, "update_critic", "update_actor", "update_weights")
 
 
 def ready(tiny, folder, *overrides):
@@ -48,7 +48,7 @@ def spied(monkeypatch, trainer):
 
         monkeypatch.setattr(group, name, called, raising=False)
 
-    for group in (trainer.policy_wg, trainer.reward_wg, trainer.critic_wg):
+    for group in (trainer.groups.actor, trainer.groups.reward, trainer.groups.critic):
         for name in CALLS:
             if group is not None and hasattr(group, name):
                 spy(group, name)
@@ -77,7 +77,14 @@ def test_a_run_has_its_figures_step_by_step(grpo):
     assert names >= {f"reward/{n}/mean" for n in ("step", "final", "score", "total", "success")}
     assert names >= {f"tool/calculator/{n}" for n in ("calls", "errors", "latency_p50", "latency_p95", "reward")}
     assert names >= {"rollout/infrastructure_failures", "rollout/dropped", "rollout/tool_use_rate"}
-    assert names >= {"timing_s/gen", "timing_s/adv", "timing_s/update_actor", "timing_s/step", "timing_s/testing"}
+    assert names >= {
+        "timing_s/gen",
+        "timing_s/adv",
+        "timing_s/update_actor",
+        "timing_s/update_weights",
+        "timing_s/step",
+        "timing_s/testing",
+    }
     assert names >= {"training/global_step", "response_length/clip_ratio", "perf/throughput", "perf/total_num_tokens"}
     validated = [r["step"] for r in records if "val-core/etude/arithmetic/reward/mean@1" in r]
     assert validated == [0, 3, 6]
@@ -120,7 +127,7 @@ def test_a_step_goes_in_the_documented_order_through_groups_alone(tiny, tmp_path
         f"{ACTOR}.ppo_mini_batch_size=1",
         f"{ROLLOUT}.mode=sync",
     )
-    groups = (trainer.policy_wg, trainer.reward_wg, trainer.critic_wg)
+    groups = (trainer.groups.actor, trainer.groups.reward, trainer.groups.critic)
     assert all(isinstance(group, InProcessWorkerGroup) for group in groups)
     calls = spied(monkeypatch, trainer)
     figures = trainer.training_step(quiet())
@@ -132,7 +139,7 @@ def test_a_single_update_needs_no_old_log_probs_and_grpo_no_critic(tiny, tmp_pat
     trainer = ready(tiny, tmp_path)
     calls = spied(monkeypatch, trainer)
     trainer.training_step(quiet())
-    assert calls == ["generate_sequences", "update_actor"]
+    assert calls == ["generate_sequences", "update_actor", "update_weights"]
 
 
 @pytest.mark.parametrize("several", [f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.ppo_mini_batch_size=1"])
@@ -140,8 +147,8 @@ def test_several_updates_a_step_keep_the_old_log_probs(tiny, tmp_path, monkeypat
     trainer = ready(tiny, tmp_path, several)
     calls = spied(monkeypatch, trainer)
     batches = []
-    update = trainer.policy_wg.update_actor
-    monkeypatch.setattr(trainer.policy_wg, "update_actor", lambda data: batches.append(data) or update(data))
+    update = trainer.groups.actor.update_actor
+    monkeypatch.setattr(trainer.groups.actor, "update_actor", lambda data: batches.append(data) or update(data))
     for _ in range(3):
         figures = trainer.training_step(quiet())
     assert calls[:3] == ["generate_sequences", "compute_log_prob", "update_actor"]
@@ -210,8 +217,8 @@ def test_filtered_groups_are_refilled_and_never_more_than_a_batch(tiny, tmp_path
     )
     calls = spied(monkeypatch, trainer)
     learned = []
-    update = trainer.policy_wg.update_actor
-    monkeypatch.setattr(trainer.policy_wg, "update_actor", lambda data: learned.append(data) or update(data))
+    update = trainer.groups.actor.update_actor
+    monkeypatch.setattr(trainer.groups.actor, "update_actor", lambda data: learned.append(data) or update(data))
     rounds = []
     for _ in range(5):
         before = len(calls)
@@ -297,6 +304,34 @@ def test_a_run_in_steps_is_the_trainer_used_by_hand(tiny, tmp_path):
     trainer.training_step(quiet())
     assert trainer.save() == tmp_path / "global_step_1"
     assert not same(weights(tmp_path, 1), load_file(tiny.model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ((), False),
+        (("reward_model.enable=false",), True),
+        (("reward_model.score_weight=0",), True),
+        (("reward_model.enable=false", "plugins=[{folder}/agent.py]"), False),
+        (("reward_model.enable=false", f"{ROLLOUT}.multi_turn.tool_config_path={{folder}}/judge.yaml"), False),
+    ],
+)
+def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, settings, warned):
+    (tmp_path / "judge.py").write_text(
+        "from etude.tools import BaseTool\n\n\nclass Judge(BaseTool):\n"
+        "    async def calc_reward(self, instance_id, **kwargs):\n        return 1.0\n"
+    )
+    schema = (
+        "{type: function, function: {name: calculator, description: d, parameters: {type: object, properties: {}}}}"
+    )
+    (tmp_path / "judge.yaml").write_text(f"tools:\n- {{class_name: 'judge.py:Judge', tool_schema: {schema}}}\n")
+    (tmp_path / "agent.py").write_text("")
+    given = ["plugins=[]", f"{ROLLOUT}.multi_turn.format=hermes", "custom_reward_function.path=null", *settings]
+    with caplog.at_level(logging.WARNING, logger="etude"):
+        PPOTrainer(prepare(tiny.config(tmp_path, *(each.format(folder=tmp_path) for each in given))))
+    lines = [r.getMessage() for r in caplog.records if "every answer earns 0" in r.getMessage()]
+    assert len(lines) == warned
+    assert all("no tool (calculator) has a calc_reward" in line for line in lines)
 
 
 def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):

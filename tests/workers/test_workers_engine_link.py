@@ -11,13 +11,12 @@ import torch
 from serving_stage import serving_in_a_thread
 from sglang_server import Network, State, build_app
 from vision_stage import build_vision_stage
-from workers_stage import learnable, policy, prompts, roles
+from workers_stage import learnable, policy, prompts, roles, started, update
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
-from etude.metrics import finish_metrics
 from etude.scratch import Scratch
-from etude.workers import engine_link
+from etude.workers import RolloutWorker, engine_link
 from etude.workers.engine_link import WeightSyncError, _memory_folder, build_engine
 
 
@@ -35,11 +34,11 @@ def served(model_path, url, **rollout):
 
 def test_after_an_update_the_native_engine_is_probed(model_path):
     group, _ = policy(model_path)
-    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
+    figures = update(group, learnable(group, prompts()))
     assert figures["weight_sync/largest_difference"] < 1e-4
     assert figures["weight_sync/seconds"] > 0
     unprobed, _ = policy(model_path, rollout={"weight_probe": False})
-    figures = finish_metrics(unprobed.update_actor(learnable(unprobed, prompts()))[0])
+    figures = update(unprobed, learnable(unprobed, prompts()))
     assert "weight_sync/largest_difference" not in figures
 
 
@@ -54,7 +53,7 @@ def test_the_probe_draws_at_the_temperature_of_the_rollouts(model_path, monkeypa
         return await generate(request_id, prompt_ids, params, **given)
 
     monkeypatch.setattr(engine, "generate", watched)
-    group.update_actor(batch)
+    update(group, batch)
     assert temperatures == {0.6}
 
 
@@ -62,7 +61,7 @@ def test_the_probe_changes_no_rollout_and_no_figure(model_path):
     outcomes = []
     for probe in (True, False):
         group, _ = policy(model_path, rollout={"weight_probe": probe}, deterministic=True)
-        group.update_actor(learnable(group, prompts()))
+        update(group, learnable(group, prompts()))
         rolled = group.generate_sequences(prompts(seed=2))
         outcomes.append((rolled.batch["responses"], rolled.batch["rollout_log_probs"], rolled.meta_info["metrics"]))
     (first, probs, metrics), (second, other_probs, other_metrics) = outcomes
@@ -78,7 +77,7 @@ def test_the_probe_changes_no_rollout_and_no_figure(model_path):
 @pytest.mark.parametrize("engine", [{"max_num_seqs": 1}, {"max_num_seqs": 3}, {"max_num_batched_tokens": 16}])
 def test_in_the_deterministic_mode_a_small_engine_is_probed_and_rolls_out(model_path, engine):
     group, _ = policy(model_path, rollout={"weight_sync_timeout": 20.0, **engine}, deterministic=True)
-    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
+    figures = update(group, learnable(group, prompts()))
     assert figures["weight_sync/largest_difference"] < 1e-4
 
 
@@ -91,11 +90,10 @@ def test_a_probe_that_is_not_answered_stops_the_run(model_path):
             return await super().generate(request_id, *arguments, **options)
 
     try:
-        group, _ = policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
         with pytest.raises(
             WeightSyncError, match=r"'workers_test_mute' did not take the weights of version 0: .*0\.3 s"
         ):
-            group.generate_sequences(prompts())
+            policy(model_path, rollout={"name": "workers_test_mute", "weight_sync_timeout": 0.3})
     finally:
         ENGINES._items.pop("workers_test_mute")
 
@@ -110,7 +108,7 @@ def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
         group, _ = policy(model_path, rollout={"name": "workers_test_stale"})
         batch = learnable(group, prompts())
         with pytest.raises(WeightMismatch, match=r"does not serve version 1 of the weights: .* tolerance is 0\.001"):
-            group.update_actor(batch)
+            update(group, batch)
     finally:
         ENGINES._items.pop("workers_test_stale")
 
@@ -129,7 +127,7 @@ def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_p
             version for t in trajectories for segment in t.segments for version in segment.weight_versions or ()
         }
         assert versions == {step}
-        figures = finish_metrics(group.update_actor(batch)[0])
+        figures = update(group, batch, step + 1)
         assert figures["weight_sync/largest_difference"] < 1e-4
         assert state.version == str(step + 1)
     folder = worker._link._folder.folder
@@ -145,12 +143,12 @@ def test_a_server_that_keeps_old_weights_or_refuses_new_ones_stops_the_run(model
     batch = learnable(group, prompts())
     state.fault = "stale"
     with pytest.raises(WeightMismatch, match="does not serve version 1"):
-        group.update_actor(batch)
+        update(group, batch)
     state.fault = "refuses weights"
     with pytest.raises(
         WeightSyncError, match=r"the engine 'sglang' did not take the weights of version 2: .*status 400"
     ):
-        group.update_actor(batch)
+        update(group, batch, 2)
 
 
 def test_a_server_with_other_weights_gets_the_trainers_before_the_first_rollout(model_path, server):
@@ -168,9 +166,8 @@ def test_a_server_of_another_dtype_needs_a_tolerance_of_its_own(model_path, serv
     url, state = server
     load = state.model.load
     state.model.load = lambda folder: (load(folder), state.model.model.to(torch.bfloat16))
-    group, _ = served(model_path, url, weight_probe_tolerance=1e-6)
     with pytest.raises(WeightMismatch, match="tolerance is 1e-06"):
-        group.generate_sequences(prompts())
+        served(model_path, url, weight_probe_tolerance=1e-6)
     group, _ = served(model_path, url, weight_probe_tolerance=0.5)
     assert group.generate_sequences(prompts()).batch["response_mask"].any()
 
@@ -181,7 +178,7 @@ def test_memory_is_free_between_rollouts(model_path, server, free):
     group, _ = served(model_path, url, free_cache_engine=free)
     batch = learnable(group, prompts())
     assert state.asleep is free
-    figures = finish_metrics(group.update_actor(batch)[0])  # wakes it for the new weights
+    figures = update(group, batch)  # wakes it for the new weights
     assert not state.asleep
     assert figures["weight_sync/largest_difference"] < 1e-4
 
@@ -196,7 +193,7 @@ def test_a_server_that_does_not_wake_is_one_line(model_path, server, monkeypatch
 
     monkeypatch.setattr(worker._link.engine, "wake", broken)
     with pytest.raises(EtudeError, match="the engine 'sglang' did not wake: no memory left"):
-        group.update_actor(batch)
+        update(group, batch)
     native, worker = policy(model_path, rollout={"free_cache_engine": True})  # has nothing to give back
     assert native.generate_sequences(prompts()).batch["response_mask"].any()
 
@@ -221,15 +218,13 @@ def test_what_a_killed_trainer_left_in_memory_makes_room_for_the_next(model_path
 
 
 def test_a_dead_server_at_the_first_sync_is_one_line(model_path):
-    group, _ = served(model_path, "http://127.0.0.1:9")
     with pytest.raises(WeightSyncError, match=r"did not take the weights of version 0: .*127\.0\.0\.1:9"):
-        group.generate_sequences(prompts())
+        served(model_path, "http://127.0.0.1:9")
 
 
 def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
-    group, worker = policy(
-        model_path, rollout={"name": "openai", "server_urls": ["http://127.0.0.1:9"], "infrastructure_retries": 0}
-    )
+    served = {"name": "openai", "server_urls": ["http://127.0.0.1:9"], "infrastructure_retries": 0}
+    group, worker = started(roles(model_path, rollout=served), worker_cls=RolloutWorker)
     assert isinstance(worker._manager.engine, OpenAIEngine)
     assert not hasattr(worker, "model")
     results = group.generate_sequences(prompts(count=1)).non_tensor_batch["rollout"]

@@ -8,18 +8,15 @@ from dataclasses import replace
 import pytest
 import torch
 from vision_stage import picture, plain_log_probs, save_vision_model
-from workers_stage import learnable, objects, roles, weights_of
+from workers_stage import learnable, objects, roles, started, update, weights_of
 
-from etude.agents import AgentParts
 from etude.chat import ParsedResponse, ToolParser
-from etude.distributed import InProcessWorkerGroup
 from etude.images import ImageInput
 from etude.models import ImageReader
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools.builtin.image_zoom import ImageZoomInTool, crop_box
 from etude.trajectory import Provenance
-from etude.workers import ActorRolloutRefWorker
 
 SIDE = 48
 
@@ -50,11 +47,7 @@ def policy(folder, kind):
     multi_turn = replace(options.rollout.multi_turn, format="zooming", max_assistant_turns=4)
     rollout = replace(options.rollout, prompt_length=600, response_length=300, multi_turn=multi_turn)
     tool = ImageZoomInTool({"min_dimension": 8})
-    group = InProcessWorkerGroup(
-        ActorRolloutRefWorker, 1, replace(options, rollout=rollout), AgentParts({tool.name: tool})
-    )
-    group.init_model()
-    return group, group._workers[0]
+    return started(replace(options, rollout=rollout), {tool.name: tool})
 
 
 def row(number, pictures):
@@ -98,8 +91,8 @@ def by_processor(processor, messages, pictures, tools=None):
 
 def test_the_context_is_the_processors_around_what_was_sampled(rolled):
     _, worker, batch = rolled
-    processor, reader = worker._reading.processor, ImageReader(worker._reading.processor)
-    end = worker._reading.chat.end_of_turn_id
+    processor, reader = worker.reading.processor, ImageReader(worker.reading.processor)
+    end = worker.reading.chat.end_of_turn_id
     schemas = [ImageZoomInTool({}).get_openai_tool_schema().to_openai()]
     stub = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     shown = 0
@@ -152,12 +145,12 @@ def test_the_trainers_log_probs_are_the_engines_and_an_update_changes_the_vision
     mask = columns["response_mask"].bool()
     torch.testing.assert_close(columns["old_log_probs"][mask], columns["rollout_log_probs"][mask], atol=1e-4, rtol=0)
     before = weights_of(worker.model)
-    group.update_actor(batch)
+    update(group, batch)
     moved = {name for name, value in worker.model.state_dict().items() if not torch.equal(value, before[name])}
     assert any("visual.blocks" in name for name in moved)
     assert any("language_model.layers" in name for name in moved)
     worker.model.load_state_dict(before)
-    worker._link.changed(0)
+    group.update_weights(0)
 
 
 def test_answers_to_one_prompt_share_its_picture(rolled):

@@ -6,17 +6,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from workers_stage import Echo, learnable, policy, prompts, roles, weights_of
+from workers_stage import Echo, learnable, policy, prompts, roles, started, update, weights_of
 
 from etude.agents import ValSamplingOptions
 from etude.agents.batch import rows_of
-from etude.distributed import InProcessWorkerGroup
-from etude.errors import CheckpointError, ConfigError
+from etude.errors import CheckpointError, ConfigError, EtudeError
 from etude.inference import ENGINES, NativeEngine
-from etude.metrics import finish_metrics
 from etude.options import ActorOptions
 from etude.trajectory import Provenance, StopReason
-from etude.workers import ActorRolloutRefWorker, CriticOptions
+from etude.workers import CriticOptions
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +32,8 @@ def test_a_rollout_has_its_columns_in_the_rows_order(rolled):
     for row, result in zip(rows_of(batch), batch.non_tensor_batch["rollout"]):
         trajectory = result.trajectory
         assert trajectory.request_id == f"{row['uid']}/{row['rollout_index']}/0"
-        shown = [t.get_openai_tool_schema().to_openai() for t in worker._manager.context.tools.values()]
-        assert trajectory.prompt_ids == worker._manager.context.chat.initial_ids(row["raw_prompt"], shown)
+        shown = [t.get_openai_tool_schema().to_openai() for t in worker.context.tools.values()]
+        assert trajectory.prompt_ids == worker.context.chat.initial_ids(row["raw_prompt"], shown)
         assert trajectory.rewards.score is not None
     kinds = Counter(s.provenance for t in batch.non_tensor_batch["rollout"] for s in t.trajectory.segments)
     assert kinds[Provenance.TOOL] >= 5
@@ -74,7 +72,7 @@ def test_an_update_changes_the_weights_and_the_engine_samples_from_the_new_ones(
     before = weights_of(worker.model)
     batch = learnable(group, prompts())
     ref = group.compute_ref_log_prob(batch).batch["ref_log_prob"]
-    figures = finish_metrics(group.update_actor(batch)[0])
+    figures = update(group, batch)
     assert {"actor/loss", "actor/grad_norm", "actor/lr", "actor/entropy", "actor/pg_clipfrac"} <= figures.keys()
     assert figures["actor/grad_norm"] > 0
     assert any(not torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())
@@ -97,7 +95,7 @@ def test_a_step_towards_an_advantage_raises_its_log_probs(model_path):
     mask = batch.batch["response_mask"]
     better = torch.tensor([1.0, -1.0] * 4)[:, None] * mask
     batch.batch["advantages"] = better
-    group.update_actor(batch)
+    update(group, batch)
     change = group.compute_log_prob(batch).batch["old_log_probs"] - batch.batch["old_log_probs"]
     assert float((change * better).sum()) > 0
 
@@ -167,7 +165,7 @@ def test_a_restored_worker_goes_on_bit_for_bit(model_path, tmp_path, optimizer):
 
     def step(group, seed):
         batch = learnable(group, prompts(seed=seed))
-        group.update_actor(batch)
+        update(group, batch, seed)
         return batch
 
     group, worker = policy(model_path, **given)
@@ -180,13 +178,15 @@ def test_a_restored_worker_goes_on_bit_for_bit(model_path, tmp_path, optimizer):
     other, restored = policy(model_path, **given)
     tensors = {name: tensor.data_ptr() for name, tensor in restored.model.state_dict().items()}
     other.load_checkpoint(str(tmp_path))
+    with pytest.raises(EtudeError, match=r"call update_weights\(version\) first"):
+        other.generate_sequences(prompts(seed=2))
+    other.update_weights(1)
     assert tensors == {name: tensor.data_ptr() for name, tensor in restored.model.state_dict().items()}  # in place
     assert all(torch.equal(saved[name], tensor) for name, tensor in restored.model.state_dict().items())
     second = step(other, 2)
     assert torch.equal(first.batch["rollout_log_probs"], second.batch["rollout_log_probs"])
     assert all(torch.equal(went_on[name], tensor) for name, tensor in restored.model.state_dict().items())
     assert any(not torch.equal(saved[name], went_on[name]) for name in saved)
-    assert restored._updates == worker._updates == 2
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut short", "not a state"])
@@ -212,13 +212,9 @@ def test_a_damaged_checkpoint_is_one_line_and_changes_nothing(model_path, tmp_pa
 # -- what is wrong with a configuration ----------------------------------------------------------------------------
 
 
-def start(options):
-    InProcessWorkerGroup(ActorRolloutRefWorker, 1, options, {}).init_model()
-
-
 def test_wrong_settings_are_named(model_path, rolled):
     with pytest.raises(ConfigError, match=r"actor_rollout_ref.model.path is not set"):
-        start(roles(None))
+        started(roles(None))
     plain, _ = policy(model_path)
     with pytest.raises(ConfigError, match="no reference policy was loaded"):
         plain.compute_ref_log_prob(rolled[2])
@@ -245,7 +241,7 @@ def test_a_registered_engine_is_the_one_that_samples(model_path):
 def test_the_policy_gradients_part_of_the_loss_is_reported_by_itself(model_path, max_tokens):
     """Whole or cut into micro-batches: what is left of the loss is the entropy bonus."""
     group, _ = policy(model_path, actor=ActorOptions(entropy_coeff=0.25, ppo_max_token_len_per_gpu=max_tokens))
-    figures = finish_metrics(group.update_actor(learnable(group, prompts()))[0])
+    figures = update(group, learnable(group, prompts()))
     assert figures["actor/loss"] == pytest.approx(
         figures["actor/pg_loss"] - 0.25 * figures["actor/entropy"], rel=1e-4, abs=1e-5
     )
@@ -257,6 +253,6 @@ def test_a_step_whose_gradient_is_not_finite_is_skipped_and_counted(model_path):
     batch = learnable(group, prompts())
     batch.batch["advantages"] = torch.full_like(batch.batch["advantages"], float("nan"))
     before = weights_of(worker.model)
-    figures = finish_metrics(group.update_actor(batch)[0])
+    figures = update(group, batch)
     assert figures["actor/skipped_steps"] == 2  # of two mini-batches
     assert all(torch.equal(before[name], tensor) for name, tensor in worker.model.state_dict().items())

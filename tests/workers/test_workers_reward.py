@@ -3,7 +3,7 @@
 import pytest
 from workers_stage import Echo, policy, prompts, roles
 
-from etude.agents import RolloutResult
+from etude.agents import Rollout
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.registry import import_module
@@ -29,8 +29,8 @@ def custom(tmp_path):
     return CustomRewardOptions(path=str(file))
 
 
-def reward_group(options, worker):
-    return InProcessWorkerGroup(RewardWorker, 1, options, worker.tokenizer)
+def reward_group(options):
+    return InProcessWorkerGroup(RewardWorker, 1, options)
 
 
 def scores(batch):
@@ -42,23 +42,23 @@ def test_lock_step_scores_equal_streaming_scores(model_path, custom):
     expected = scores(streamed.generate_sequences(prompts()))
     assert len({score for score, _ in expected}) > 2
     options = {"custom_reward": custom, "rollout": {"mode": "sync"}}
-    stepped, worker = policy(model_path, {"echo": Echo()}, **options)
+    stepped, _ = policy(model_path, {"echo": Echo()}, **options)
     batch = prompts()
     batch = batch.union(stepped.generate_sequences(batch))
     assert {score for score, _ in scores(batch)} == {None}
-    scored = reward_group(roles(model_path, **options), worker).compute_scores(batch)
+    scored = reward_group(roles(model_path, **options)).compute_scores(batch)
     assert scores(scored) == expected
     assert all(r.trajectory.timings["compute_score"] >= 0 for r in scored.non_tensor_batch["rollout"])
 
 
 def test_a_row_that_cannot_be_scored_is_dropped_and_a_dropped_one_stays_so(model_path, custom):
     options = {"custom_reward": custom, "rollout": {"mode": "sync", "infrastructure_retries": 2}}
-    group, worker = policy(model_path, **options)
+    group, _ = policy(model_path, **options)
     batch = prompts(count=3, n=1)
     batch = batch.union(group.generate_sequences(batch))
-    batch.non_tensor_batch["rollout"][2] = RolloutResult(None, failures=2, dropped=StopReason.INFRASTRUCTURE)
+    batch.non_tensor_batch["rollout"][2] = Rollout(failures=2, dropped=StopReason.INFRASTRUCTURE)
     import_module(custom.path).BROKEN.add(1)
-    results = reward_group(roles(model_path, **options), worker).compute_scores(batch).non_tensor_batch["rollout"]
+    results = reward_group(roles(model_path, **options)).compute_scores(batch).non_tensor_batch["rollout"]
     assert results[0].trajectory.rewards.score is not None
     assert (results[1].trajectory, results[1].failures, results[1].dropped) == (None, 3, StopReason.INFRASTRUCTURE)
     assert (results[2].failures, results[2].dropped) == (2, StopReason.INFRASTRUCTURE)
@@ -80,10 +80,10 @@ def test_the_keywords_of_a_scorer_and_of_its_manager_arrive(model_path, tmp_path
 
 def test_without_a_manager_nothing_is_scored(model_path):
     options = {"reward": RewardOptions(enable=False), "rollout": {"mode": "sync"}}
-    group, worker = policy(model_path, **options)
+    group, _ = policy(model_path, **options)
     batch = prompts(count=1, n=1)
     batch = batch.union(group.generate_sequences(batch))
-    assert scores(reward_group(roles(model_path, **options), worker).compute_scores(batch)) == [(None, {})]
+    assert scores(reward_group(roles(model_path, **options)).compute_scores(batch)) == [(None, {})]
 
 
 def test_wrong_names_are_errors_before_any_rollout(model_path, custom):

@@ -11,13 +11,11 @@ from workers_stage import objects
 from etude.agents import AgentLoopManager, Sampling
 from etude.agents.batch import rows_of
 from etude.config import compose
-from etude.distributed import InProcessWorkerGroup
 from etude.inference import ScriptedEngine
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.protocol import DataProto
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, StopReason
-from etude.workers import ActorRolloutRefWorker
 
 ROOT = Path(__file__).parents[2]
 DOCUMENTED = Path(__file__).with_name("documented_agent.py")
@@ -39,8 +37,9 @@ def worker_for(config):
     """(worker, the training rows as a batch)."""
     setup = prepare(config)
     rows = [row | {"uid": f"u{i}", "rollout_index": i} for i, row in enumerate(setup.dataset(setup.data.train_files))]
-    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, setup.roles, setup.parts)
+    group = setup.groups.rollout
     group.init_model()
+    group.update_weights(0)
     batch = DataProto.from_single_dict({key: objects([row.get(key) for row in rows]) for key in rows[0]})
     batch.meta_info = {"seed": 1, "validate": False}
     return group, group._workers[0], batch
@@ -75,7 +74,7 @@ def test_the_example_rolls_out_with_a_real_engine(example):
     assert out.batch["rollout_log_probs"][mask].max() <= 0
     for result in out.non_tensor_batch["rollout"]:
         assert set(result.trajectory.rewards.score_info) == {"acc"}
-    assert worker._parts.tools["atlas"]._misses == {}
+    assert worker.context.tools["atlas"]._misses == {}
 
 
 def test_the_example_looks_up_counts_down_and_scores(example):
@@ -92,7 +91,7 @@ def test_the_example_looks_up_counts_down_and_scores(example):
     assert trajectory.rewards.final == {"atlas": -0.1}
     assert trajectory.rewards.score_info == {"acc": 0.0}
     assert france.trajectory.rewards.score == 0.0
-    assert worker._parts.tools["atlas"]._misses == {}
+    assert worker.context.tools["atlas"]._misses == {}
     answered = scripted(worker, batch, ["LOOKUP Japan", "Tokyo"])[1].trajectory
     assert answered.rewards.score == pytest.approx(0.9)  # right, with two messages more than the shortest way
     assert answered.rewards.score_info == {"acc": 1.0}
@@ -149,7 +148,7 @@ def test_the_documented_agent_runs_with_its_imports_renamed(documented):
     search = '<tool_call>{"name": "search", "arguments": {"query": "inmates"}}</tool_call>'
     results = scripted(worker, batch, [search, "<answer>2,718</answer>"])
     assert [r.failures for r in results] == [0, 0, 0]
-    tools = {name: tool.get_openai_tool_schema().to_openai() for name, tool in worker._parts.tools.items()}
+    tools = {name: tool.get_openai_tool_schema().to_openai() for name, tool in worker.context.tools.items()}
     trajectory = results[0].trajectory
     assert trajectory.prompt_ids == worker._manager.context.chat.initial_ids(
         batch.non_tensor_batch["raw_prompt"][0], list(tools.values())

@@ -8,9 +8,10 @@ from dataclasses import replace
 import numpy as np
 import torch
 
-from etude.agents import AgentParts, MultiTurnOptions, RolloutOptions
+from etude.agents import MultiTurnOptions, RolloutOptions
 from etude.chat import ParsedResponse, ToolParser
 from etude.distributed import InProcessWorkerGroup
+from etude.metrics import add_metrics, finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
@@ -72,11 +73,9 @@ def save_model(folder):
 
 def roles(path, **given):
     """Options of a tiny run; keywords replace fields of RoleOptions, `rollout` those of its rollout section."""
+    multi_turn = MultiTurnOptions(format="workers_stage")
     rollout = RolloutOptions(
-        prompt_length=64,
-        response_length=64,
-        multi_turn=MultiTurnOptions(format="workers_stage"),
-        **given.pop("rollout", {}),
+        **{"prompt_length": 64, "response_length": 64, "multi_turn": multi_turn, **given.pop("rollout", {})}
     )
     made = RoleOptions(
         model=ModelOptions(path=path),
@@ -120,9 +119,18 @@ def prompts(count=4, n=2, seed=1, validate=False, **columns):
 
 def policy(path, tools=None, **given):
     """(group, its only worker), with the model loaded."""
-    group = InProcessWorkerGroup(ActorRolloutRefWorker, 1, roles(path, **given), AgentParts(tools or {}))
+    return started(roles(path, **given), tools)
+
+
+def started(options, tools=None, worker_cls=ActorRolloutRefWorker):
+    """(group, its only worker) whose agents have `tools` in place of the configured ones, with the model loaded."""
+    group = InProcessWorkerGroup(worker_cls, 1, options)
+    worker = group._workers[0]
+    if tools is not None:
+        worker.context = replace(worker.context, tools=tools)
     group.init_model()
-    return group, group._workers[0]
+    group.update_weights(0)
+    return group, worker
 
 
 def learnable(group, batch):
@@ -134,6 +142,12 @@ def learnable(group, batch):
     generator = torch.Generator().manual_seed(0)
     rolled.batch["advantages"] = torch.randn(mask.shape[0], 1, generator=generator) * mask
     return rolled.union(group.compute_log_prob(rolled))
+
+
+def update(group, batch, version=1):
+    """What a training step does with a batch ready to learn from; the figures of the update and of the new weights."""
+    parts = group.update_actor(batch)
+    return finish_metrics(add_metrics([*parts, *group.update_weights(version)]))
 
 
 def weights_of(model):

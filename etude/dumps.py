@@ -1,0 +1,217 @@
+"""Rollout dumps: one JSON-lines file a step, one trajectory a line.
+
+Invariant: a dump file is either absent or complete (temporary file, then rename), every line is strict JSON that any
+reader accepts, and the segments of a written trajectory come back from it token for token, log-prob for log-prob. A
+record can be replayed, re-scored and viewed without the model or its tokenizer. Of images it says how many there were,
+their sizes and digests; it holds no pixels.
+
+Deciding which trajectories to dump, and decoding their text, is the trainer's part. Nothing here imports torch, so that
+viewers start fast.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import re
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, TypeVar, cast
+
+from etude.errors import DataError, one_line
+from etude.jsonl import JsonValue, json_line, json_safe, read_json_lines, write_atomically
+from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
+
+T = TypeVar("T")
+
+_MIN_IMAGE_BYTES = 64
+_DATA_ADDRESS = re.compile(r"data:[\w./+-]*;base64,")
+
+
+def write_rollouts(folder: Path | str, step: int, records: Iterable[Mapping[str, object]]) -> Path:
+    """Writes `records` to `{folder}/{step}.jsonl`, replacing an earlier file of that step, and returns its path.
+
+    Raises:
+        EtudeError: the file cannot be written; names it.
+    """
+    path = Path(folder) / f"{step}.jsonl"
+    with write_atomically(path) as file:
+        for record in records:
+            file.write(json_line(record))
+    return path
+
+
+def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
+    """Yields the records of one dump file, one at a time.
+
+    Raises:
+        DataError: the file cannot be read, or a line is not a JSON object; names file and line.
+    """
+    return (record for _, record in read_json_lines(path))
+
+
+def list_dump_steps(folder: Path | str) -> list[int]:
+    """The steps that have a dump file in `folder`, ascending; empty if there is no such folder."""
+    folder = Path(folder)
+    if not folder.is_dir():
+        return []
+    return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isascii() and path.stem.isdigit())
+
+
+_ROW_KEYS = ("uid", "index", "data_source", "ability", "agent_name", "extra_info", "tools_kwargs", "interaction_kwargs")
+
+
+def rollout_record(
+    trajectory: Trajectory,
+    row: Mapping[str, Any],
+    *,
+    step: int,
+    input: str,
+    output: str,
+    score: float | None,
+    reward_weights: Mapping[str, float] | None = None,
+    texts: Sequence[str] | None = None,
+    earlier: Sequence[Mapping[str, JsonValue]] = (),
+) -> dict[str, JsonValue]:
+    """One line of a dump: `Trajectory.to_record()` plus what is needed to re-score it and to read it by eye.
+
+    Args:
+        row: the data row (`uid`, `reward_model.ground_truth`, `data_source`, `extra_info` …); `attempt` counts the
+            infrastructure retries before this one, 0 for the first try.
+        input, output: decoded prompt and response, special tokens kept.
+        score: the weighted total reward; None for a trajectory that was dropped.
+        reward_weights: the weights in it, `tool` and `score`.
+        texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
+        earlier: the `sequence_record`s of the sequences before the agent rewrote its history, in time order.
+
+    Raises:
+        ValueError: `texts` has not one entry a segment.
+    """
+    head = {"gts": _ground_truth(row), "score": score, "step": step, "uid": None}
+    known = {key: strip_pixels(row[key]) for key in _ROW_KEYS if key in row}
+    flat = {
+        "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
+        "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
+    }
+    sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
+    first = {key: sequence.pop(key) for key in ("input", "output")}  # what one reads by eye
+    flat_row = cast("dict[str, JsonValue]", json_safe(head | known | flat))
+    return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
+
+
+def strip_pixels(value: object) -> object:
+    """`value` with the size and digest of each image in it instead of its bytes: a row hands its tools images."""
+    if isinstance(value, Mapping):
+        return {key: strip_pixels(member) for key, member in value.items()}
+    if isinstance(value, list):
+        return [strip_pixels(member) for member in value]
+    data = value.encode("utf-8", "replace") if isinstance(value, str) and _DATA_ADDRESS.match(value) else value
+    if isinstance(data, bytes) and len(data) >= _MIN_IMAGE_BYTES:
+        return {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}
+    return value
+
+
+def sequence_record(
+    trajectory: Trajectory, *, input: str, output: str, texts: Sequence[str] | None = None
+) -> dict[str, JsonValue]:
+    """One sequence alone: its decoded prompt and response, ids, mask, log-probs and `Trajectory.to_record()`.
+
+    Raises:
+        ValueError: `texts` has not one entry a segment.
+    """
+    record = trajectory.to_record()
+    if texts is not None:
+        if len(texts) != len(trajectory.segments):
+            raise ValueError(f"{len(texts)} texts for {len(trajectory.segments)} segments")
+        record["segments"] = [segment | {"text": text} for segment, text in zip(record["segments"], texts)]
+    flat = {
+        "response_ids": trajectory.response_ids,
+        "response_mask": trajectory.response_mask,
+        "response_log_probs": trajectory.response_log_probs,
+        "assistant_turns": trajectory.assistant_turns,
+        "user_turns": trajectory.user_turns,
+        "metrics": trajectory.metrics,
+    }
+    return cast("dict[str, JsonValue]", json_safe({"input": input, "output": output} | flat | record))
+
+
+def _ground_truth(row: Mapping[str, Any]) -> object:
+    reward_model = row.get("reward_model")
+    return reward_model.get("ground_truth") if isinstance(reward_model, Mapping) else None
+
+
+def trajectory_from_record(record: Mapping[str, Any]) -> Trajectory:
+    """The trajectory that `rollout_record` or `Trajectory.to_record` wrote.
+
+    Segments, turns, tool calls, rewards and stop reason are exact; messages are as JSON holds them. A log-prob or a tool's
+    reward that was not finite is NaN, such a score of the reward manager None.
+
+    Raises:
+        DataError: a key is missing or holds the wrong kind of value; names the key.
+    """
+    segments = _field(record, "segments", lambda items: [_segment(item) for item in items])
+    sampled_turns = {segment.turn for segment in segments if segment.provenance is Provenance.SAMPLED}
+    assistant_turns = _field(record, "assistant_turns", int, len(sampled_turns))
+    user_turns = _field(record, "num_turns", int, 0) - 1 - assistant_turns
+    return Trajectory(
+        request_id=_field(record, "request_id", str, ""),
+        prompt_ids=_field(record, "prompt_ids", lambda ids: [int(token) for token in ids]),
+        segments=segments,
+        messages=_field(record, "messages", list, []),
+        tool_calls=_field(record, "tool_calls", lambda calls: [ToolCallRecord(**call) for call in calls], []),
+        rewards=_field(record, "rewards", _rewards, Rewards()),
+        stop_reason=_field(record, "stop_reason", StopReason),
+        assistant_turns=assistant_turns,
+        user_turns=_field(record, "user_turns", int, max(user_turns, 0)),
+        timings=_field(record, "timings", dict, {}),
+        metrics=_field(record, "metrics", dict, {}),
+        sampling=_field(record, "sampling", dict, {}),
+        extra_fields=_field(record, "extra_fields", dict, {}),
+    )
+
+
+def sequences_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
+    """The records of a rollout's sequences in time order; the last is the main one, `record` itself.
+
+    Raises:
+        DataError: `earlier` is no list of records.
+    """
+    return [*_field(record, "earlier", lambda items: [dict(item) for item in items], []), record]
+
+
+_REQUIRED = object()
+
+
+def _field(record: Mapping[str, Any], key: str, convert: Callable[[Any], T], default: T | object = _REQUIRED) -> T:
+    if key not in record and default is not _REQUIRED:
+        return cast(T, default)
+    if key not in record:
+        raise DataError(f"rollout record: '{key}' is missing; was it written by another program?")
+    try:
+        return convert(record[key])
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
+        raise DataError(f"rollout record: '{key}' is malformed: {type(error).__name__}: {one_line(error)}") from error
+
+
+def _segment(item: Mapping[str, Any]) -> Segment:
+    probs, versions = item.get("log_probs"), item.get("weight_versions")
+    return Segment(
+        token_ids=tuple(int(token) for token in item["token_ids"]),
+        provenance=Provenance(item["provenance"]),
+        turn=int(item["turn"]),
+        log_probs=None if probs is None else tuple(_number(p) for p in probs),
+        weight_versions=None if versions is None else tuple(int(v) for v in versions),
+    ).checked()
+
+
+def _rewards(item: Mapping[str, Any]) -> Rewards:
+    return Rewards(
+        steps=[(int(turn), str(tool), _number(value)) for turn, tool, value in item.get("steps", [])],
+        final={str(tool): _number(value) for tool, value in item.get("final", {}).items()},
+        score=None if item.get("score") is None else float(item["score"]),
+        score_info=dict(item.get("score_info") or {}),
+    )
+
+
+def _number(value: float | None) -> float:
+    return math.nan if value is None else float(value)

@@ -1,0 +1,78 @@
+"""Warnings about a step, in words, where its metrics alone would look healthy: for the display and the report.
+
+Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
+run.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from etude.trajectory import StopReason
+
+_CUT = {  # endings that the model did not choose, and the key that sets them
+    StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
+    StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
+    StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
+    StopReason.MALFORMED_CALL: "ended by a malformed call",
+}
+_CUT_SHARE = 0.1  # of trajectories; fewer are not worth a warning
+_FAILED_SHARE = 0.1  # of a tool's calls, likewise
+
+
+def _count(what: str) -> Callable[[float], str]:
+    return lambda value: f"{value:,.0f} {what}"
+
+
+_COUNTS: dict[str, Callable[[float], str]] = {
+    "actor/skipped_steps": lambda value: "actor update skipped: its gradient is not finite",
+    "critic/skipped_steps": lambda value: "critic update skipped: its gradient is not finite",
+    "sft/skipped_steps": lambda value: "update skipped: its gradient is not finite",
+    "rollout/dropped": _count("trajectories dropped: infrastructure failed again and again"),
+    "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
+    "rollout/prompt_too_long": _count("prompts too long"),
+    "rollout/nothing_sampled": _count("rollouts without a sampled token"),
+    "rollout/context_refused": _count("trajectories that the chat template does not write"),
+    "rollout/unwritable_answers": _count("answers that the chat template does not write"),
+    "rollout/malformed_calls": _count("malformed calls"),
+    "rollout/unknown_tool_calls": _count("calls of unknown tools"),
+}
+
+
+def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Kind → sentence, most serious first."""
+    found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
+    low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
+    if low is not None and low == high and math.isfinite(low):
+        found["equal rewards"] = f"all rewards equal ({low:.3g}): a group-relative estimator learns nothing"
+    elif metrics.get("training/filter_groups/kept") == 0.0:
+        if low is None:
+            found["nothing left"] = "no trajectory was left to train on"
+        else:
+            found["equal rewards"] = "all groups filtered out: nothing is learned"
+    for ending, words in _CUT.items():
+        share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
+        if share >= _CUT_SHARE:
+            found[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
+    return found | _tool_problems(metrics)
+
+
+def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
+    """Tool → its calls."""
+    return {
+        name.split("/")[1]: calls
+        for name, calls in metrics.items()
+        if name.startswith("tool/") and name.endswith("/calls") and name.count("/") == 2
+    }
+
+
+def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+    found = {}
+    for tool, calls in count_tool_calls(metrics).items():
+        failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
+        if calls and (failed / calls >= _FAILED_SHARE or late):
+            timed_out = f", {late:,.0f} timed out" if late else ""
+            found[f"tool/{tool}"] = f"{failed:,.0f} of {calls:,.0f} calls of {tool} failed{timed_out}"
+    return found

@@ -1,0 +1,283 @@
+"""The charts of a run's report: records of `metrics.jsonl` in, inline SVG out.
+
+Invariant: an SVG made here holds no link, no script, no font and no fixed colour: its colours are CSS variables of the
+page, so that one file reads well on light, dark and paper, and its identifiers are unique within the page.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import matplotlib
+import numpy as np
+from markupsafe import Markup
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from etude.viewer.panel import is_number, is_validation, validation_label
+
+Records = Sequence[Mapping[str, Any]]
+
+MAX_POINTS = 600  # a chart is about as many pixels wide
+MAX_TIME_PARTS = 7
+# Stand-ins that matplotlib accepts as colours and that become the page's variables afterwards.
+_INK, _GRID = "#010101", "#020202"
+_SERIES = tuple(f"#0300{number:02x}" for number in range(8))
+_VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {
+    colour: f"var(--c{number})" for number, colour in enumerate(_SERIES)
+}
+_STYLE = {
+    "svg.fonttype": "none",
+    "text.parse_math": False,
+    "font.size": 9.0,
+    "text.color": _INK,
+    "axes.edgecolor": _GRID,
+    "axes.labelcolor": _INK,
+    "xtick.color": _GRID,
+    "ytick.color": _GRID,
+    "xtick.labelcolor": _INK,
+    "ytick.labelcolor": _INK,
+    "grid.color": _GRID,
+    "grid.linewidth": 0.6,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.spines.left": False,
+}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """One chart: `legend` pairs a label with the number of its colour, `caption` says in words what is drawn."""
+
+    title: str
+    caption: str
+    svg: Markup
+    legend: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True)
+class Line:
+    """One line of a chart: the first of `keys` that a run has."""
+
+    label: str
+    keys: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; where all
+    values are `usual` there is nothing to see, and no chart."""
+
+    title: str
+    lines: tuple[Line, ...]
+    note: str = ""
+    percent: bool = False
+    band: tuple[str, str] | None = None
+    usual: float | None = None
+
+
+SUBJECTS = (
+    Subject(
+        "Reward",
+        (
+            Line("total", ("reward/total/mean", "critic/score/mean")),
+            Line("manager's score", ("reward/score/mean",)),
+            Line("tools, each step", ("reward/step/mean",)),
+            Line("tools, at the end", ("reward/final/mean",)),
+        ),
+        "Mean of a step's trajectories, by source.",
+    ),
+    Subject(
+        "Success",
+        (Line("training", ("reward/success/mean",)),),
+        "Share of trajectories that solved their task; bars are 95 % intervals of the validation.",
+        percent=True,
+    ),
+    Subject(
+        "Tool use",
+        (Line("trajectories", ("rollout/tool_use_rate",)),),
+        "Share of trajectories with at least one successful tool call.",
+        percent=True,
+    ),
+    Subject(
+        "Response length",
+        (Line("mean", ("response_length/mean",)),),
+        "Tokens after the prompt, those of tools included; the shaded range is shortest to longest.",
+        band=("response_length/min", "response_length/max"),
+    ),
+    Subject(
+        "KL divergence",
+        (
+            Line("to the policy before the update", ("actor/ppo_kl",)),
+            Line("to the reference", ("actor/kl_loss", "actor/reward_kl_penalty")),
+        ),
+        "Nats a token.",
+    ),
+    Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats a token of the policy's distribution."),
+    Subject("Gradient norm", (Line("actor", ("actor/grad_norm",)),), "Before clipping."),
+    Subject(
+        "Sequences",
+        (Line("mean", ("rollout/sequences/mean",)),),
+        "Sequences a rollout: more than one where an agent rewrote its history.",
+        usual=1.0,
+    ),
+)
+
+
+def draw_charts(records: Records) -> list[Chart]:
+    """The charts that the records have data for, in reading order."""
+    drawn = [_subject_chart(number, subject, records) for number, subject in enumerate(SUBJECTS)]
+    return [chart for chart in [*drawn, _time_chart(records)] if chart is not None]
+
+
+def series(records: Records, key: str) -> tuple[list[int], list[float]]:
+    """(steps, values) of one metric where it is a finite number."""
+    points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
+    return [step for step, _ in points], [float(value) for _, value in points]
+
+
+def validation_keys(records: Records) -> list[str]:
+    """The `val-core/{source}/reward/mean@N` metrics that the records hold, sorted."""
+    return sorted({name for record in records for name in record if is_validation(name)})
+
+
+def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | None:
+    found: list[tuple[str, list[int], list[float]]] = []
+    for line in subject.lines:
+        candidates = (series(records, key) for key in line.keys)
+        steps, values = next(((s, v) for s, v in candidates if s), ([], []))
+        repeats = any(values == known for _, _, known in found)  # a source that is the whole total
+        unusual = any(value != subject.usual for value in values)
+        if unusual and not repeats and (any(values) or not found):
+            found.append((line.label, steps, values))
+    checks = validation_keys(records) if subject.title == "Success" else []
+    checks = checks[: len(_SERIES) - len(found)]
+    if not found and not checks:
+        return None
+
+    def draw(axes: Axes) -> None:
+        for colour, (_, steps, values) in zip(_SERIES, found):
+            _draw_line(axes, steps, values, colour)
+        for colour, key in zip(_SERIES[len(found) :], checks):
+            _draw_validation(axes, records, key, colour)
+        if subject.band is not None:
+            _draw_band(axes, records, subject.band)
+        if subject.percent:
+            axes.set_ylim(-0.02, 1.02)
+            axes.yaxis.set_major_formatter(PercentFormatter(1.0, decimals=0))
+
+    labels = [label for label, _, _ in found] + [f"validation: {validation_label(key)}" for key in checks]
+    legend = tuple((label, colour) for colour, label in enumerate(labels)) if len(labels) > 1 else ()
+    summary = _summary(found[0][2], subject.percent) if found else ""
+    return Chart(
+        subject.title, f"{subject.note} {summary}".strip(), _svg(f"chart{number}", subject.title, draw), legend
+    )
+
+
+def _summary(values: Sequence[float], percent: bool) -> str:
+    window = min(5, len(values))
+    first, last = float(np.mean(values[:window])), float(np.mean(values[-window:]))
+    form = (lambda value: f"{100 * value:.0f} %") if percent else (lambda value: f"{value:.3g}")
+    return f"First {window} steps: {form(first)}; last {window}: {form(last)}."
+
+
+def _thin(steps: Sequence[int], *columns: Sequence[float]) -> tuple[np.ndarray, ...]:
+    """Means of equal runs, at most `MAX_POINTS` of each column, so that a long run makes no large file."""
+    runs = np.array_split(np.arange(len(steps)), min(len(steps), MAX_POINTS))
+    return tuple(np.array([np.mean(np.asarray(c, dtype=float)[run]) for run in runs]) for c in (steps, *columns))
+
+
+def _draw_line(axes: Axes, steps: Sequence[int], values: Sequence[float], colour: str) -> None:
+    """The values, faint where they are many, and their moving average over a twentieth of the run."""
+    x, y = _thin(steps, values)
+    window = len(y) // 20
+    if window < 2:
+        axes.plot(x, y, color=colour, linewidth=1.8, marker="o" if len(y) < 3 else None, markersize=4)
+        return
+    axes.plot(x, y, color=colour, linewidth=0.8, alpha=0.3)
+    kernel = np.ones(2 * window + 1)
+    smooth = np.convolve(y, kernel, mode="same") / np.convolve(np.ones_like(y), kernel, mode="same")
+    axes.plot(x, smooth, color=colour, linewidth=1.8)
+
+
+def _draw_validation(axes: Axes, records: Records, key: str, colour: str) -> None:
+    steps, values = series(records, key)
+    axes.plot(steps, values, color=colour, linewidth=1.2, linestyle=(0, (4, 2)), marker="o", markersize=4)
+    for record in records:
+        low, high = record.get(f"{key}/ci95_low"), record.get(f"{key}/ci95_high")
+        if is_number(low) and is_number(high):
+            axes.plot([record["step"]] * 2, [low, high], color=colour, linewidth=1.2, alpha=0.6)
+
+
+def _draw_band(axes: Axes, records: Records, keys: tuple[str, str]) -> None:
+    both = [record for record in records if all(is_number(record.get(key)) for key in keys)]
+    if both:
+        x, low, high = _thin([r["step"] for r in both], *([r[key] for r in both] for key in keys))
+        axes.fill_between(x, low, high, color=_SERIES[0], alpha=0.12, linewidth=0)
+
+
+def _time_chart(records: Records) -> Chart | None:
+    """Seconds of a step by activity, stacked, the largest below; what no timer covers is `other`."""
+    timed = [record for record in records if is_number(record.get("timing_s/step"))]
+    names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
+    if not timed or not names:
+        return None
+    parts = {name: [_seconds(record, name) for record in timed] for name in names}
+    largest = sorted(parts, key=lambda name: -sum(parts[name]))[:MAX_TIME_PARTS]
+    shown = {name.removeprefix("timing_s/"): parts[name] for name in largest}
+    rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in largest), 0.0) for r in timed]
+    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may lie outside `timing_s/step`
+    if sum(rest) > 0.005 * total:
+        shown["other"] = rest
+
+    def draw(axes: Axes) -> None:
+        x, *stack = _thin([record["step"] for record in timed], *shown.values())
+        axes.stackplot(x, *stack, colors=_SERIES[: len(stack)], alpha=0.85, linewidth=0)
+        axes.set_ylim(bottom=0)
+
+    shares = ", ".join(f"{name} {100 * sum(values) / total:.0f} %" for name, values in shown.items()) if total else ""
+    legend = tuple((name, colour) for colour, name in enumerate(shown))
+    caption = f"Seconds a step. Over the whole run: {shares}."
+    return Chart("Where the time went", caption, _svg("chart-time", "Where the time went", draw), legend)
+
+
+def _seconds(record: Mapping[str, Any], name: str) -> float:
+    value = record.get(name)
+    return max(float(value), 0.0) if is_number(value) else 0.0
+
+
+def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:
+    """Draws on an empty chart and returns it as an inline `<svg>`; `name` makes its identifiers unique."""
+    with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
+        figure = Figure(figsize=(5.4, 2.5), layout="constrained")
+        axes = figure.add_subplot()
+        axes.grid(axis="y")
+        axes.set_axisbelow(True)
+        axes.tick_params(length=0)
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True, nbins=8))
+        axes.yaxis.set_major_locator(MaxNLocator(nbins=5))
+        draw(axes)
+        axes.set_xlabel("step")
+        text = io.StringIO()
+        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    return Markup(_inline(text.getvalue(), name, title))
+
+
+def _inline(svg: str, name: str, title: str) -> str:
+    """The `<svg>` element alone: no prologue, metadata, fonts or size, colours and identifiers made the page's."""
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
+    svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)
+    svg = re.sub(
+        r'<svg [^>]*?viewBox="([^"]*)"[^>]*>', rf'<svg viewBox="\1" role="img" aria-label="{title}">', svg, count=1
+    )
+    svg = svg.replace("xlink:href", "href")
+    svg = re.sub(r'\bid="([^"]+)"', rf'id="{name}-\1"', svg)
+    svg = re.sub(r'href="#([^"]+)"', rf'href="#{name}-\1"', svg)
+    svg = re.sub(r"url\(#([^)]+)\)", rf"url(#{name}-\1)", svg)
+    return re.sub("|".join(_VARIABLES), lambda match: _VARIABLES[match.group()], svg)

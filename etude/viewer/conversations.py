@@ -1,0 +1,216 @@
+"""Trajectories of a dump as conversations to read: blocks of text by provenance, with the rewards between them.
+
+Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text
+is labelled as the model's only if its segment says that the policy sampled it; where segments carry no text, the whole
+response is one block without an author.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from etude.dumps import list_dump_steps, read_rollouts
+from etude.trajectory import StopReason
+
+MAX_TEXT = 6000  # characters shown of one block
+MAX_BLOCKS = 80
+MAX_SCANNED = 5000  # records searched for a prompt's second appearance
+
+_LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
+_BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # would show text in another order than it was written
+_HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
+_REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
+_CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
+
+
+def sanitize_text(text: str) -> str:
+    """`text` with control characters and those that change the writing direction replaced; a special token repeated many
+    times in a row, such as an image's placeholder, is written once with its count."""
+    return _REPEATED.sub(_counted, text).translate(_CONTROL)
+
+
+def _counted(found: re.Match[str]) -> str:
+    return f"{found[1]}×{len(found[0]) // len(found[1])}"
+
+
+@dataclass(frozen=True)
+class Block:
+    """A run of text of one writer: `kind` is a provenance, prompt or reward; `omitted` characters were cut."""
+
+    kind: str
+    label: str
+    text: str
+    omitted: int = 0
+
+
+@dataclass(frozen=True)
+class Conversation:
+    """One trajectory: its blocks, its score and `facts` (name, value) about how it went."""
+
+    step: int
+    score: float | None
+    blocks: tuple[Block, ...]
+    facts: tuple[tuple[str, str], ...]
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Trajectories of the first and last dump, pair by pair; the second is None where a prompt does not return."""
+
+    folder: str
+    first_step: int
+    last_step: int
+    pairs: tuple[tuple[Conversation | None, Conversation | None], ...]
+
+
+def load_samples(folder: Path, count: int = 3) -> Samples | None:
+    """The first `count` records of the first dump, each with the same prompt's first record of the last dump.
+
+    Where no prompt comes back (training batches differ), the last dump's own first records stand beside them. Nothing
+    is picked by its score. None if the folder holds no dump.
+
+    Raises:
+        DataError: a dump cannot be read; names file and line.
+    """
+    steps = list_dump_steps(folder)
+    if not steps:
+        return None
+    before = list(islice(read_rollouts(folder / f"{steps[0]}.jsonl"), count))
+    if len(steps) == 1:
+        return Samples(folder.name, steps[0], steps[0], tuple((parse_conversation(record), None) for record in before))
+    last = folder / f"{steps[-1]}.jsonl"
+    again = _same_prompts(read_rollouts(last), before)
+    if again:
+        pairs = [(record, again.get(_prompt_key(record))) for record in before]
+    else:
+        after = [*islice(read_rollouts(last), count), *[None] * count]
+        pairs = list(zip(before, after))
+    return Samples(
+        folder.name, steps[0], steps[-1], tuple((parse_conversation(a), parse_conversation(b)) for a, b in pairs)
+    )
+
+
+def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
+    """The first `count` records of the last dump that went wrong: cut off, with a call that failed, or with no reward.
+
+    Raises:
+        DataError: the dump cannot be read; names file and line.
+    """
+    steps = list_dump_steps(folder)
+    if not steps:
+        return ()
+    records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
+    found = (parse_conversation(record) for record in records if _has_failed(record))
+    return tuple(one for one in islice(found, count) if one is not None)
+
+
+def _has_failed(record: Mapping[str, Any]) -> bool:
+    score = record.get("score")
+    calls = [call for call in _list(record, "tool_calls") if isinstance(call, Mapping)]
+    cut = record.get("stop_reason") not in (None, StopReason.COMPLETED.value)
+    return cut or any(call.get("error") for call in calls) or (isinstance(score, int | float) and score <= 0)
+
+
+def _prompt_key(record: Mapping[str, Any]) -> str:
+    return str(record.get("input"))
+
+
+def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Prompt → its first record, for the prompts of `wanted`."""
+    missing = {_prompt_key(record) for record in wanted}
+    found: dict[str, dict[str, Any]] = {}
+    for record in islice(records, MAX_SCANNED):
+        key = _prompt_key(record)
+        if key in missing:
+            found[key] = record
+            missing.discard(key)
+        if not missing:
+            break
+    return found
+
+
+def parse_conversation(record: Mapping[str, Any] | None) -> Conversation | None:
+    """A dump's record as blocks to read."""
+    if record is None:
+        return None
+    blocks = _segment_blocks(record) or _flat_blocks(record)
+    if len(blocks) > MAX_BLOCKS:
+        left = len(blocks) - MAX_BLOCKS
+        blocks = [*blocks[:MAX_BLOCKS], Block("template", "template", f"… {left} more parts")]
+    score = record.get("score")
+    step = record.get("step")
+    return Conversation(
+        step=step if isinstance(step, int) else 0,
+        score=float(score) if isinstance(score, (int, float)) else None,
+        blocks=tuple(blocks),
+        facts=tuple(_facts(record)),
+    )
+
+
+def _block(kind: str, text: object, label: str = "") -> Block:
+    clean = sanitize_text(str(text))
+    return Block(kind, label or _LABELS[kind], clean[:MAX_TEXT], max(len(clean) - MAX_TEXT, 0))
+
+
+def _segment_blocks(record: Mapping[str, Any]) -> list[Block]:
+    """Exact text by provenance, the reward of a turn after its tools; empty where segments carry no text."""
+    segments = [item for item in _list(record, "segments") if isinstance(item, Mapping) and "text" in item]
+    if not segments:
+        return []
+    rewards = _step_rewards(record)
+    blocks = [_block("prompt", record.get("input", ""))]
+    turn: object = None
+    for item in segments[:MAX_BLOCKS]:
+        kind = item.get("provenance") if item.get("provenance") in _LABELS else "template"
+        if kind == "sampled" and item.get("turn") != turn:
+            blocks += rewards.pop(turn, [])
+            turn = item.get("turn")
+        if str(item["text"]):
+            blocks.append(_block(str(kind), item["text"]))
+    return blocks + [block for group in rewards.values() for block in group]
+
+
+def _step_rewards(record: Mapping[str, Any]) -> dict[object, list[Block]]:
+    rewards = record.get("rewards")
+    steps = rewards.get("steps") if isinstance(rewards, Mapping) else None
+    groups: dict[object, list[Block]] = defaultdict(list)
+    for entry in steps if isinstance(steps, list) else []:
+        if isinstance(entry, list) and len(entry) == 3 and isinstance(entry[2], (int, float)) and entry[2] != 0:
+            groups[entry[0]].append(_block("reward", f"{entry[2]:+.3g}", f"reward of {str(entry[1])[:60]}"))
+    return groups
+
+
+def _flat_blocks(record: Mapping[str, Any]) -> list[Block]:
+    return [_block("prompt", record.get("input", "")), _block("template", record.get("output", ""), "response")]
+
+
+def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    rewards = record.get("rewards")
+    if isinstance(rewards, Mapping):
+        if isinstance(rewards.get("score"), (int, float)):
+            yield "manager's score", f"{rewards['score']:.3g}"
+        final = rewards.get("final")
+        for tool, value in islice(final.items(), 8) if isinstance(final, Mapping) else ():
+            yield f"{str(tool)[:60]} at the end", f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:20]
+    if isinstance(record.get("gts"), (str, int, float)):
+        yield "expected", sanitize_text(str(record["gts"]))[:120]
+    yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]
+    mask = _list(record, "response_mask")
+    if mask:
+        yield "tokens", f"{len(mask)} ({sum(value == 1 for value in mask)} sampled)"
+    images = [image for image in _list(record, "images") if isinstance(image, Mapping)]
+    if images:
+        yield "images", f"{len(images)} ({', '.join(str(image.get('tokens')) for image in images[:8])} tokens)"
+    if isinstance(record.get("num_turns"), int):
+        yield "turns", str(record["num_turns"])
+
+
+def _list(record: Mapping[str, Any], key: str) -> list[Any]:
+    value = record.get(key)
+    return value if isinstance(value, list) else []

@@ -1,0 +1,275 @@
+"""One trajectory of a dump, token by token, and the proofs that it is what the policy saw and sampled.
+
+Invariant: every proof is drawn from the ids, never from text: a check passes, fails with the first position that is
+wrong, or says why it could not be made. Torch is imported only to score a trajectory again.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from itertools import islice, takewhile
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
+from etude.errors import DataError
+from etude.trajectory import Provenance, Segment, Trajectory
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+TOLERANCE = 1e-4  # nats; float32 forward passes over different batches agree to far less
+
+
+class Verdict(str, Enum):
+    """How a check ended."""
+
+    HOLDS = "holds"
+    FAILS = "fails"
+    SKIPPED = "skipped"
+
+
+@dataclass(frozen=True)
+class Check:
+    """One statement about a trajectory, what became of it, and the evidence in words."""
+
+    statement: str
+    verdict: Verdict
+    evidence: str
+
+
+@dataclass(frozen=True)
+class Token:
+    """One response token; `log_prob` and `version` are None where the policy did not sample it."""
+
+    position: int
+    id: int
+    text: str
+    provenance: Provenance
+    turn: int
+    log_prob: float | None
+    version: int | None
+    reward: float
+
+    @property
+    def mask(self) -> int:
+        """1 where the token is trained on."""
+        return int(self.provenance is Provenance.SAMPLED)
+
+
+def read_row(path: Path, row: int) -> dict[str, Any]:
+    """Record number `row` (from 0) of a dump file.
+
+    Raises:
+        DataError: there is no such row, or the file cannot be read; names the file.
+    """
+    record = next(islice(read_rollouts(path), row, None), None)
+    if record is None:
+        rows = sum(1 for _ in read_rollouts(path))
+        known = f"its rows are numbered from 0 to {rows - 1}" if rows else "it holds no trajectory"
+        raise DataError(f"{path} has no row {row}; {known}")
+    return record
+
+
+def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
+    """The response, token by token; without a tokenizer a segment's text stands at its first token."""
+    trajectory = trajectory_from_record(record)
+    rewards = trajectory.token_level_scores(*_weights(record))
+    position = 0
+    for number, segment in enumerate(trajectory.segments):
+        texts = _texts(segment, record["segments"][number].get("text"), tokenizer)
+        for i, token in enumerate(segment.token_ids):
+            yield Token(
+                position,
+                token,
+                texts[i],
+                segment.provenance,
+                segment.turn,
+                segment.log_probs[i] if segment.log_probs else None,
+                segment.weight_versions[i] if segment.weight_versions else None,
+                rewards[position],
+            )
+            position += 1
+
+
+class Weights:
+    """The model in a folder, to score sequences with; it is loaded once, when the first is scored."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+
+    @cached_property
+    def network(self) -> PreTrainedModel:
+        """In float32 on the CPU.
+
+        Raises:
+            ConfigError: it cannot be loaded.
+        """
+        from etude.models import load_causal_lm
+
+        return load_causal_lm(self.folder, dtype="float32", device="cpu").eval()
+
+
+def check_sequence(
+    record: Mapping[str, Any], model: Path | Weights | None = None, tolerance: float = TOLERANCE
+) -> list[Check]:
+    """What must hold of every sequence; with `model`, the weights that sampled it or their folder, the log-probs too.
+
+    A rollout's main sequence has its rewards checked as well. `check_overlap` has what must hold between sequences.
+
+    Raises:
+        DataError: the record lacks what a trajectory is made of.
+        ConfigError: the model cannot be loaded.
+    """
+    trajectory = trajectory_from_record(record)
+    return [
+        _same_ids(record, trajectory),
+        _mask_is_provenance(record, trajectory),
+        _log_probs_where_sampled(trajectory),
+        *([_rewards_add_up(record, trajectory)] if "score" in record else []),
+        _scored_again(record, trajectory, Weights(model) if isinstance(model, Path) else model, tolerance),
+    ]
+
+
+def check_overlap(record: Mapping[str, Any]) -> Check | None:
+    """That no token is trained on twice, where a rollout has several sequences.
+
+    Two of them may hold the same sampled tokens after the same ids only if the engine drew them twice, which ids alone
+    cannot tell: then the check is skipped, and says where.
+    """
+    sequences = [trajectory_from_record(sequence) for sequence in sequences_of(record)]
+    if len(sequences) < 2:
+        return None
+    statement = "no sampled token is in two sequences"
+    for second, one in enumerate(sequences):
+        for first, other in enumerate(sequences[:second]):
+            if shared := _sampled_alike(other, one):
+                alike = f"sequences {first} and {second} hold the same {shared} sampled tokens after the same ids"
+                return Check(statement, Verdict.SKIPPED, f"{alike}: drawn twice, which ids alone cannot prove")
+    tokens = sum(sum(sequence.response_mask) for sequence in sequences)
+    return Check(statement, Verdict.HOLDS, f"{tokens} sampled tokens in {len(sequences)} sequences")
+
+
+def _sampled_alike(one: Trajectory, other: Trajectory) -> int:
+    """How many tokens are sampled in both, after the same ids."""
+    contexts = [trajectory.prompt_ids + trajectory.response_ids for trajectory in (one, other)]
+    masks = [[0] * len(trajectory.prompt_ids) + trajectory.response_mask for trajectory in (one, other)]
+    alike = takewhile(lambda pair: pair[0] == pair[1], zip(*contexts))
+    return sum(first and second for _, first, second in zip(alike, *masks))
+
+
+def weight_versions_of(trajectory: Trajectory) -> list[int]:
+    """The versions of the weights that sampled the trajectory, ascending."""
+    return sorted({version for segment in trajectory.segments for version in segment.weight_versions or ()})
+
+
+def _texts(segment: Segment, whole: object, tokenizer: PreTrainedTokenizerBase | None) -> list[str]:
+    if tokenizer is not None:
+        return [tokenizer.decode([token]) for token in segment.token_ids]
+    return [str(whole or ""), *[""] * (len(segment.token_ids) - 1)]
+
+
+def _weights(record: Mapping[str, Any]) -> tuple[float, float]:
+    weights = record.get("reward_weights") or {}
+    return float(weights.get("tool", 1.0)), float(weights.get("score", 1.0))
+
+
+def _check(statement: str, wrong: str | None, evidence: str) -> Check:
+    return Check(statement, Verdict.HOLDS, evidence) if wrong is None else Check(statement, Verdict.FAILS, wrong)
+
+
+def _first_difference(name: str, ours: Sequence[Any], theirs: Sequence[Any]) -> str | None:
+    if len(ours) != len(theirs):
+        return f"{len(ours)} segment tokens, {len(theirs)} in {name}"
+    where = next((i for i, (a, b) in enumerate(zip(ours, theirs)) if a != b), None)
+    return None if where is None else f"token {where}: {ours[where]} in the segments, {theirs[where]} in {name}"
+
+
+def _same_ids(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
+    ids = trajectory.response_ids
+    wrong = _first_difference("response_ids", ids, record.get("response_ids") or [])
+    return _check("the ids trained on are the ids in the model's context", wrong, f"{len(ids)} response tokens")
+
+
+def _mask_is_provenance(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
+    mask = trajectory.response_mask
+    wrong = _first_difference("response_mask", mask, record.get("response_mask") or [])
+    return _check("the mask is 1 exactly where the policy sampled", wrong, f"{sum(mask)} of {len(mask)} tokens sampled")
+
+
+def _log_probs_where_sampled(trajectory: Trajectory) -> Check:
+    statement = "every sampled token has a log-prob, no other token has one"
+    wrong = None
+    lowest = 0.0
+    for number, segment in enumerate(trajectory.segments):
+        if (segment.log_probs is not None) != (segment.provenance is Provenance.SAMPLED):
+            wrong = wrong or f"segment {number} ({segment.provenance.value}) breaks it"
+        for value in segment.log_probs or ():
+            if not (math.isfinite(value) and value <= 1e-6):
+                wrong = wrong or f"segment {number} holds {value}, which is no log-prob"
+            lowest = min(lowest, value)
+    return _check(statement, wrong, f"the least likely: {lowest:.3f} nats")
+
+
+def _rewards_add_up(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
+    statement = "the rewards on the tokens add up to the score"
+    score = record.get("score")
+    if not isinstance(score, (int, float)):
+        return Check(statement, Verdict.SKIPPED, "the record holds no score")
+    total = math.fsum(trajectory.token_level_scores(*_weights(record)))
+    wrong = None if abs(total - score) <= 1e-6 * max(1.0, abs(score)) else f"{total:g} on tokens, score {score:g}"
+    return _check(statement, wrong, f"{score:g}")
+
+
+def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Weights | None, tolerance: float) -> Check:
+    statement = "a full forward pass gives the engine's log-probs"
+    versions = ", ".join(map(str, weight_versions_of(trajectory))) or "unknown"
+    if model is None:
+        return Check(statement, Verdict.SKIPPED, f"sampled by weights {versions}: name their folder with --model")
+    if not any(trajectory.response_mask):
+        return Check(statement, Verdict.SKIPPED, "nothing was sampled")
+    if images := record.get("images"):
+        return Check(statement, Verdict.SKIPPED, f"it saw {len(images)} images, and a dump holds no pixels")
+    difference, where = largest_difference(trajectory, record.get("sampling") or {}, model)
+    evidence = f"largest difference {difference:.1e} nats at token {where} (weights {versions}, {model.folder})"
+    if difference <= tolerance:
+        return Check(statement, Verdict.HOLDS, f"{evidence}, tolerance {tolerance:g}")
+    hint = f"does the folder hold weights {versions}? A checkpoint holds those that its step ended with"
+    return Check(statement, Verdict.FAILS, f"{evidence}, tolerance {tolerance:g}; {hint}")
+
+
+def largest_difference(trajectory: Trajectory, sampling: Mapping[str, Any], model: Weights) -> tuple[float, int]:
+    """(largest |log-prob of the engine - log-prob of a float32 forward pass|, its response position).
+
+    The distribution is the one sampled from: after temperature, top-k and top-p as `sampling` gives them.
+    """
+    import torch
+
+    from etude.inference import SamplingParams
+    from etude.inference.sampling import restrict
+
+    params = SamplingParams(**{k: sampling[k] for k in ("temperature", "top_p", "top_k") if k in sampling})
+    network = model.network
+    ids = torch.tensor([trajectory.prompt_ids + trajectory.response_ids])
+    _check_vocabulary(ids, network.get_input_embeddings().weight.shape[0], model.folder)
+    with torch.no_grad():
+        logits = network(input_ids=ids).logits[0, len(trajectory.prompt_ids) - 1 : -1].float()
+    if params.temperature == 0:
+        again = torch.where(logits.argmax(-1) == ids[0, len(trajectory.prompt_ids) :], 0.0, -math.inf)
+    else:
+        scaled = restrict(logits / params.temperature, [params] * len(logits))
+        again = scaled.log_softmax(-1).gather(1, ids[0, len(trajectory.prompt_ids) :, None]).squeeze(1)
+    engine = torch.tensor(trajectory.response_log_probs)
+    sampled = torch.tensor(trajectory.response_mask, dtype=torch.bool)
+    difference = torch.where(sampled, (engine - again).abs().nan_to_num(math.inf), 0.0)
+    where = int(difference.argmax())
+    return float(difference[where]), where
+
+
+def _check_vocabulary(ids: Any, size: int, model: Path) -> None:
+    if int(ids.max()) >= size or int(ids.min()) < 0:
+        raise DataError(f"the trajectory holds token {int(ids.max())}, but {model} has {size}: it is another model's")

@@ -1,0 +1,168 @@
+"""`TrainWorker`: the actor, which learns, and the reference policy, which stays as it was."""
+
+from __future__ import annotations
+
+from itertools import chain, repeat
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
+from etude.distributed import Dispatch, register
+from etude.errors import ConfigError
+from etude.metrics import Metrics
+from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.protocol import DataProto
+from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
+from etude.workers.checkpoint import read_tensors, write_tensors
+from etude.workers.minibatches import update_epochs
+from etude.workers.role import RoleWorker
+
+
+class TrainWorker(RoleWorker):
+    """Computes log-probs and learns, from demonstrations or from advantages."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self, total_steps: int | None = None) -> None:
+        """Loads the model and, if something needs it, the reference, and builds the optimizer; its learning-rate schedule
+        counts training steps and ends after `total_steps`.
+
+        Raises:
+            ConfigError: the model's folder or an optimizer setting is wrong.
+        """
+        options, actor = self.options, self.options.actor
+        self.model = self.load_policy("float32")
+        self._optimizer = OptimizerSet(
+            self.model,
+            actor.optim,
+            total_steps,
+            first_step=options.actor_first_step,
+            exact=round_weights(
+                self.model, torch_dtype(options.model.dtype)
+            ),  # it computes in model.dtype from here on
+        )
+        self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self._ref: PolicyEngine | None = None
+        if options.needs_ref:
+            network = self.load_policy(options.model.dtype)
+            self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+
+    def weights_changed(self) -> None:
+        """Called after each change of the weights."""
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_log_prob(self, data: DataProto) -> DataProto:
+        """`old_log_probs` and `entropys` (batch, response_len) of the current weights, at meta_info's `temperature`."""
+        log_probs, entropies = self._actor.log_probs(data, data.meta_info["temperature"])
+        return DataProto.from_single_dict({"old_log_probs": log_probs, "entropys": entropies})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def compute_ref_log_prob(self, data: DataProto) -> DataProto:
+        """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
+        if self._ref is None:
+            raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
+        return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_actor(self, data: DataProto) -> Metrics:
+        """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`, and `compare_rollout`: whether the first
+        update's own log-probs are compared with the engine's. Returns metrics named `actor/*`."""
+        actor, temperature = self.options.actor, data.meta_info["temperature"]
+        self._optimizer.training_step = data.meta_info["global_step"]
+        before_any_update = [self._compared_loss] if data.meta_info.get("compare_rollout") else []
+        losses = chain(before_any_update, repeat(self._loss))
+
+        def update(mini: DataProto) -> Metrics:
+            entropy_grad = actor.entropy_coeff != 0
+            metrics = self._actor.update(mini, next(losses), temperature, entropy_grad, actor.loss_agg_mode)
+            return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+
+        metrics = update_epochs(
+            data,
+            update,
+            epochs=actor.ppo_epochs,
+            groups=actor.ppo_mini_batch_size,
+            shuffle=actor.shuffle,
+            seed=actor.data_loader_seed,
+        )
+        self.weights_changed()
+        return metrics
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    def update_sft(self, data: DataProto) -> Metrics:
+        """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`); meta_info:
+        `global_step`."""
+        self._optimizer.training_step = data.meta_info["global_step"]
+        metrics = sft_step(self._actor, data)
+        self.weights_changed()
+        return {f"sft/{name}": metric for name, metric in metrics.items()}
+
+    def _compared_loss(
+        self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale
+    ) -> tuple[Tensor, Metrics]:
+        loss, metrics = self._loss(log_probs, entropy, micro, scale)
+        columns = micro.batch
+        return loss, metrics | rollout_mismatch(log_probs, columns["rollout_log_probs"], columns["response_mask"])
+
+    def _loss(self, log_probs: Tensor, entropy: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, Metrics]:
+        """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
+        actor, columns = self.options.actor, micro.batch
+        assert columns is not None
+        mask = columns["response_mask"]
+        scaling: dict[str, Any] = {
+            "batch_num_tokens": scale.batch_num_tokens,
+            "global_batch_size": scale.global_batch_size,
+            "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
+        }
+        # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
+        old = columns.get("old_log_probs", log_probs.detach())
+        loss, figures = policy_loss(
+            actor.policy_loss.loss_mode,
+            old_log_prob=old,
+            log_prob=log_probs,
+            advantages=columns["advantages"],
+            response_mask=mask,
+            loss_agg_mode=actor.loss_agg_mode,
+            clip_ratio=actor.clip_ratio,
+            clip_ratio_low=actor.clip_ratio_low,
+            clip_ratio_high=actor.clip_ratio_high,
+            clip_ratio_c=actor.clip_ratio_c,
+            **scaling,
+        )
+        metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}
+        metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
+        if actor.entropy_coeff:
+            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)
+        if actor.use_kl_loss:
+            penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
+            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, actor.loss_agg_mode, **scaling)
+            metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
+        return loss, metrics
+
+    # -- checkpoints ---------------------------------------------------------------------------------------------
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
+        if self.rank == 0:
+            target = Path(folder) / "actor"
+            save_pretrained(self.model, self.reading.processor or self.tokenizer, target / "huggingface")
+            write_tensors({"optimizer": self._optimizer.state_dict()}, target / "optimizer.pt")
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores weights, in place, and the optimizer's state, bit for bit.
+
+        Raises:
+            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
+        """
+        source = Path(folder) / "actor"
+        model = self.options.model
+        saved = load_causal_lm(
+            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+        )
+        state = read_tensors(source / "optimizer.pt", self.device)
+        self.model.load_state_dict(saved.state_dict())
+        self._optimizer.load_state_dict(state["optimizer"])
+        self.weights_changed()

@@ -1,0 +1,102 @@
+"""What a rollout worker's agents talk to: loaded by the worker itself, once, and described to the driver.
+
+Invariant: `ToolCatalogue` is all that leaves the worker: plain values, from which rows and prompts are checked before any
+model is loaded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from etude.agents import AGENT_LOOPS, AgentContext, ToolAgentLoop
+from etude.agents.environments import load_environment
+from etude.agents.gateway import check_openai_agent
+from etude.agents.interactions import load_interactions
+from etude.chat import ToolParser
+from etude.errors import ConfigError
+from etude.options import MultiTurnOptions
+from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
+from etude.tools.calls import overrides
+from etude.trace import Tracer
+from etude.workers.options import RoleOptions
+from etude.workers.reading import Reading
+
+
+@dataclass(frozen=True)
+class ToolCatalogue:
+    """What is configured: OpenAI schemas of the tools by name, names of interactions and of registered agent loops.
+
+    `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop shows what
+    tools answer by the chat template; a user's own, or an environment, may do that in its own way.
+    """
+
+    schemas: Mapping[str, dict[str, Any]]
+    interactions: tuple[str, ...]
+    agent_loops: tuple[str, ...]
+    judging_tools: tuple[str, ...]
+    has_environment: bool
+    tool_messages: bool
+
+    @classmethod
+    def of(cls, context: AgentContext) -> ToolCatalogue:
+        """Of what a worker has loaded."""
+        loop = AGENT_LOOPS.get(context.options.agent.default_agent_loop or "tool_agent")
+        return cls(
+            {name: tool.get_openai_tool_schema().to_openai() for name, tool in context.tools.items()},
+            tuple(context.interactions),
+            tuple(AGENT_LOOPS.names()),
+            tuple(name for name, tool in context.tools.items() if overrides(tool, "calc_reward")),
+            context.environment is not None,
+            isinstance(loop, type) and issubclass(loop, ToolAgentLoop),
+        )
+
+
+def load_context(options: RoleOptions, reading: Reading) -> AgentContext:
+    """The configured tools, interactions and environment, and what else the trajectories of a worker share.
+
+    Raises:
+        ConfigError: one of them cannot be loaded.
+    """
+    rollout = options.rollout
+    multi_turn = rollout.multi_turn
+    check_openai_agent(rollout.agent.openai_agent)
+    tools: Mapping[str, BaseTool] = collect_tools(multi_turn)
+    users = multi_turn.interaction_config_path if multi_turn.enable else None
+    environment = load_environment(options.env, tools, lockstep=rollout.mode == "sync") if multi_turn.enable else None
+    run = (options.config or {}).get("trainer") or {}
+    return AgentContext(
+        config=options.user_config(),
+        options=rollout,
+        tokenizer=reading.tokenizer,
+        chat=reading.chat,
+        parser=ToolParser.get_tool_parser(multi_turn.format, reading.tokenizer),
+        tools=tools if environment is None else {**tools, **environment.tools},
+        interactions=load_interactions(users) if users else {},
+        environment=environment,
+        tracer=Tracer.of(rollout.trace, run.get("project_name", "etude"), run.get("experiment_name", "default")),
+        processor=reading.processor,
+        images=reading.images,
+    )
+
+
+def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
+    """All configured tools by name; none when `multi_turn.enable=false`.
+
+    Raises:
+        ConfigError: two sources define the same name, or one cannot be loaded.
+    """
+    tools: dict[str, BaseTool] = {}
+    if not options.enable:
+        return tools
+    sources: list[tuple[str, Callable[[str], list[BaseTool]]]]
+    sources = [(path, load_tools) for path in options.tool_config_path or ()]
+    sources += [(path, load_function_tools) for path in options.function_tool_path or ()]
+    for path, load in sources:
+        for tool in load(path):
+            if tool.name in tools:
+                raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
+            ToolCalls.of(tool)  # refuses limits, a schema or recordings that cannot be used
+            tools[tool.name] = tool
+    return tools

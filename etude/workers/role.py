@@ -1,0 +1,83 @@
+"""`RoleWorker`: what the workers of all roles begin with.
+
+Invariant: a worker needs its `RoleOptions` and nothing else of whoever starts it: it imports the user's plug-ins, sets its
+process up and loads what it works with itself, each thing once.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from etude.agents.loops import register_agent_loops
+from etude.distributed import Worker
+from etude.models import check_vocabulary, load_causal_lm
+from etude.registry import load_plugins
+from etude.workers.options import RoleOptions
+from etude.workers.reading import Reading, load_reading
+
+
+def start_process(
+    plugins: Sequence[str],
+    agent_loop_config_path: str | None,
+    *,
+    num_threads: int | None,
+    seed: int | None,
+    deterministic: bool,
+) -> None:
+    """Registers the user's names in this process and sets its threads, seed and determinism; again changes nothing.
+
+    Raises:
+        ConfigError: a plug-in or the file of agent loops cannot be loaded.
+    """
+    load_plugins(plugins)
+    if agent_loop_config_path is not None:
+        register_agent_loops(agent_loop_config_path)
+    if num_threads is not None:
+        torch.set_num_threads(num_threads)
+    if seed is not None:
+        torch.manual_seed(seed)
+    if deterministic and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True, warn_only=True)
+
+
+class RoleWorker(Worker):
+    """A worker of one of the roles; `reading` (tokenizer, chat template, image processor) is loaded where it is used."""
+
+    def __init__(self, options: RoleOptions, **place: Any) -> None:
+        start_process(
+            options.plugins,
+            options.rollout.agent.agent_loop_config_path,
+            num_threads=options.num_threads,
+            seed=options.seed,
+            deterministic=options.deterministic,
+        )
+        super().__init__(device=options.device, **place)
+        self.options = options
+
+    @cached_property
+    def reading(self) -> Reading:
+        """Of the policy's model.
+
+        Raises:
+            ConfigError: the model's folder is not set, or something in it is missing or broken.
+        """
+        return load_reading(self.options.model, self.options.chat_template_kwargs)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer."""
+        return self.reading.tokenizer
+
+    def load_policy(self, dtype: str) -> Any:
+        """The policy's network as `model.path` has it."""
+        tokenizer, model = self.tokenizer, self.options.model
+        assert model.path is not None
+        network = load_causal_lm(model.path, dtype=dtype, device=self.device, trust_remote_code=model.trust_remote_code)
+        check_vocabulary(tokenizer, network)
+        return network

@@ -1,0 +1,125 @@
+"""`RolloutWorker`: agent loops, the engine that they sample from, and the scoring of what they end with."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import suppress
+from functools import cached_property
+from typing import Any
+
+from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
+from etude.agents.batch import rows_of
+from etude.data import active_tools
+from etude.distributed import Dispatch, register
+from etude.inference import evaluates_only
+from etude.metrics import Metrics
+from etude.protocol import DataProto
+from etude.rewards import TrajectoryScorer
+from etude.training import PolicyEngine
+from etude.workers.context import ToolCatalogue, load_context
+from etude.workers.engine_link import EngineLink, build_engine
+from etude.workers.options import RoleOptions
+from etude.workers.reward import build_scorer
+from etude.workers.role import RoleWorker
+
+_MAX_INTERRUPTS = 8  # one that arrives inside a task ends the event loop once for every task that it passes through
+
+
+class RolloutWorker(RoleWorker):
+    """Rolls out rows. By itself it samples from the model as its folder has it, such as for an evaluation."""
+
+    def __init__(self, options: RoleOptions, **place: Any) -> None:
+        super().__init__(options, **place)
+        self._loop = asyncio.new_event_loop()  # one for the worker's life: tools may keep connections in it
+        self._manager: AgentLoopManager | None = None
+
+    @cached_property
+    def context(self) -> AgentContext:
+        """Tools, interactions, environment, tokenizer and parser."""
+        return load_context(self.options, self.reading)
+
+    @cached_property
+    def scorer(self) -> TrajectoryScorer | None:
+        """Scores trajectories as they end; None where `RewardWorker` does, or nothing."""
+        return build_scorer(self.options, self.tokenizer) if self.options.rollout.mode == "async" else None
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_tools(self) -> ToolCatalogue:
+        """Loads everything but models, and says which tools, interactions and agent loops there are.
+
+        Raises:
+            ConfigError: something in the rollout or reward section cannot be loaded.
+        """
+        _ = self.scorer
+        return ToolCatalogue.of(self.context)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def init_model(self) -> None:
+        """Loads the model, unless the engine samples from one of its own, and builds the engine.
+
+        Raises:
+            ConfigError: the model's folder, or a name in the rollout section, is wrong.
+        """
+        actor = None
+        if not evaluates_only(self.options.rollout.name):
+            self.model = self.load_policy(self.options.model.dtype)
+            actor = PolicyEngine(self.model, max_tokens=self.options.actor.ppo_max_token_len_per_gpu)
+        self.start_engine(actor)
+
+    def start_engine(self, actor: PolicyEngine | None) -> None:
+        """`actor` holds the weights that are sampled from; None: the engine has its own."""
+        options, context = self.options, self.context
+        engine = build_engine(options, None if actor is None else actor.model, self.tokenizer)
+        self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
+        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def update_weights(self, version: int) -> Metrics:
+        """Hands the present weights, from now on called `version`, to the engine, and probes it (see `EngineLink.push`)."""
+        metrics: Metrics = self._run(self._link.push(version))
+        return metrics
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    def generate_sequences(self, data: DataProto) -> DataProto:
+        """Rolls out each row once.
+
+        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
+        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`). Returns the
+        columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
+        `metrics`, the engine's figures.
+        """
+        rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
+        chosen: Any = rollout.val_kwargs if validate else rollout
+        temperature = chosen.temperature if chosen.do_sample else 0.0
+        sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
+        manager = self._manager
+        assert manager is not None, "init_model() comes first"
+        rows = rows_of(data)
+        for row in rows:
+            row["active_tools"] = active_tools(row, list(manager.context.tools))
+            row |= {"validate": validate, "step": data.meta_info.get("step")}
+        self._run(self._link.ready())
+        least = int(data.meta_info.get("least_group", 1))
+        results = self._run(manager.generate(rows, sampling, least_group=least))
+        self._run(self._link.rest())
+        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        batch.meta_info["metrics"] = manager.engine.metrics()
+        return batch
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def progress(self) -> tuple[int, int]:
+        """Trajectories of the present (or last) rollout that have ended, and all of them; may be asked while it runs."""
+        return (0, 0) if self._manager is None else self._manager.progress
+
+    def _run(self, work: Any) -> Any:
+        """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""
+        task = self._loop.create_task(work)
+        try:
+            return self._loop.run_until_complete(task)
+        except BaseException:
+            task.cancel()
+            for _ in range(_MAX_INTERRUPTS):
+                with suppress(KeyboardInterrupt):
+                    self._loop.run_until_complete(asyncio.wait({task}))
+                    break
+            raise

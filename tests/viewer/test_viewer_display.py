@@ -1,0 +1,340 @@
+"""The display: harmless to training, honest on a pipe, whole on a terminal."""
+
+import io
+import logging
+import math
+import pickle
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.options import RunOptions, TrainerOptions
+from etude.problems import find_problems
+from etude.viewer import display as module
+from etude.viewer.display import Display, RolloutBar, RunConsole
+from etude.viewer.panel import (
+    ROWS,
+    RunState,
+    braille_curve,
+    format_duration,
+    format_line,
+    render_panel,
+    resample,
+    sparkline,
+    split_time,
+)
+
+METRICS = {
+    "reward/total/mean": 0.625,
+    "reward/success/mean": 0.5,
+    "rollout/tool_use_rate": 0.97,
+    "response_length/mean": 143.2,
+    "actor/ppo_kl": 1e-5,
+    "actor/entropy": 0.5,
+    "actor/grad_norm": 0.8,
+    "timing_s/step": 4.0,
+    "timing_s/gen": 3.0,
+    "timing_s/update_actor": 0.5,
+    "val-core/gsm8k/reward/mean@1": 0.71,
+    "val-core/gsm8k/reward/mean@1/ci95_low": 0.6,
+}
+
+
+def pipe() -> RunConsole:
+    return RunConsole(file=io.StringIO(), width=120, force_terminal=False)
+
+
+def terminal() -> RunConsole:
+    return RunConsole(file=io.StringIO(), width=100, height=50, force_terminal=True, _environ={"TERM": "xterm"})
+
+
+def output(console: RunConsole) -> str:
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
+
+
+def show(console: RunConsole, *events: Event, logger: tuple[str, ...] = ("console",)) -> None:
+    """A run of ten steps with `events`."""
+    display = Display(console)
+    for event in (RunStarted("demo", 10, RunOptions(logger=logger)), *events, RunEnded()):
+        display(event)
+
+
+def test_a_pipe_gets_one_plain_line_a_step() -> None:
+    console = pipe()
+    show(
+        console,
+        RolloutProgress(1, 8),
+        StepFinished(1, 10, METRICS),
+        StepFinished(2, 10, METRICS | {"rollout/dropped": 3}),
+        Notice("checkpoint\nwritten"),
+    )
+    first, second, note = output(console).splitlines()
+    for part in (
+        "step 1/10",
+        "reward 0.625",
+        "success 50 %",
+        "tools 97 %",
+        "length 143",
+        "KL 1.0e-05",
+        "0.710",
+        "left",
+    ):
+        assert part in first
+    assert "ci95" not in first
+    assert "dropped" not in first
+    assert "dropped 3" in second
+    assert note == "checkpoint written"
+
+
+def test_disabled_shows_nothing() -> None:
+    for console in (pipe(), terminal()):
+        show(console, RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"), logger=("jsonl",))
+        assert output(console) == ""
+
+
+def test_a_terminal_gets_a_panel_with_everything() -> None:
+    console = terminal()
+    steps = [StepFinished(step, 10, METRICS) for step in (1, 2)]
+    show(console, RolloutProgress(3, 8), *steps, Notice("checkpoint written"))
+    text = output(console)
+    for part in ("Étude", "demo", "2/10", "3/8", "reward", "success", "entropy", "gen 75 %", "other 12 %", "gsm8k"):
+        assert part in text
+    assert "checkpoint written" in text
+
+
+def test_log_records_go_through_the_view_and_back_afterwards() -> None:
+    console = terminal()
+    root = logging.getLogger()
+    before = logging.StreamHandler(sys.stderr)
+    root.addHandler(before)
+    try:
+        display = Display(console)
+        display(RunStarted("demo", 10, RunOptions()))
+        assert before not in root.handlers
+        logging.getLogger("etude.test").warning("[bold]tool raised[/bold]")
+        display(RunEnded())
+        assert before in root.handlers
+    finally:
+        root.removeHandler(before)
+    assert "[bold]tool raised[/bold]" in output(console)
+
+
+class BrokenFile(io.StringIO):
+    def __init__(self, error: OSError) -> None:
+        super().__init__()
+        self.error = error
+
+    def write(self, text: str) -> int:
+        raise self.error
+
+
+@pytest.mark.parametrize("force_terminal", [True, False])
+@pytest.mark.parametrize("error", [BrokenPipeError("gone"), OSError("disk full")])
+def test_a_broken_output_never_reaches_the_training(
+    force_terminal: bool, error: OSError, caplog: pytest.LogCaptureFixture
+) -> None:
+    console = RunConsole(file=BrokenFile(error), force_terminal=force_terminal, _environ={"TERM": "xterm"})
+    show(console, *[RolloutProgress(1, 2), StepFinished(1, 10, METRICS), Notice("x")] * 3)
+    assert sum("training goes on" in record.message for record in caplog.records) == 1
+
+
+def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(state: RunState, width: int) -> None:
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(module, "render_panel", broken)
+    console = terminal()
+    show(console, StepFinished(1, 10, METRICS))
+    assert "the view failed: ZeroDivisionError" in output(console)
+
+
+anything = st.none() | st.floats() | st.integers() | st.text(max_size=3)
+keys = st.sampled_from([key for row in ROWS for key in row.keys] + list(METRICS)) | st.text(max_size=5)
+
+
+@given(
+    st.lists(st.tuples(st.integers(-1, 50), st.dictionaries(keys, anything, max_size=8)), max_size=6),
+    st.integers(1, 200),
+    st.integers(-1, 50),
+)
+def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, total: int) -> None:
+    state = RunState("t", total)
+    console = RunConsole(file=io.StringIO(), width=width, force_terminal=True)
+    for step, metrics in steps:
+        state.add(step, metrics, 1.0)
+        console.print(render_panel(state, width))
+        assert "\n" not in format_line(state)
+
+
+@pytest.mark.parametrize("values", [[0.0, 1e307], [1.7e308] * 100 + [-1.7e308] * 100])
+def test_numbers_near_the_largest_there_are_make_a_curve(values: list[float]) -> None:
+    assert [len(row) for row in braille_curve(values, 22, 5, 0.0, 1.0)] == [22] * 5
+    assert len(sparkline(values, 8)) <= 8
+
+
+def test_time_left_is_the_mean_of_recent_steps() -> None:
+    state = RunState("t", 10)
+    assert state.eta() is None
+    state.add(0, {"val-core/x/reward/mean@1": 0.1}, 100.0)
+    assert state.eta() is None
+    state.add(1, METRICS, 2.0)
+    state.add(2, METRICS, 4.0)
+    assert state.eta() == 24.0
+
+
+def test_time_left_counts_steps_without_a_reward() -> None:
+    """A supervised run that tries its model every 25 steps, which takes twenty times as long as a step."""
+    state = RunState("t", 600)
+    for step in range(1, 301):
+        tried = step % 25 == 0
+        state.add(step, {"sft/loss": 1.0} | ({"reward/total/mean": 0.1} if tried else {}), 2.0 if tried else 0.1)
+    assert state.eta() == pytest.approx(300 * (2.0 + 24 * 0.1) / 25)
+
+
+def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
+    wrong = {
+        "actor/skipped_steps": 1.0,
+        "rollout/dropped": 2.0,
+        "rollout/malformed_calls": 7.0,
+        "critic/score/min": 0.0,
+        "critic/score/max": 0.0,
+        "rollout/stop_reason/response_length": 0.4,
+        "tool/search/calls": 40.0,
+        "tool/search/errors": 10.0,
+        "tool/search/timeouts": 3.0,
+        "tool/search/latency_p95": 2.5,
+    }
+    sentences = {
+        "actor update skipped: its gradient is not finite",
+        "2 trajectories dropped: infrastructure failed again and again",
+        "7 malformed calls",
+        "all rewards equal (0): a group-relative estimator learns nothing",
+        "40 % of trajectories cut at data.max_response_length",
+        "10 of 40 calls of search failed, 3 timed out",
+    }
+    assert set(find_problems(METRICS | wrong).values()) == sentences
+    assert find_problems(METRICS) == {}
+    state = RunState("t", 10, validated="sampled")
+    state.add(1, METRICS | wrong, 1.0)
+    line = format_line(state)
+    assert all(f"! {sentence}" in line for sentence in sentences)
+    assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
+    console = terminal()
+    console.print(render_panel(state, 110))
+    shown = output(console)
+    assert "! actor update skipped" in shown
+    assert "search 40 calls, 10 failed, 95 % within 2.500 s" in shown
+    assert "validation, sampled" in shown
+
+
+def test_a_validation_stays_until_the_next() -> None:
+    state = RunState("t", 10)
+    state.add(1, METRICS, 1.0)
+    state.add(2, {"reward/total/mean": 1.0}, 1.0)
+    assert state.validation == {"val-core/gsm8k/reward/mean@1": 0.71}
+
+
+def test_time_split_adds_up_to_the_step() -> None:
+    assert split_time(METRICS) == [("gen", 0.75), ("update_actor", 0.125), ("other", 0.125)]
+    assert split_time({}) == []
+    overlapping = split_time({"timing_s/step": 1.0, "timing_s/gen": 2.0, "timing_s/ref": 2.0})
+    assert overlapping == [("gen", 0.5), ("ref", 0.5)]
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (0, "0.0 s"),
+        (59.94, "59.9 s"),
+        (59.96, "1 min 00 s"),
+        (200, "3 min 20 s"),
+        (3599.6, "1 h 00 min"),
+        (7500, "2 h 05 min"),
+    ],
+)
+def test_durations(seconds: float, text: str) -> None:
+    assert format_duration(seconds) == text
+
+
+values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)
+
+
+@given(values, st.integers(1, 50))
+def test_resampling_keeps_mean_and_bounds(numbers: list[float], count: int) -> None:
+    shown = resample(numbers, count)
+    assert len(shown) == min(len(numbers), count)
+    assert min(numbers) - 1e-6 <= min(shown)
+    assert max(shown) <= max(numbers) + 1e-6
+    if len(numbers) % len(shown) == 0:
+        assert math.isclose(sum(shown) / len(shown), sum(numbers) / len(numbers), abs_tol=1e-3)
+
+
+@given(values, st.integers(1, 30), st.integers(1, 6))
+def test_curves_have_the_asked_size_and_every_column_a_dot(numbers: list[float], width: int, rows: int) -> None:
+    drawn = braille_curve(numbers, width, rows, min(numbers), max(numbers))
+    assert [len(row) for row in drawn] == [width] * rows
+    assert all(0x2800 <= ord(cell) <= 0x28FF for row in drawn for cell in row)
+    for column in zip(*drawn):
+        bits = [ord(cell) - 0x2800 for cell in column]
+        assert any(bit & 0x47 for bit in bits)
+        assert any(bit & 0xB8 for bit in bits)
+    assert len(sparkline(numbers, width)) == min(width, len(numbers))
+
+
+def test_curves_by_eye() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2, 2, 2], 8) == "▄▄▄"
+    assert sparkline([], 8) == ""
+    assert braille_curve([0, 1, 2, 3], 2, 1, 0, 3) == ["⡠⠊"]
+    assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
+
+
+def test_an_evaluation_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    console = pipe()
+    bar = RolloutBar(console)
+    bar(RunStarted("evaluating", 0, RunOptions()))
+    for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):
+        bar(RolloutProgress(done, total))
+    bar(RunEnded())
+    assert output(console).splitlines() == [
+        "evaluating: 3/8 rollouts · 10.0 s left",
+        "evaluating: 8/8 rollouts · 0.0 s left",
+        "evaluating: 1/80 rollouts",
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError("no room for a page"), ZeroDivisionError()])
+def test_a_report_that_cannot_be_written_is_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("etude.viewer.report.write_report", broken)
+    console = pipe()
+    display = Display(console)
+    display(RunStarted("demo", 10, TrainerOptions(default_local_dir=str(tmp_path))))
+    display(RunEnded())
+    assert output(console).startswith("no report: ")
+
+
+def test_a_run_that_ends_while_nothing_is_shown_has_its_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1")
+    display = Display(terminal())
+    options = TrainerOptions(default_local_dir=str(tmp_path), logger=("jsonl",))
+    for event in (RunStarted("demo", 10, options), RunEnded()):
+        display(event)
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_events_cross_processes() -> None:
+    events = [RunStarted("demo", 10, TrainerOptions()), RolloutProgress(1, 2), StepFinished(1, 10, METRICS)]
+    for event in [*events, Notice("x"), RunEnded()]:
+        assert pickle.loads(pickle.dumps(event)) == event

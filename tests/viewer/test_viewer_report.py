@@ -1,0 +1,357 @@
+"""The report: self-contained, escaped, bounded, honest about what is missing."""
+
+import json
+import re
+import subprocess
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+from click.testing import CliRunner
+
+from etude.cli.report import report
+from etude.dumps import rollout_record, write_rollouts
+from etude.errors import DataError, EtudeError
+from etude.run_folder import run_record
+from etude.trainer.tracking import Tracking
+from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.viewer.charts import draw_charts, series
+from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, load_samples, parse_conversation
+from etude.viewer.report import write_report
+
+EVIL = "</pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
+
+
+def record(step: int, prompt: str, answer: str, score: float = 1.0, tool: str = "72") -> dict:
+    trajectory = Trajectory("r", [1])
+    texts = ["call", "<tool>", tool, answer]
+    kinds = [Provenance.SAMPLED, Provenance.TEMPLATE, Provenance.TOOL, Provenance.SAMPLED]
+    for kind, text in zip(kinds, texts):
+        trajectory.append([ord(c) for c in text[:100]], kind)
+        trajectory.assistant_turns += kind is Provenance.SAMPLED
+    trajectory.rewards = Rewards([(0, "calculator", 0.25)], {"calculator": 0.5}, score)
+    row = {"reward_model": {"ground_truth": "72"}}
+    return rollout_record(trajectory, row, step=step, input=prompt, output="".join(texts), score=score, texts=texts)
+
+
+def make_run(folder: Path) -> Path:
+    tracking = Tracking(["jsonl"], folder, "e")
+    for step in range(1, 50):
+        share = step / 50
+        metrics = {
+            "reward/total/mean": share * 1.5,
+            "reward/score/mean": share,
+            "reward/step/mean": 0.0,
+            "reward/success/mean": share,
+            "rollout/tool_use_rate": share,
+            "response_length/mean": 100.0,
+            "response_length/min": 90.0,
+            "response_length/max": 110.0,
+            "actor/ppo_kl": float("nan") if step == 3 else 0.001,
+            "actor/entropy": 1 - share,
+            "actor/grad_norm": 0.5,
+            "timing_s/step": 4.0,
+            "timing_s/gen": 3.0,
+            "perf/time_per_step": 4.0,
+            "perf/total_num_tokens": 1000,
+        }
+        if step % 24 == 1:
+            name = "val-core/$<b>gsm8k/reward/mean@1"
+            metrics |= {name: share, f"{name}/ci95_low": share / 2, f"{name}/ci95_high": 1.0}
+        tracking.log(metrics, step)
+    tracking.close()
+    for step, answer in ((0, "no idea"), (49, EVIL)):
+        write_rollouts(folder / "validation", step, [record(step, f"prompt {i}", answer, tool=EVIL) for i in range(5)])
+    (folder / "config.yaml").write_text("trainer:\n  experiment_name: <b>quickstart</b>\n")
+    summary = {
+        "before": {"success": {"value": 0.1, "low": 0.05, "high": 0.2}, "reward": 0.1},
+        "after": {"success": 0.9},
+    }
+    (folder / "summary.json").write_text(json.dumps(summary | {"model": "tiny", "training_minutes": 5.25}))
+    return folder
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "quickstart")
+
+
+@pytest.fixture(scope="module")
+def html(tmp_path_factory: pytest.TempPathFactory) -> str:
+    run = make_run(tmp_path_factory.mktemp("report") / "quickstart")
+    return write_report(run, title=f"My run {EVIL}").read_text(encoding="utf-8")
+
+
+class Page(HTMLParser):
+    """Collects what a browser would act on."""
+
+    VOID = ("meta", "circle", "line", "path", "use", "rect")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+        if tag not in self.VOID:
+            self.open.append(tag)
+
+    def handle_startendtag(self, tag: str, attrs: list) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_endtag(self, tag: str) -> None:
+        if tag not in self.VOID:
+            assert self.open.pop() == tag
+
+
+def parsed(html: str) -> Page:
+    page = Page()
+    page.feed(html)
+    assert page.open == []
+    return page
+
+
+def test_the_page_asks_for_nothing_and_runs_nothing(html: str) -> None:
+    page = parsed(html)
+    assert not {"script", "img", "link", "iframe", "object", "image"} & set(page.tags)
+    for name, value in page.attributes:
+        assert not name.startswith("on")
+        assert name not in ("src", "srcset", "xlink:href")
+        assert name != "href" or value.startswith("#")
+        assert "http" not in value.lower()
+        assert name != "style" or not re.search(r"url\((?!#)", value)
+    assert "default-src 'none'" in html
+    assert "@import" not in html
+
+
+def test_what_a_model_wrote_is_text(html: str) -> None:
+    assert "&lt;/pre&gt;&lt;script&gt;alert(1)" in html
+    assert "&amp;amp;{{ 7*7 }}$x$" in html
+    assert "<script" not in html
+    assert "\x1b" not in html
+    assert "\u202e" not in html
+    assert "&lt;b&gt;quickstart&lt;/b&gt;" in html
+
+
+def test_identifiers_are_unique_and_references_resolve(html: str) -> None:
+    page = parsed(html)
+    ids = [value for name, value in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    used = [value[1:] for name, value in page.attributes if name == "href"]
+    used += [value[5:-1] for name, value in page.attributes if name == "clip-path"]
+    used += [value for name, value in page.attributes if name == "aria-labelledby"]
+    assert used
+    assert set(used) <= set(ids)
+
+
+def test_charts_carry_the_pages_colours_only(html: str) -> None:
+    svg = "".join(re.findall(r"<svg.*?</svg>", html, flags=re.S))
+    assert "var(--c0)" in svg
+    assert not re.search(r"(stroke|fill): #", svg)
+    assert "font-family" not in svg
+
+
+def test_headlines_facts_and_every_chart_are_there(html: str) -> None:
+    html = html.replace("\N{NO-BREAK SPACE}", " ")
+    for text in ("<h1>My run &lt;/pre", "10.0 %", "0.9", "5.0–20.0 %", "training minutes", "5.25", "49,000 tokens"):
+        assert text in html
+    titles = ("Reward", "Success", "Tool use", "Response length", "KL divergence", "Entropy", "Gradient norm")
+    for title in (*titles, "Where the time went"):
+        assert f"<h3>{title}</h3>" in html
+    assert "other 25 %" in html
+    assert 'class="absent"' not in html
+
+
+def test_without_a_summary_the_validations_are_the_headline(run: Path) -> None:
+    (run / "summary.json").unlink()
+    html = write_report(run).read_text(encoding="utf-8").replace("\N{NO-BREAK SPACE}", " ")
+    assert "validation: $&lt;b&gt;gsm8k" in html
+    assert "98.0 %" in html
+
+
+@pytest.mark.parametrize("kept", ["metrics.jsonl", "validation", "config.yaml", "summary.json"])
+def test_each_missing_part_is_left_out_with_a_sentence(run: Path, kept: str) -> None:
+    for path in list(run.iterdir()):
+        if path.name != kept:
+            path.rename(run.parent / path.name)
+    html = write_report(run).read_text(encoding="utf-8")
+    parsed(html)
+    assert html.count('class="absent"') == (2 if kept == "metrics.jsonl" else 3)
+
+
+def test_a_folder_that_is_no_run_is_one_line(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="run folder not found"):
+        write_report(tmp_path / "none")
+    with pytest.raises(DataError, match="is it a run's folder"):
+        write_report(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "not JSON"),
+        ("[]", "expected a JSON object"),
+        ('{"before": [1]}', "'before' must map"),
+        ('{"after": {"success": "high"}}', "after.success must be a number"),
+        ('{"after": {"success": {"low": 0}}}', "after.success must be a number"),
+    ],
+)
+def test_a_broken_summary_is_named(run: Path, text: str, reason: str) -> None:
+    (run / "summary.json").write_text(text)
+    with pytest.raises(DataError, match=rf"summary\.json.*{reason}"):
+        write_report(run)
+
+
+def test_a_broken_dump_is_named_and_a_cut_metrics_line_is_not_missed(run: Path) -> None:
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 50, "rew')
+    assert write_report(run).is_file()
+    (run / "validation" / "0.jsonl").write_text("{\n")
+    with pytest.raises(DataError, match=r"0\.jsonl: line 1"):
+        write_report(run)
+
+
+def test_dump_folders_may_be_elsewhere(run: Path, tmp_path: Path) -> None:
+    (run / "validation").rename(tmp_path / "elsewhere")
+    (run / "metrics.jsonl").unlink()
+    assert "kept no trajectories" in write_report(run).read_text()
+    assert "kept no trajectories" not in write_report(run, rollouts=tmp_path / "elsewhere").read_text()
+
+
+def test_the_same_files_make_the_same_page(run: Path) -> None:
+    assert write_report(run).read_bytes() == write_report(run).read_bytes()
+
+
+def test_a_prompt_is_shown_beside_itself(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 0, [record(0, "a", "1"), record(0, "b", "2"), record(0, "gone", "3")])
+    write_rollouts(tmp_path, 9, [record(9, "b", "first b"), record(9, "b", "second b"), record(9, "a", "a")])
+    samples = load_samples(tmp_path)
+    assert [(before.blocks[0].text, after and after.blocks[-1].text) for before, after in samples.pairs] == [
+        ("a", "a"),
+        ("b", "first b"),
+        ("gone", None),
+    ]
+
+
+def test_prompts_that_never_return_are_shown_in_file_order(tmp_path: Path) -> None:
+    write_rollouts(tmp_path, 1, [record(1, "a", "1"), record(1, "b", "2")])
+    write_rollouts(tmp_path, 2, [record(2, "c", "3")])
+    pairs = load_samples(tmp_path).pairs
+    assert [(before.blocks[0].text, after and after.blocks[0].text) for before, after in pairs] == [
+        ("a", "c"),
+        ("b", None),
+    ]
+    assert load_samples(tmp_path / "none") is None
+
+
+def test_a_single_dump_has_samples_but_no_after(tmp_path: Path) -> None:
+    write_rollouts(tmp_path / "run" / "rollouts", 1, [record(1, "a", "1")])
+    html = write_report(tmp_path / "run").read_text()
+    assert "Sample, step 1" in html
+    assert "not sampled again" not in html
+
+
+def test_blocks_follow_provenance_and_rewards_their_turn() -> None:
+    shown = parse_conversation(record(3, "question", "answer"))
+    assert [(block.kind, block.text) for block in shown.blocks] == [
+        ("prompt", "question"),
+        ("sampled", "call"),
+        ("template", "<tool>"),
+        ("tool", "72"),
+        ("reward", "+0.25"),
+        ("sampled", "answer"),
+    ]
+    assert dict(shown.facts)["calculator at the end"] == "0.5"
+    assert dict(shown.facts)["expected"] == "72"
+
+
+def test_a_record_without_segment_texts_shows_its_response_as_one_block() -> None:
+    blocks = parse_conversation({"input": "q", "output": "a", "messages": []}).blocks
+    assert [(block.kind, block.text) for block in blocks] == [("prompt", "q"), ("template", "a")]
+
+
+def test_text_and_blocks_are_bounded() -> None:
+    long = parse_conversation({"input": "x" * (MAX_TEXT + 5), "output": ""})
+    assert (len(long.blocks[0].text), long.blocks[0].omitted) == (MAX_TEXT, 5)
+    many = [{"text": str(n), "provenance": "tool", "turn": 0} for n in range(1000)]
+    assert len(parse_conversation({"segments": many}).blocks) <= MAX_BLOCKS + 1
+
+
+@pytest.mark.parametrize("junk", [{}, {"segments": 3}, {"rewards": {"steps": 4, "final": 5}}, {"response_mask": "x"}])
+def test_an_odd_record_is_still_shown(junk: dict) -> None:
+    assert parse_conversation(junk).blocks
+
+
+def test_a_long_run_makes_a_small_chart() -> None:
+    records = [{"step": step, "reward/total/mean": float(step % 7)} for step in range(20_000)]
+    assert len(draw_charts(records)[0].svg) < 100_000
+
+
+def test_one_step_makes_charts_and_no_numbers_make_none() -> None:
+    assert [chart.title for chart in draw_charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
+    assert draw_charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    assert draw_charts([{"step": 1, "reward/total/mean": 10**400}]) == []  # JSON holds it, a float does not
+    sequences = [{"step": step, "rollout/sequences/mean": 1.0} for step in (1, 2)]
+    assert draw_charts(sequences) == []  # as in every run whose agents keep their history
+    sequences[1]["rollout/sequences/mean"] = 1.5
+    assert [chart.title for chart in draw_charts(sequences)] == ["Sequences"]
+    assert series([{"step": 1, "a": True}, {"step": 2, "a": 3}, {"step": 3, "a": float("inf")}], "a") == ([2], [3.0])
+
+
+def test_the_command_writes_and_prints_the_path(run: Path) -> None:
+    result = CliRunner().invoke(report, [str(run), "--title", "T"])
+    assert result.exit_code == 0
+    assert result.output.strip() == str(run / "report.html")
+    failed = CliRunner().invoke(report, [str(run / "none")])
+    assert isinstance(failed.exception, EtudeError)
+    assert "\n" not in str(failed.exception)
+
+
+LOOK = """
+import importlib, pkgutil, sys
+from pathlib import Path
+import etude.viewer
+
+run = Path(sys.argv[1])
+for module in pkgutil.iter_modules(etude.viewer.__path__):
+    importlib.import_module(f"etude.viewer.{module.name}")
+etude.viewer.report.write_report(run)
+record = etude.viewer.explain.read_row(run / "validation" / "0.jsonl", 0)
+assert len(etude.viewer.explain.check_sequence(record)) == 5
+assert list(etude.viewer.explain.list_tokens(record))
+heavy = {"torch", "ray", "transformers", "etude.trainer"} & set(sys.modules)
+sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
+"""
+
+
+def test_looking_at_a_run_needs_neither_torch_nor_a_trainer(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(run)], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):
+    run = make_run(tmp_path / "run")
+    with run_record(run):
+        assert "still under way, or was killed" in write_report(run).read_text()
+    with pytest.raises(OSError, match="full"), run_record(run):
+        raise OSError(f"the disk is full {EVIL}")
+    with (run / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps({"step": 50, "critic/score/min": 0.0, "critic/score/max": 0.0}) + "\n")
+    cut = record(50, "p", "a", score=0.0) | {"stop_reason": "response_length"}
+    write_rollouts(run / "validation", 98, [record(98, "q", "fine"), cut])
+    page = write_report(run).read_text()
+    assert "This run is not complete:</b> the disk is full" in page
+    assert "<script>" not in page
+    assert "in 1 of 50 steps, last in step 50: all rewards equal (0)" in page
+    assert page.count('aria-label="Failed"') == 1
+    assert f"python {sys.version.split()[0]}" in page
+    with run_record(run):
+        pass
+    assert "not complete" not in write_report(run).read_text()
