@@ -1,18 +1,111 @@
-"""`JsonLines`: a file of JSON lines that many tasks, threads and processes append to at once.
+"""JSON that any reader accepts, from any value, and files with one object a line.
 
-Invariant: a line is written by one system call to a file opened for appending, so lines never mix; nothing is buffered,
-so a killed process loses no line that it wrote. A line is one JSON object and ends with a newline.
+Invariant: a file is either written whole (`write_atomically`) or appended to line by line (`JsonLines`): a line is then
+written by one system call to a file opened for appending, so that the lines of many tasks, threads and processes never
+mix, and a killed process loses no line that it wrote. Nothing here imports torch, so that viewers start fast; arrays and
+tensors are recognised by their `tolist`.
 """
 
 from __future__ import annotations
 
+import base64
 import json
+import math
 import os
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import is_dataclass
+from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO, TypeAlias, cast
 
-from etude.errors import ConfigError, DataError, one_line
+from pydantic import BaseModel
+
+from etude.errors import ConfigError, DataError, EtudeError, one_line
+
+JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
+
+MAX_LINE_BYTES = 256 * 2**20
+_MAX_DEPTH = 48  # deeper than any message; tool metrics may hold cycles
+_MAX_INT_BITS = 1024  # far below the interpreter's limit for printing an integer
+_MAX_REPR = 200
+
+
+def json_safe(value: object, _depth: int = 0) -> JsonValue:
+    """`value` as plain JSON data; never raises for data of any kind.
+
+    Non-finite numbers become None, bytes `{"base64": …}`, arrays and tensors lists, anything unknown its shortened
+    `repr`; nesting deeper than 48 levels is cut.
+    """
+    if value is None or isinstance(value, bool):
+        return value
+    if _depth > _MAX_DEPTH:
+        return "…"
+    if isinstance(value, Enum):
+        return json_safe(value.value, _depth + 1)
+    if isinstance(value, int):
+        return int(value) if value.bit_length() <= _MAX_INT_BITS else hex(value)
+    if isinstance(value, float):
+        return float(value) if math.isfinite(value) else None
+    if isinstance(value, str):
+        return str(value)
+    return _json_safe_object(value, _depth + 1)
+
+
+def _json_safe_object(value: object, depth: int) -> JsonValue:
+    if isinstance(value, Mapping):
+        return {str(json_safe(key)): json_safe(item, depth) for key, item in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [json_safe(item, depth) for item in value]
+    if isinstance(value, (bytes, bytearray, memoryview)):
+        return {"base64": base64.b64encode(bytes(value)).decode("ascii")}
+    if isinstance(value, Path):
+        return str(value)
+    if isinstance(value, BaseModel) or (is_dataclass(value) and not isinstance(value, type)):
+        return json_safe(dict(vars(value)), depth)
+    if callable(getattr(value, "tolist", None)):  # numpy and torch, scalars included
+        listed = cast(Any, value).tolist()
+        return repr(value)[:_MAX_REPR] if type(listed) is type(value) else json_safe(listed, depth)
+    return _short_repr(value)
+
+
+def _short_repr(value: object) -> str:
+    try:
+        text = repr(value)
+    except Exception:  # a tool's own class may fail to print itself
+        text = f"<{type(value).__name__}>"
+    return text if len(text) <= _MAX_REPR else text[: _MAX_REPR - 1] + "…"
+
+
+def json_line(record: object) -> bytes:
+    """`record` as one line of UTF-8 JSON, newline included. Text with lone surrogates is written as ASCII escapes."""
+    safe = json_safe(record)
+    try:
+        return json.dumps(safe, ensure_ascii=False, allow_nan=False).encode() + b"\n"
+    except UnicodeEncodeError:
+        return json.dumps(safe, allow_nan=False).encode() + b"\n"
+
+
+@contextmanager
+def write_atomically(path: Path) -> Iterator[BinaryIO]:
+    """Opens a temporary file beside `path` that replaces it when the block ends well and vanishes otherwise.
+
+    Raises:
+        EtudeError: the file cannot be written; names it.
+    """
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with temporary.open("wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        raise EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space") from error
+    finally:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
 
 
 class JsonLines:
@@ -51,23 +144,30 @@ class JsonLines:
 
 
 def read_json_lines(path: str | Path) -> Iterator[tuple[int, dict[str, Any]]]:
-    """(line number from 1, object) of every line that is not empty.
+    """(line number from 1, object) of every line that is not empty, one at a time.
 
     Raises:
-        DataError: the file cannot be read, or a line is no JSON object; names file and line.
+        DataError: the file cannot be read, or a line is no JSON object or longer than 256 MiB; names file and line.
     """
     path = Path(path).expanduser()
+    number = 0
     try:
-        with path.open(encoding="utf-8") as file:
-            for number, line in enumerate(file, 1):
-                if not line.strip():
-                    continue
-                try:
-                    record = json.loads(line)
-                except (ValueError, RecursionError) as error:
-                    raise DataError(f"{path}: line {number} is no JSON: {one_line(error)}") from error
-                if not isinstance(record, dict):
-                    raise DataError(f"{path}: line {number} is no JSON object")
-                yield number, record
-    except (OSError, UnicodeDecodeError) as error:
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                number += 1
+                if line.strip():
+                    yield number, _parse_line(line, f"{path}: line {number}")
+    except OSError as error:
         raise DataError(f"{path}: cannot be read: {one_line(error)}") from error
+
+
+def _parse_line(line: bytes, where: str) -> dict[str, Any]:
+    if len(line) > MAX_LINE_BYTES:
+        raise DataError(f"{where} is longer than {MAX_LINE_BYTES // 2**20} MiB")
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where} is not JSON ({one_line(error, 120)}); was it cut or edited?") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
+    return record

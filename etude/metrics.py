@@ -1,6 +1,6 @@
-"""Metrics on their way to a training step's figures: sums with their counts, divided once when all parts are added.
+"""A training step's metrics on their way to numbers: sums with their counts, divided once when all parts are added.
 
-Invariant: how work was cut (into micro-batches, mini-batches, refills, ranks) changes no figure but by rounding.
+Invariant: how work was cut (into micro-batches, mini-batches, refills, ranks) changes no metric but by rounding.
 """
 
 from __future__ import annotations
@@ -55,11 +55,11 @@ def _add(name: str, one: Metric, other: Metric) -> Metric:
 
 
 def finish_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The figures; a mean of nothing has none."""
-    return {name: _figure(metric) for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
+    """As numbers; a mean of nothing has none."""
+    return {name: _value(metric) for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
 
 
-def _figure(metric: Metric) -> float:
+def _value(metric: Metric) -> float:
     if isinstance(metric, Mean):
         return metric.sum / metric.count
     return float(metric.value if isinstance(metric, Max) else metric)

@@ -42,15 +42,15 @@ def hold_in_compositions(key):
     original = module.compose_with_sources
 
     @functools.wraps(original)
-    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, resolve=True):
+    def held(config_name=None, overrides=(), config_path=None, *, root=module.DEFAULT_ROOT, resolve=True, command=None):
         kept = [each for each in overrides if each.lstrip("+~").split("=")[0] != key]
-        made = original(config_name, kept, config_path, root=root, resolve=False)
+        made = original(config_name, kept, config_path, root=root, resolve=False, command=command)
         try:
             default = OmegaConf.to_container(original(None, (), None, root=root, resolve=False).config, resolve=False)
             for part in key.split("."):
                 default = default[part]
         except KeyError:  # a key of the other tree
-            return original(config_name, kept, config_path, root=root, resolve=resolve)
+            return original(config_name, kept, config_path, root=root, resolve=resolve, command=command)
         OmegaConf.set_struct(made.config, False)
         OmegaConf.update(made.config, key, default, merge=False)
         if resolve:

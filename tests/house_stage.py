@@ -15,8 +15,8 @@ from etude.config import compose
 from etude.data.files import write_parquet
 from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
 from etude.quickstart.prepare import TOOLS, Sizes, prepare
+from etude.run_folder import read_metrics
 from etude.trainer.run import fine_tune
-from etude.trainer.tracking import read_metrics
 
 AGENT = '''
 """An agent in one file: a lenient parser of sums, and a score that differs from answer to answer."""

@@ -15,16 +15,17 @@ ROOT = PACKAGE.parent
 
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
-    | {"limits", "metrics", "model_folder", "options", "renamed", "scratch"},
+    | {"limits", "metrics", "model_folder", "options", "renamed", "scratch"}
+    | {"events", "problems", "run_folder", "dumps"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},
     {"data", "agents"},
     {"workers"},
-    {"trainer", "config"},
-    {"cli", "viewer", "quickstart"},
+    {"trainer", "config", "viewer"},
+    {"cli", "quickstart"},
 )
-SAME_FLOOR = {("trainer", "config"), ("cli", "viewer"), ("cli", "quickstart")}
+SAME_FLOOR = {("trainer", "config"), ("cli", "quickstart")}
 """Steps within a floor above the ground; on the ground floor rooms stand on each other, without circles."""
 
 DOORS = {"etude.trainer.main_ppo", "etude.trainer.main_grpo"}

@@ -7,13 +7,16 @@ all zero count neither as tokens nor as sequences.
 
 from __future__ import annotations
 
+from typing import get_args
+
 import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
+from etude.options.training import LossAggMode
 from etude.registry import did_you_mean
 
-LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean")
+LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)
 
 
 def masked_mean(values: Tensor, mask: Tensor) -> Tensor:

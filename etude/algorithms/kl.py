@@ -6,14 +6,15 @@ All estimators are of KL(π || π_ref) from samples of π (J. Schulman, "Approxi
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import get_args
 
 import torch
 from torch import Tensor
 
 from etude.errors import ConfigError
+from etude.options.training import KLKind
 from etude.registry import did_you_mean
 
-KL_KINDS = ("kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3")
 _MAX_K3 = 10.0
 _K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # where exp(−d) − 1 + d is that
 
@@ -40,7 +41,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     elif base in ("low_var_kl", "k3"):
         value = _k3(difference)
     else:
-        raise ConfigError(f"unknown kl_loss_type or kl_penalty '{kind}'{did_you_mean(kind, KL_KINDS)}")
+        raise ConfigError(f"unknown kl_loss_type or kl_penalty '{kind}'{did_you_mean(kind, get_args(KLKind))}")
     if not kind.endswith("+"):
         return value
     surrogate = 0.5 * difference.square()

@@ -16,7 +16,7 @@ from etude.cli.colours import PROVENANCE_COLOURS
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from etude.trainer.explain import Check, Token
+    from etude.viewer.explain import Check, Token
 
 _MARKS = {"holds": ("✓", "green"), "fails": ("✗", "bold red"), "skipped": ("–", "bright_black")}
 
@@ -41,8 +41,8 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     is shown and verified, in time order; the last carries the rewards.
     """
     from etude.cli.console import open_console
-    from etude.trainer.dumps import sequences_of, trajectory_from_record
-    from etude.trainer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
+    from etude.dumps import sequences_of, trajectory_from_record
+    from etude.viewer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
 
     console = open_console()
     record = read_row(rollouts, row)
@@ -115,7 +115,7 @@ def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
     from rich.table import Table
     from rich.text import Text
 
-    from etude.trainer.conversations import readable
+    from etude.viewer.conversations import readable
 
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("token", "id", "mask", "turn", "log-prob", "reward"):

@@ -14,6 +14,6 @@ import click
 @click.option("--validation", type=click.Path(path_type=Path), help="Validation dumps; default RUN_DIR/validation.")
 def report(run_dir: Path, title: str | None, rollouts: Path | None, validation: Path | None) -> None:
     """Write RUN_DIR/report.html and print its path."""
-    from etude.trainer.report import write_report  # draws charts: kept out of `etude --help`
+    from etude.viewer.report import write_report  # draws charts: kept out of `etude --help`
 
     click.echo(write_report(run_dir, title=title, rollouts=rollouts, validation=validation))

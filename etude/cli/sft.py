@@ -23,5 +23,6 @@ def sft(config_name: str | None, config_path: str | None, overrides: tuple[str, 
 
     config = compose_run("sft", config_name or "sft", overrides, config_path, root="sft")  # before torch is imported
     from etude.trainer.run import fine_tune
+    from etude.viewer.display import Display
 
-    click.echo(f"model: {fine_tune(config)}")
+    click.echo(f"model: {fine_tune(config, Display())}")

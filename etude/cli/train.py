@@ -30,5 +30,6 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
 
     config = compose_run("train", config_name or root, overrides, config_path, root=root)  # before torch is imported
     from etude.trainer.run import train as run
+    from etude.viewer.display import Display
 
-    run(config)
+    run(config, Display())

@@ -7,13 +7,17 @@ value, where that was set, and what is allowed. What needs files is left to `pre
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from etude.config.layers import is_users
-from etude.config.names import unknown_names
+from etude.errors import raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.validate import build, shown, value_of
+from etude.options.declare import Names
+from etude.options.types import shown
+from etude.options.validate import build, value_of
+from etude.registry import Registry, did_you_mean, import_object
 
 Options = TrainOptions | SFTOptions
 Problem = tuple[str, str]
@@ -23,17 +27,26 @@ _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
 
 def problems_with(
-    values: Mapping[str, Any], raw: Mapping[str, Any], sources: Mapping[str, str]
+    values: Mapping[str, Any],
+    raw: Mapping[str, Any],
+    sources: Mapping[str, str],
+    more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options, a line for each thing that is wrong). `raw` are the leaves before they were filled in."""
+    """(`values` as options, a line for each thing that is wrong).
+
+    `raw` are the leaves before they were filled in; `more` finds what else is wrong with options that fit their types.
+    """
     tree: type[Options] = TrainOptions if _POLICY in values else SFTOptions
     options, wrong = build(tree, values)
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
     }
-    for key, text in (*unknown_names(options), *_contradictions(options)):  # of what is left when those are defaults
+    found = (*unknown_names(options), *_contradictions(options), *more(options))  # with defaults in place of those
+    for key, text in found:
         if key not in wrong and not _borrowed(key, raw, lines):
-            lines[key] = f"{key}={shown_value(options, key)}{_where(key, text, sources)}: {text}"
+            is_unset = value_of(options, key) in (None, ())
+            place = "" if is_unset else f"={shown_value(options, key)}{_where(key, text, sources)}:"
+            lines.setdefault(key, f"{key}{place} {text}")
     return options, list(lines.values())
 
 
@@ -80,9 +93,62 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
     """The place where `key` was set; for a section, those of the keys that `text` speaks of."""
     if key in sources:
         return f" ({sources[key]})"
-    names = (name for name in sources if name.startswith(f"{key}.") and name.rpartition(".")[2] in text)
-    places = dict.fromkeys(sources[name] for name in names if is_users(sources[name]))
+    names = [name for name in sources if name.startswith(f"{key}.") and is_users(sources[name])]
+    meant = [name for name in names if name.rpartition(".")[2] in text]
+    places = dict.fromkeys(sources[name] for name in meant or names)
     return f" ({', '.join(places)})" if places else ""
+
+
+# -- names of registered things ----------------------------------------------------------------------------------------
+
+_ALSO = {"reward_model.reward_manager": ("parallel",)}
+"""Names that stand for something that is not registered."""
+_MOST_NAMES = 12
+_NOT_FOR_RUNS = ("scripted",)
+"""The engine that plays what a test gives it."""
+
+
+def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -> Iterator[Problem]:
+    """Keys whose name nothing is registered under, each with what is.
+
+    `late` judges those, too, that are judged when a run starts. `imported` says that the user's own code has been; until
+    then only what that cannot register is refused.
+    """
+    if options.plugins and not imported:
+        return
+    own_loops = hasattr(options, "actor_rollout_ref") and options.actor_rollout_ref.rollout.agent.agent_loop_config_path
+    for key, declared in declarations(type(options)).items():
+        value = value_of(options, key)
+        if declared.about.names is None or value in (None, declared.default):
+            continue
+        may_come = own_loops and key.endswith("default_agent_loop") and not imported
+        if may_come or (declared.about.names.late and not late):
+            continue
+        known = [name for name in known_names(declared.about.names) if name not in _NOT_FOR_RUNS]
+        known += _ALSO.get(key, ())
+        for name in value if isinstance(value, tuple) else (value,):
+            if name not in known:
+                few = ", ".join(known[:_MOST_NAMES]) + (", …" if len(known) > _MOST_NAMES else "")
+                yield key, f"nothing is registered as '{name}'{did_you_mean(name, known)} (known: {few})"
+                break
+
+
+def check_names(options: Any) -> None:
+    """Refuses names that nothing is registered under, now that the plugins are imported.
+
+    Raises:
+        ConfigError: names every key, and the nearest name.
+    """
+    raise_faults([f"{key}: {text}" for key, text in unknown_names(options, late=True, imported=True)])
+
+
+def known_names(names: Names) -> list[str]:
+    """What is registered now, as far as can be known without importing torch."""
+    module, _, _ = names.registry.partition(":")
+    if names.builtin and module not in sys.modules:
+        return list(names.builtin)
+    registry: Registry[Any] = import_object(names.registry)
+    return registry.names()
 
 
 # -- settings that are fine alone and wrong together --------------------------------------------------------------------

@@ -22,6 +22,7 @@ from etude.config.keys import KeyTable
 from etude.config.layers import (
     TREE,
     Layer,
+    ancestors,
     command_line_layer,
     file_layers,
     flatten,
@@ -32,8 +33,7 @@ from etude.config.layers import (
     root_layers,
 )
 from etude.config.paths import anchor_paths
-from etude.config.preflight import Command, check_start
-from etude.config.provenance import provenance
+from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
@@ -75,9 +75,7 @@ def compose_run(
     root: str = DEFAULT_ROOT,
 ) -> DictConfig:
     """As `compose`, for a run that starts now: what is missing on this machine is refused, before torch is imported."""
-    composition = compose_with_sources(config_name, overrides, config_path, root=root)
-    check_start(composition.options, composition.sources, command)
-    return composition.config
+    return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 
 def compose_with_sources(
@@ -87,6 +85,7 @@ def compose_with_sources(
     *,
     root: str = DEFAULT_ROOT,
     resolve: bool = True,
+    command: Command | None = None,
 ) -> Composition:
     """Composes a configuration in struct mode and remembers where its values came from.
 
@@ -96,6 +95,7 @@ def compose_with_sources(
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
         root: the package root under the user's YAML, unless its defaults list names another.
         resolve: fill in interpolations in the result (types are checked with them filled in either way).
+        command: what starts now on this machine, which must have what the configuration names. None: nothing does.
 
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
@@ -116,16 +116,18 @@ def compose_with_sources(
     translation = translate(user, KeyTable(base), base)
     user = translation.layers
     config = _merge([*base, *user])
-    sources = provenance([*base, *user])
+    sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_merge(base))
-    options, wrong = problems_with(_filled_in(config, sources), raw, sources)
+    options, wrong = problems_with(
+        _filled_in(config, sources), raw, sources, lambda options: start_problems(options, command) if command else ()
+    )
     raise_faults(faults + wrong)
     if translation.inert:
         logger.warning("%s", translation.inert_line())
     set_by_user = {key for layer in user if not layer.is_package for key, _ in flatten(plain(layer))}
     changed = [key for key in raw if key in set_by_user and defaults.get(key) != raw[key]]
-    for line in remarks(options, changed, sources):
+    for line in (*remarks(options, changed, sources), *(start_remarks(options) if command else ())):
         logger.warning("%s", line)
     result = _with_types(config, raw, options, resolve)
     OmegaConf.set_struct(result, True)
@@ -170,6 +172,17 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{layer.source}: {_reason(error)}") from error
     return config
+
+
+def _sources(layers: Sequence[Layer]) -> dict[str, str]:
+    """Dotted key → source (a file, or "command line") of its value: the last layer that sets it."""
+    sources: dict[str, str] = {}
+    for layer in layers:
+        for key, _ in flatten(plain(layer)):
+            for section in ancestors(key):  # a free-form section that is no longer empty
+                sources.pop(section, None)
+            sources[key] = layer.source
+    return sources
 
 
 def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:

@@ -8,7 +8,7 @@ from etude.config.checks import inert_reason, shown_value
 from etude.config.compose import Composition
 from etude.errors import ConfigError
 from etude.options import declarations
-from etude.options.declare import allowed
+from etude.options.types import allowed
 from etude.options.validate import yaml_text
 from etude.registry import did_you_mean
 

@@ -10,8 +10,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from typing import Any
 
-from etude.config.layers import Layer, flatten, plain
-from etude.options.validate import shown
+from etude.config.layers import Layer, ancestors, flatten, plain
+from etude.options.types import shown
 
 
 class KeyTable:
@@ -26,7 +26,7 @@ class KeyTable:
                     self._free.add(key)
                 elif self.free_form(key) is None:
                     self._defaults[key] = value
-        self._sections = {section for key in self for section in _ancestors(key)}
+        self._sections = {section for key in self for section in ancestors(key)}
 
     def __iter__(self) -> Iterator[str]:
         return iter([*self._defaults, *self._free])
@@ -54,14 +54,14 @@ class KeyTable:
             )
         if self.knows(key):
             return None
-        leaf = next((part for part in _ancestors(key) if part in self._defaults), None)
+        leaf = next((part for part in ancestors(key) if part in self._defaults), None)
         if leaf:
             return f"{leaf} is one value, not a section", ""
         return f"unknown key {self._unknown_part(key)}", self._nearest(key)
 
     def _unknown_part(self, key: str) -> str:
         """`key` up to and including its first name that does not exist."""
-        return next((part for part in _ancestors(key) if part not in self._sections), key)
+        return next((part for part in ancestors(key) if part not in self._sections), key)
 
     def _nearest(self, key: str) -> str:
         """`"; did you mean …?"`: the key of the same section whose name is spelled most alike, else of another one."""
@@ -74,9 +74,3 @@ class KeyTable:
 
         best = max(sorted([*self, *self._sections]), key=likeness)
         return f"; did you mean {best}?" if likeness(best)[1] else "; `etude config` lists the keys"
-
-
-def _ancestors(key: str) -> list[str]:
-    """The sections that `key` lies in, outermost first."""
-    names = key.split(".")
-    return [".".join(names[:depth]) for depth in range(1, len(names))]

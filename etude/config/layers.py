@@ -190,3 +190,9 @@ def plain(layer: Layer) -> dict[str, Any]:
     container = OmegaConf.to_container(layer.values, resolve=False)
     assert isinstance(container, dict)
     return {str(name): value for name, value in container.items()}
+
+
+def ancestors(key: str) -> list[str]:
+    """The sections that `key` lies in, outermost first."""
+    names = key.split(".")
+    return [".".join(names[:depth]) for depth in range(1, len(names))]

@@ -6,21 +6,23 @@ Invariant: everything that is missing is found at once, before torch is imported
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Literal
 
-from etude.config.checks import Options, Problem, inert_reason, shown_value
-from etude.config.names import unknown_names
-from etude.errors import ConfigError, MissingExtraError, raise_faults
+from etude.config.checks import Options, Problem, inert_reason, unknown_names
+from etude.errors import ConfigError, MissingExtraError
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import TrainOptions, declarations
+from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
 
-logger = logging.getLogger(__name__)
-
+_ROLLOUT = "actor_rollout_ref.rollout"
+_NO_REWARD = (
+    "leaves nothing that could reward: no tools, interaction, environment or code of your own is configured with a weight "
+    "above 0, so every answer would earn the same; set reward_model.enable=true, or configure what rewards"
+)
 Command = Literal["train", "eval", "sft"]
 _NEEDED: dict[Command, tuple[tuple[str, str], ...]] = {
     "train": (
@@ -39,39 +41,86 @@ _NEEDED: dict[Command, tuple[tuple[str, str], ...]] = {
 _EXTRAS = {
     ("trainer.logger", "wandb"): ("wandb", "wandb"),
     ("trainer.logger", "mlflow"): ("mlflow", "mlflow"),
-    ("actor_rollout_ref.rollout.trace.backend", "otel"): ("opentelemetry", "otel"),
-    ("actor_rollout_ref.rollout.trace.backend", "opentelemetry"): ("opentelemetry", "otel"),
-    ("actor_rollout_ref.rollout.trace.backend", "mlflow"): ("mlflow", "mlflow"),
-    ("actor_rollout_ref.rollout.trace.backend", "weave"): ("weave", "weave"),
+    (f"{_ROLLOUT}.name", "vllm"): ("vllm", "vllm"),
+    (f"{_ROLLOUT}.trace.backend", "otel"): ("opentelemetry", "otel"),
+    (f"{_ROLLOUT}.trace.backend", "opentelemetry"): ("opentelemetry", "otel"),
+    (f"{_ROLLOUT}.trace.backend", "mlflow"): ("mlflow", "mlflow"),
+    (f"{_ROLLOUT}.trace.backend", "weave"): ("weave", "weave"),
 }
 """(Key, name) → (package, extra)."""
 
 
-def check_start(options: Options, sources: Mapping[str, str], command: Command) -> None:
-    """Refuses to start `command` where something that `options` name is missing.
-
-    Raises:
-        ConfigError: names every such key, its value, where it was set and what is missing.
-    """
-    found = [*_missing(options), *_extras(options)]
-    if not options.plugins:
-        found += unknown_names(options, starting=True)
+def start_problems(options: Options, command: Command) -> Iterator[Problem]:
+    """What is missing for `command` of what `options` name, and what only this command refuses."""
+    yield from ((key, advice) for key, advice in _NEEDED[command] if not value_of(options, key))
+    yield from unknown_names(options, late=True)
+    yield from _missing(options)
+    yield from _extras(options)
     if isinstance(options, TrainOptions):
-        found += _context(options)
-    places = {key: f" ({source})" for key, source in sources.items()}
-    unset = [f"{key} {advice}" for key, advice in _NEEDED[command] if not value_of(options, key)]
-    raise_faults(unset + [f"{key}={shown_value(options, key)}{places.get(key, '')}: {text}" for key, text in found])
+        yield from _serving(options)
+        longest, rollout = _positions(options), options.actor_rollout_ref.rollout
+        if longest is not None and (rollout.max_model_len or 0) > longest:
+            yield f"{_ROLLOUT}.max_model_len", f"the model has {longest} positions"
+        if command == "train":
+            yield from _training(options)
+
+
+def start_remarks(options: Options) -> Iterator[str]:
+    """What is worth saying before a run starts: trajectories that end where the model does."""
+    longest = _positions(options) if isinstance(options, TrainOptions) else None
+    if longest is None or not isinstance(options, TrainOptions):
+        return
+    rollout = options.actor_rollout_ref.rollout
+    needed = rollout.prompt_length + rollout.response_length
+    if rollout.max_model_len is None and needed > longest:
+        yield (
+            f"data.max_prompt_length={rollout.prompt_length} and data.max_response_length={rollout.response_length} need "
+            f"{needed} positions, and the model has {longest}: trajectories end there"
+        )
+
+
+def _serving(run: TrainOptions) -> Iterator[Problem]:
+    """What does not go with an engine of ours; those of plugins are asked when they are there."""
+    rollout = run.actor_rollout_ref.rollout
+    if rollout.name in BUILTIN:
+        engines = {*BUILTIN, *rollout.engine_kwargs} if run.plugins else {*BUILTIN}
+        kind, urls = BUILTIN[rollout.name], rollout.server_urls
+        yield from serving_faults(rollout.name, kind, urls, rollout.engine_kwargs, engines)
+
+
+def _training(run: TrainOptions) -> Iterator[Problem]:
+    """What is fine for evaluating and serving, and teaches nothing."""
+    rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
+    greedy = "training needs answers that differ: the likeliest one every time has no ratio to learn from"
+    if not rollout.do_sample:
+        yield f"{_ROLLOUT}.do_sample", greedy
+    if rollout.top_k == 1:
+        yield f"{_ROLLOUT}.top_k", greedy
+    if (kind := BUILTIN.get(rollout.name)) and kind.text_only:
+        yield f"{_ROLLOUT}.name", TEXT_ONLY
+    if not ((reward.enable and reward.score_weight) or _others_reward(run)):
+        key = "enable" if not reward.enable else "score_weight"
+        yield f"reward_model.{key}", _NO_REWARD
+
+
+def _others_reward(run: TrainOptions) -> bool:
+    """Whether something beside the reward manager may reward: a tool, a user, an environment, or code of the user's own."""
+    rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
+    talks, agent = rollout.multi_turn, rollout.agent
+    tools = talks.tool_config_path or talks.function_tool_path or talks.interaction_config_path
+    code = run.plugins or agent.agent_loop_config_path or agent.openai_agent.function or agent.openai_agent.command
+    own = code or (talks.enable and run.actor_rollout_ref.env.chosen)
+    by_tools, by_score = reward.tool_reward_weight != 0, reward.score_weight != 0
+    return bool((talks.enable and tools and by_tools) or (own and (by_tools or by_score)))
 
 
 def _missing(options: Options) -> Iterator[Problem]:
-    told = set()
     for key, declared in declarations(type(options)).items():
         kind, value = declared.about.path, value_of(options, key)
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            if (reason := _reason(kind, name)) and reason not in told:
-                told.add(reason)
+            if reason := _reason(kind, name):
                 yield key, reason
 
 
@@ -82,6 +131,8 @@ def _reason(kind: str, name: str) -> str:
             folder = local_folder(name)
             if folder is not None:
                 read_config(folder)
+        elif kind == "environment":
+            return "" if os.environ.get(name) else f"the environment variable {name} is not set"
         elif kind == "output":
             return _unwritable(Path(name).expanduser().absolute())
         elif kind == "code":
@@ -116,29 +167,17 @@ def _unwritable(folder: Path) -> str:
 def _extras(options: Options) -> Iterator[Problem]:
     for (key, name), (package, extra) in _EXTRAS.items():
         value = value_of(options, key) if key in declarations(type(options)) else ()
-        if name in ((value,) if isinstance(value, str) else value or ()) and importlib.util.find_spec(package) is None:
+        if name not in ((value,) if isinstance(value, str) else value or ()) or importlib.util.find_spec(package):
+            continue
+        if name != "vllm" or not value_of(options, f"{_ROLLOUT}.server_urls"):  # servers need nothing here
             yield key, str(MissingExtraError(f"'{name}'", extra))
 
 
-def _context(run: TrainOptions) -> Iterator[Problem]:
-    """The model against the lengths asked for: an engine refuses what it cannot hold, and shortens what need not be."""
-    rollout, path = run.actor_rollout_ref.rollout, run.actor_rollout_ref.model.path
+def _positions(run: TrainOptions) -> int | None:
+    """How many positions the model has; None where that cannot be known here."""
+    path = run.actor_rollout_ref.model.path
     try:
         folder = local_folder(path) if path else None
-        longest = longest_context(read_config(folder)) if folder else None
+        return longest_context(read_config(folder)) if folder else None
     except (ConfigError, OSError, RuntimeError):
-        return  # told of already
-    needed = rollout.prompt_length + rollout.response_length
-    if longest is None:
-        return
-    if rollout.max_model_len is not None and rollout.max_model_len > longest:
-        yield "actor_rollout_ref.rollout.max_model_len", f"the model has {longest} positions"
-    elif rollout.max_model_len is None and needed > longest:
-        logger.warning(
-            "data.max_prompt_length=%s and data.max_response_length=%s need %s positions, and the model has %s: "
-            "trajectories end there",
-            rollout.prompt_length,
-            rollout.response_length,
-            needed,
-            longest,
-        )
+        return None  # `_missing` says why

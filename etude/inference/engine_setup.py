@@ -11,11 +11,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.errors import ConfigError
-from etude.inference.http import HttpServer, server_url
+from etude.errors import ConfigError, raise_faults
+from etude.inference.http import HttpServer
 from etude.inference.types import ENGINES
-
-KEY = "actor_rollout_ref.rollout"
+from etude.options import RolloutOptions
+from etude.options.serving import KEY, TEXT_ONLY, EngineKind, server_url, serving_faults
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class EngineSetup:
     def servers(self) -> list[HttpServer]:
         """One a configured address, the key from the environment among its headers."""
         key = api_key(self.server_api_key_env)
-        urls = [server_url(url, f"{KEY}.server_urls") for url in self.server_urls]
+        urls = [server_url(url) for url in self.server_urls]
         return [HttpServer(url, timeout=self.server_timeout, api_key=key) for url in urls]
 
 
@@ -61,39 +61,25 @@ def api_key(variable: str | None) -> str | None:
     return os.environ[variable]
 
 
-def check_serving(
-    name: str, server_urls: Sequence[str], server_api_key_env: str | None, engine_kwargs: Mapping[str, Any]
-) -> None:
-    """Refuses a rollout section that cannot work with the engine `name`, which is registered.
+def kind_of(name: str) -> EngineKind:
+    """What the engine `name`, which is registered, says of itself."""
+    engine = ENGINES.get(name)
+    return EngineKind(getattr(engine, "servers", "none"), hasattr(engine, "from_setup"), evaluates_only(name))
+
+
+def check_serving(rollout: RolloutOptions) -> None:
+    """Refuses a rollout section that cannot work with its engine, which is registered.
 
     Raises:
         ConfigError: names the key.
         MissingExtraError: the engine would run in this process and its package is not installed.
     """
-    engine = ENGINES.get(name)
-    servers = getattr(engine, "servers", "none")
-    if server_urls and servers == "none":
-        raise ConfigError(f"{KEY}.server_urls is set, but the engine '{name}' runs in this process: leave it empty")
-    if not server_urls and servers == "required":
-        raise ConfigError(f"{KEY}.name={name} needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]")
-    urls = [server_url(url, f"{KEY}.server_urls") for url in server_urls]
-    if len(set(urls)) < len(urls):
-        raise ConfigError(f"{KEY}.server_urls names an address twice")
-    api_key(server_api_key_env)
-    for other, given in engine_kwargs.items():
-        if given and other not in ENGINES.names():
-            raise ConfigError(f"{KEY}.engine_kwargs: no engine '{other}' (available: {', '.join(ENGINES.names())})")
-    given = engine_kwargs.get(name) or {}
-    if given and not hasattr(engine, "from_setup"):
-        raise ConfigError(
-            f"{KEY}.engine_kwargs.{name} is set, but the engine '{name}' takes none: see the rollout's keys"
-        )
-    if given and (server_urls or servers == "required"):
-        raise ConfigError(
-            f"{KEY}.engine_kwargs.{name} is set, but nothing is started with it: give these options to the server"
-        )
-    if not server_urls and servers == "optional":
-        engine.check_installed(given)
+    name, urls, kwargs = rollout.name, rollout.server_urls, rollout.engine_kwargs
+    kind = kind_of(name)
+    raise_faults([f"{key}: {text}" for key, text in serving_faults(name, kind, urls, kwargs, ENGINES.names())])
+    api_key(rollout.server_api_key_env)
+    if not urls and kind.servers == "optional":
+        ENGINES.get(name).check_installed(kwargs.get(name) or {})
 
 
 def evaluates_only(name: str) -> bool:
@@ -108,10 +94,7 @@ def check_trainable(name: str) -> None:
         ConfigError: names the engine.
     """
     if evaluates_only(name):
-        raise ConfigError(
-            f"{KEY}.name={name} is for `etude eval` only: such a server gives text, and training needs the sampled ids "
-            "with their log-probs; use native, vllm or sglang"
-        )
+        raise ConfigError(f"{KEY}.name={name} {TEXT_ONLY}")
 
 
 def check_takes_images(name: str) -> None:

@@ -12,11 +12,10 @@ import asyncio
 import json
 from collections.abc import Mapping
 from typing import Any
-from urllib.parse import urlsplit
 
 import aiohttp
 
-from etude.errors import ConfigError, EngineError, one_line
+from etude.errors import EngineError, one_line
 
 MAX_ANSWER_BYTES = 256 << 20  # a long generation's ids and log-probs take a hundredth of it
 _CHUNK = 1 << 16
@@ -28,23 +27,6 @@ class StatusError(EngineError):
     def __init__(self, message: str, status: int) -> None:
         super().__init__(message)
         self.status = status
-
-
-def server_url(text: str, key: str) -> str:
-    """`text` as the base address of a server, without a final slash or `/v1`.
-
-    Raises:
-        ConfigError: it is no http address of a host; names `key`.
-    """
-    try:
-        parts = urlsplit(str(text).strip())
-        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
-        _ = parts.port  # raises ValueError where it is no number
-    except ValueError:
-        usable = False
-    if not usable:
-        raise ConfigError(f"{key}: '{text}' is no server address; write it like http://127.0.0.1:8000")
-    return parts.geturl().rstrip("/").removesuffix("/v1")
 
 
 class HttpServer:

@@ -1,6 +1,7 @@
 """Every configuration key, declared once: frozen sections that import neither torch nor any other room.
 
-`declare` says how a key is declared, `validate` holds values against declarations, `tree` puts the sections together.
+`types` are what values may be, `declare` says how a key is declared, `validate` makes sections of values, `tree` puts the
+sections together.
 """
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions

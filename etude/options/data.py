@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
-from etude.options.declare import Count, CountOrOff, Flag, Natural, Share, Text, Texts, When, key, options
+from etude.options.declare import When, key, options
+from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, Share, Text, Texts
 
 TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
 SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
@@ -15,12 +15,23 @@ SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
 class DataOptions:
     """Rows for training and validation (.parquet, .jsonl or .json)."""
 
-    train_files: Texts = key("Training files: a path or a list of paths.", default=(), path="file")
+    train_files: Texts = key(
+        "Training files: a path or a list of paths.",
+        default=(),
+        path="file",
+        verl_default="~/data/rlhf/gsm8k/train.parquet",
+    )
     val_files: Texts = key(
-        "Validation files: a path or a list of paths. Empty: no validation.", default=(), path="file"
+        "Validation files: a path or a list of paths. Empty: no validation.",
+        default=(),
+        path="file",
+        verl_default="~/data/rlhf/gsm8k/test.parquet",
     )
     train_batch_size: Count = key(
-        "Prompts a training step; each is answered rollout.n times.", default=64, unit="prompts"
+        "Prompts a training step; each is answered rollout.n times.",
+        default=64,
+        unit="prompts",
+        verl_default="1024",
     )
     val_batch_size: Count | None = key(
         "Size of a validation batch. Null: all at once, which the engine queues by itself.",
@@ -28,26 +39,38 @@ class DataOptions:
         unit="prompts",
     )
     val_max_samples: CountOrOff = key("Validation rows used, from the first. -1: all.", default=-1)
-    max_prompt_length: Count = key("Longest prompt, tool schemas included.", default=1024, unit="tokens")
+    max_prompt_length: Count = key(
+        "Longest prompt, tool schemas included.",
+        default=1024,
+        unit="tokens",
+        verl_default="512",
+        verl_meaning="up to 0.5, tool schemas do not count",
+    )
     max_response_length: Count = key(
-        "Longest response: everything after the prompt, tool answers included.", default=2048, unit="tokens"
+        "Longest response: everything after the prompt, tool answers included.",
+        default=2048,
+        unit="tokens",
+        verl_default="512",
     )
     filter_overlong_prompts: Flag = key(
-        "Leave out rows whose prompt is too long (counted and reported). False: see `truncation`.", default=True
+        "Leave out rows whose prompt is too long (counted and reported). False: see `truncation`.",
+        default=True,
+        verl_default="false",
     )
     truncation: Literal["error", "drop"] = key(
         "What a too long prompt means when it was not filtered. A prompt is never cut: its start is the task.",
         default="error",
         when=When("with filter_overlong_prompts=false", lambda own, run: not own.filter_overlong_prompts),
+        verl_meaning="left, right and middle cut prompts, in agent loops whatever is set",
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
-    seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
+    seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED, verl_default="null")
     prompt_key: Text = key("Column that holds the messages.", default="prompt")
     image_key: Text | None = key(
         "Column that holds the images of the prompt, one for each <image> in its texts. Null: no row has images.",
         default="images",
     )
-    apply_chat_template_kwargs: Mapping[str, Any] = key(
+    apply_chat_template_kwargs: FreeForm = key(
         "Extra arguments of the chat template (for example enable_thinking: false); any keys.", default_factory=dict
     )
 
@@ -68,9 +91,7 @@ class SFTDataOptions:
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
     seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
-    apply_chat_template_kwargs: Mapping[str, Any] = key(
-        "Extra arguments of the chat template; any keys.", default_factory=dict
-    )
+    apply_chat_template_kwargs: FreeForm = key("Extra arguments of the chat template; any keys.", default_factory=dict)
 
 
 @options

@@ -13,174 +13,16 @@ import functools
 import typing
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import pydantic
-from annotated_types import Ge, Gt, Le, Lt
-from pydantic import AfterValidator, BeforeValidator, Strict
 from typing_extensions import dataclass_transform
 
 from etude.errors import raise_faults
+from etude.options.types import item_hint, misfit, shown
+from etude.registry import did_you_mean
 
 T = TypeVar("T")
-
-MAX_WHOLE = 2**31 - 1
-MAX_TEXT = 4096  # characters: the longest path that Linux opens
-
-
-# -- types: a value is one of these, finite, or refused; numbers may arrive as text ("1e-6") -----------------------------
-
-
-def _as_whole(value: object) -> object:
-    try:
-        if isinstance(value, str):
-            return int(value)
-        return int(value) if isinstance(value, float) and value == int(value) else value
-    except (ValueError, OverflowError):
-        return value
-
-
-def _as_number(value: object) -> object:
-    try:
-        return float(value) if isinstance(value, str | int) and not isinstance(value, bool) else value
-    except (ValueError, OverflowError):
-        return value
-
-
-def _as_tuple(value: object) -> object:
-    """A lone value stands for a list of one."""
-    return tuple(value) if isinstance(value, list) else (value,) if isinstance(value, str | int | float) else value
-
-
-def _encodable(value: str) -> str:
-    if not value or "\0" in value or len(value) > MAX_TEXT:
-        raise ValueError
-    value.encode()  # a UnicodeEncodeError is a ValueError
-    return value
-
-
-def _readable(value: str) -> str:
-    if not value.strip():
-        raise ValueError
-    return _encodable(value)
-
-
-Flag = Annotated[bool, Strict()]
-Text = Annotated[str, Strict(), AfterValidator(_readable)]
-Texts = Annotated[tuple[Text, ...], BeforeValidator(_as_tuple)]
-RawTexts = Annotated[
-    tuple[Annotated[str, Strict(), AfterValidator(_encodable)], ...], BeforeValidator(_as_tuple)
-]  # "\n" is one, too
-Natural = Annotated[int, Strict(), Ge(0), Le(MAX_WHOLE), BeforeValidator(_as_whole)]
-Count = Annotated[int, Strict(), Ge(1), Le(MAX_WHOLE), BeforeValidator(_as_whole)]
-CountOrOff = Annotated[Literal[-1] | Count, BeforeValidator(_as_whole)]
-Number = Annotated[float, Strict(), BeforeValidator(_as_number)]
-NonNegative = Annotated[float, Strict(), Ge(0), BeforeValidator(_as_number)]
-Positive = Annotated[float, Strict(), Gt(0), BeforeValidator(_as_number)]
-Share = Annotated[float, Strict(), Ge(0), Le(1), BeforeValidator(_as_number)]
-PositiveShare = Annotated[float, Strict(), Gt(0), Le(1), BeforeValidator(_as_number)]
-BelowOne = Annotated[float, Strict(), Ge(0), Lt(1), BeforeValidator(_as_number)]
-AboveOne = Annotated[float, Strict(), Gt(1), BeforeValidator(_as_number)]
-
-_WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}
-
-
-def allowed(hint: Any) -> str:
-    """What `hint` takes, in a sentence: "a whole number of at least 1 or null"."""
-    base, bounds = _parts(hint)
-    origin, members = typing.get_origin(base), typing.get_args(base)
-    if base is None or base is type(None):
-        return "null"
-    if _is_union(base):
-        return " or ".join(allowed(member) for member in members)
-    if origin is Literal:
-        return ("one of " if len(members) > 1 else "") + ", ".join(str(member) for member in members)
-    if origin is tuple:
-        return "a list" if members[-1] is Ellipsis else f"a list of {len(members)} values, each {allowed(members[0])}"
-    if dataclasses.is_dataclass(base) or _is_mapping(base):
-        return "a section of key: value"
-    words = _WORDS.get(base, str(base))
-    return f"{words} {_bounds_in_words(bounds)}".strip() if bounds else words
-
-
-def allowed_shortly(hint: Any) -> str:
-    """The same for a table or a comment: "null | ≥ 1"; empty where the default says it all."""
-    base, bounds = _parts(hint)
-    members = typing.get_args(base)
-    if base is type(None):
-        return "null"
-    if _is_union(base):
-        return " | ".join(
-            filter(None, (allowed_shortly(m) for m in sorted(members, key=lambda m: m is not type(None))))
-        )
-    if typing.get_origin(base) is Literal:
-        return " | ".join(str(member) for member in members)
-    if typing.get_origin(base) is tuple and members[-1] is not Ellipsis:
-        return f"{len(members)} × {allowed_shortly(members[0])}"
-    low, high = _limits(bounds)
-    if low and high:
-        return f"{low[1]} {'<' if low[0] == 'above' else '≤'} x {'<' if high[0] == 'below' else '≤'} {high[1]}"
-    return f"> {low[1]}" if low and low[0] == "above" else f"≥ {low[1]}" if low else ""
-
-
-def item_hint(hint: Any) -> Any:
-    """The type of an entry of a list type of any length (or null); None of another type."""
-    base, _ = _parts(hint)
-    for member in typing.get_args(base) if _is_union(base) else (base,):
-        inner, _ = _parts(member)
-        if typing.get_origin(inner) is tuple and typing.get_args(inner)[-1] is Ellipsis:
-            return typing.get_args(inner)[0]
-    return None
-
-
-def choices(hint: Any) -> tuple[str, ...]:
-    """The texts of a closed choice; empty for other types."""
-    base, _ = _parts(hint)
-    if typing.get_origin(base) is Literal:
-        return tuple(str(member) for member in typing.get_args(base))
-    return tuple(text for member in typing.get_args(base) for text in choices(member)) if _is_union(base) else ()
-
-
-def _parts(hint: Any) -> tuple[Any, tuple[Any, ...]]:
-    """(type, bounds) of an annotation."""
-    bounds: tuple[Any, ...] = ()
-    while typing.get_origin(hint) is Annotated:
-        bounds = (*(b for b in hint.__metadata__ if isinstance(b, Ge | Gt | Le | Lt)), *bounds)
-        hint = hint.__origin__
-    return hint, bounds
-
-
-def _is_union(hint: Any) -> bool:
-    return type(None) is not hint and str(typing.get_origin(hint)) in ("typing.Union", "<class 'types.UnionType'>")
-
-
-def _is_mapping(hint: Any) -> bool:
-    origin = typing.get_origin(hint) or hint
-    return isinstance(origin, type) and issubclass(origin, Mapping)
-
-
-Limit = tuple[Literal["from", "above", "to", "below"], str]
-
-
-def _limits(bounds: tuple[Any, ...]) -> tuple[Limit | None, Limit | None]:
-    low: Limit | None = None
-    high: Limit | None = None
-    for bound in bounds:
-        if isinstance(bound, Ge | Gt):
-            low = ("from", f"{bound.ge}") if isinstance(bound, Ge) else ("above", f"{bound.gt}")
-        elif not (isinstance(bound, Le) and bound.le == MAX_WHOLE):
-            high = ("to", f"{bound.le}") if isinstance(bound, Le) else ("below", f"{bound.lt}")
-    return low, high
-
-
-def _bounds_in_words(bounds: tuple[Any, ...]) -> str:
-    low, high = _limits(bounds)
-    if low and high:
-        return f"{low[0]} {low[1]} {high[0]} {high[1]}"
-    return "" if low is None else f"of at least {low[1]}" if low[0] == "from" else f"above {low[1]}"
-
-
-# -- declarations -----------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -206,16 +48,20 @@ class Names:
 class Key:
     """What is said of a key beside its type and default.
 
-    `written` is its default as YAML where that is another key's value, `alias_of` the key that it is another name of, and
-    `path` what it names on disk: a file or code that is there, a model, a checkpoint, or a place that is written to.
+    `written` is its default as YAML where that is another key's value, `alias_of` the key that it is another name of,
+    `verl_default` (as YAML) and `verl_meaning` are what verl 0.9.1 has under the same name where that is something else, and
+    `path` what it names on this machine: a file or code that is there, a model, a checkpoint, a place that is written to, or
+    a variable of the environment.
     """
 
     meaning: str
     unit: str = ""
     written: str = ""
     alias_of: str = ""
+    verl_default: str = ""
+    verl_meaning: str = ""
     names: Names | None = None
-    path: Literal["", "file", "code", "model", "checkpoint", "output"] = ""
+    path: Literal["", "file", "code", "model", "checkpoint", "output", "environment"] = ""
     when: When | None = None
 
 
@@ -264,8 +110,6 @@ def options(cls: type[T]) -> type[T]:
         try:
             checked(self, *args, **kwargs)
         except pydantic.ValidationError as error:
-            from etude.options.validate import problems
-
             raise_faults(list(problems(type(self), error, kwargs).values()))
 
     made.__init__ = initialise
@@ -294,3 +138,47 @@ def _walk(cls: type, prefix: str, when: tuple[tuple[str, When], ...]) -> Iterato
             factory = each.default_factory
             default = each.default if factory is dataclasses.MISSING else factory()
             yield Declaration(name, hint, default, about, conditions)
+
+
+def problems(cls: type, error: pydantic.ValidationError, values: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key → what is wrong with its value, one entry a key."""
+    declared = declarations(cls, prefix)
+    found: dict[str, str] = {}
+    for each in error.errors(include_url=False, include_context=False):
+        path = [str(part) for part in each["loc"]]
+        depth, name = next(
+            ((n, ".".join(path[:n])) for n in range(len(path), 0, -1) if prefix + ".".join(path[:n]) in declared),
+            (len(path), ".".join(path)),
+        )
+        full = prefix + name
+        if full in found:
+            continue
+        declaration = declared.get(full)
+        if declaration is not None:
+            found[full] = _misfit(declaration, _at(values, name), path[depth:], each["input"])
+        elif each["type"] == "unexpected_keyword_argument":
+            siblings = [k.removeprefix(prefix) for k in declared]
+            near = did_you_mean(path[-1], [k.rpartition(".")[2] for k in siblings])
+            found[full] = f"unknown key {full}{near}"
+        elif each["type"] == "value_error":
+            reason = each["msg"].removeprefix("Value error, ")
+            found[full] = f"{full.removesuffix('.') or cls.__name__}: {reason}"
+        else:
+            found[full] = f"{full} must be a section of key: value, got {shown(each['input'])}"
+    return found
+
+
+def _misfit(declaration: Declaration, value: object, rest: list[str], entry: object) -> str:
+    name, hint = declaration.key, declaration.hint
+    inner = item_hint(hint)
+    if inner is not None and rest and rest[-1].isdigit():
+        name, hint, value = f"{name}[{rest[-1]}]", inner, entry
+    elif isinstance(value, Mapping) and rest and rest[0] in value and not isinstance(value[rest[0]], Mapping):
+        name, value = f"{name}.{rest[0]}", value[rest[0]]
+    return misfit(name, hint, value)
+
+
+def _at(values: Any, name: str) -> object:
+    for part in name.split("."):
+        values = values.get(part) if isinstance(values, Mapping) else None
+    return typing.cast(object, values)

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
-from etude.options.declare import Flag, Names, Number, Text, When, key, options
+from etude.options.declare import Names, When, key, options
+from etude.options.types import Flag, FreeForm, Number, Text
 
 MANAGED = When("with enable=true", lambda own, run: own.enable)
 CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.path is not None)
@@ -15,14 +13,21 @@ CUSTOM = When("where custom_reward_function.path is set", lambda own, run: own.p
 class RewardOptions:
     """The score of a finished trajectory, beside what its tools award."""
 
-    enable: Flag = key("False: no manager's score; the reward is that of the tools alone.", default=True)
+    enable: Flag = key(
+        "False: no manager's score; the reward is what tools, users and environments give. A run that nothing can reward is "
+        "refused.",
+        default=True,
+        verl_default="null",
+        verl_meaning="whether a reward model scores; functions always do",
+    )
     reward_manager: Text = key(
         "A registered reward manager, or parallel: the score that the environment gives.",
         default="naive",
         names=Names("etude.rewards:REWARD_MANAGERS", late=True),
         when=MANAGED,
+        verl_default="null",
     )
-    reward_kwargs: Mapping[str, Any] = key("Its options; any keys.", default_factory=dict, when=MANAGED)
+    reward_kwargs: FreeForm = key("Its options; any keys.", default_factory=dict, when=MANAGED)
     tool_reward_weight: Number = key("Weight of the tools' rewards (step rewards and calc_reward).", default=1.0)
     score_weight: Number = key("Weight of the manager's score.", default=1.0, when=MANAGED)
 
@@ -36,7 +41,7 @@ class CustomRewardOptions:
         default=None,
         path="code",
     )
-    name: Text = key("The function's name in that file.", default="compute_score", when=CUSTOM)
-    reward_kwargs: Mapping[str, Any] = key(
+    name: Text = key("The function's name in that file.", default="compute_score", when=CUSTOM, verl_default="null")
+    reward_kwargs: FreeForm = key(
         "Extra keyword arguments handed to every call; any keys.", default_factory=dict, when=CUSTOM
     )

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any, Literal
 
-from etude.options.declare import (
+from etude.options.declare import Names, When, key, options
+from etude.options.serving import BUILTIN
+from etude.options.training import Precision
+from etude.options.types import (
     Count,
     CountOrOff,
     Flag,
-    Names,
+    FreeForms,
     Natural,
     NonNegative,
     Positive,
@@ -18,11 +20,7 @@ from etude.options.declare import (
     Share,
     Text,
     Texts,
-    When,
-    key,
-    options,
 )
-from etude.options.training import Precision
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -49,7 +47,12 @@ def has_tools(own: MultiTurnOptions, run: Any) -> bool:
 class MultiTurnOptions:
     """Conversations with tools."""
 
-    enable: Flag = key("False: no tools and a single turn, whatever the rows say.", default=True)
+    enable: Flag = key(
+        "False: no tools and a single turn, whatever the rows say.",
+        default=True,
+        verl_default="false",
+        verl_meaning="agent loops do not read it",
+    )
     format: Text = key(
         "Tool-call format of the model: the name of a registered tool parser (docs/parsers.md), or auto: the chat "
         "template's own.",
@@ -104,9 +107,14 @@ class MultiTurnOptions:
         "Most calls run in one turn; further ones are answered with a line that says so (rollout/calls_not_executed).",
         default=8,
         when=TOOLS,
+        verl_default="1",
     )
     max_tool_response_length: Count = key(
-        "Longest tool answer, in tool_response_length_unit; more is cut.", default=2048, when=TOOLS
+        "Longest tool answer, in tool_response_length_unit; more is cut.",
+        default=2048,
+        when=TOOLS,
+        verl_default="256",
+        verl_meaning="counts characters",
     )
     tool_response_length_unit: Literal["tokens", "characters"] = key(
         "What that counts: tokens as the chat template encodes the answer, or characters as verl does.",
@@ -121,7 +129,10 @@ class MultiTurnOptions:
         when=MULTI_TURN,
     )
     tool_response_truncate_side: Literal["left", "right", "middle"] = key(
-        "Which part of a too long answer is cut away. middle keeps both ends.", default="middle", when=TOOLS
+        "Which part of a too long answer is cut away. middle keeps both ends.",
+        default="middle",
+        when=TOOLS,
+        verl_meaning="the same; up to 0.7.1 the side that is kept: its left is right here",
     )
 
 
@@ -149,6 +160,7 @@ class AgentOptions:
         "single_turn_agent.",
         default=None,
         names=Names("etude.agents.base:AGENT_LOOPS", ("env_agent", "openai_agent", "single_turn_agent", "tool_agent")),
+        verl_default="single_turn_agent",
     )
     agent_loop_config_path: Text | None = key(
         "YAML list of loops of yours, {name, _target_, keywords of the class}. Null: none.", default=None, path="file"
@@ -196,7 +208,7 @@ class ValSamplingOptions:
     """Sampling for validation."""
 
     n: Count = key("Answers per validation prompt.", default=1)
-    temperature: NonNegative = key("Sampling temperature. 0: greedy.", default=1.0, when=SAMPLED)
+    temperature: NonNegative = key("Sampling temperature. 0: greedy.", default=1.0, when=SAMPLED, verl_default="0")
     top_p: PositiveShare = key("Nucleus sampling. 1.0: off.", default=1.0, when=SAMPLED)
     top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
     do_sample: Flag = key("False: greedy, so that validation figures carry no sampling noise.", default=False)
@@ -210,13 +222,15 @@ class RolloutOptions:
         "Inference engine: native (in this process, on the CPU or one GPU), vllm (in this process, or servers), sglang "
         "(servers), openai (servers, for `etude eval` only), or one of yours.",
         default="native",
-        names=Names("etude.inference:ENGINES", ("native", "openai", "scripted", "sglang", "vllm")),
+        names=Names("etude.inference:ENGINES", tuple(BUILTIN)),
+        verl_default="???",
+        verl_meaning="must be set, and has other names",
     )
     mode: Literal["async", "sync"] = key(
         "async: each trajectory is scored the moment it ends; sync: the whole batch is rolled out, then scored.",
         default="async",
     )
-    n: Count = key("Answers per training prompt.", default=8)
+    n: Count = key("Answers per training prompt.", default=8, verl_default="1")
     temperature: Positive = key(
         "Sampling temperature. 1.0 keeps the sampled distribution that of the model.", default=1.0, when=SAMPLED
     )
@@ -237,6 +251,7 @@ class RolloutOptions:
         written="${data.max_prompt_length}",
         alias_of="data.max_prompt_length",
         unit="tokens",
+        verl_default="512",
     )
     response_length: Count = key(
         "Another name of data.max_response_length.",
@@ -244,6 +259,7 @@ class RolloutOptions:
         written="${data.max_response_length}",
         alias_of="data.max_response_length",
         unit="tokens",
+        verl_default="512",
     )
     max_model_len: Count | None = key(
         "Longest whole sequence. Null: prompt_length + response_length.", default=None, unit="tokens"
@@ -269,9 +285,11 @@ class RolloutOptions:
         when=NATIVE,
     )
     dtype: Precision | None = key(
-        "Precision of sampling. Null: model.dtype. Another one than that costs a copy of the weights.", default=None
+        "Precision of sampling. Null: model.dtype. Another one than that costs a copy of the weights.",
+        default=None,
+        verl_default="bfloat16",
     )
-    seed: Natural = key("Base of the per-request seeds.", default=1, written="${trainer.seed}")
+    seed: Natural = key("Base of the per-request seeds.", default=1, written="${trainer.seed}", verl_default="42")
     infrastructure_retries: Natural = key(
         "Fresh starts of a trajectory whose infrastructure failed, before it is dropped and counted.", default=1
     )
@@ -290,7 +308,10 @@ class RolloutOptions:
         when=When("with name=openai", lambda own, run: own.name == "openai"),
     )
     server_api_key_env: Text | None = key(
-        "Environment variable that holds the servers' API key. Null: they need none.", default=None, when=SERVED
+        "Environment variable that holds the servers' API key. Null: they need none.",
+        default=None,
+        path="environment",
+        when=SERVED,
     )
     server_timeout: Positive = key(
         "Time a server may take over one request, connecting and waiting included.",
@@ -334,8 +355,9 @@ class RolloutOptions:
         "the server's flag; sglang: the server's --enable-memory-saver).",
         default=False,
         when=COPIES,
+        verl_default="true",
     )
-    engine_kwargs: Mapping[str, Mapping[str, Any] | None] = key(
+    engine_kwargs: FreeForms = key(
         "Arguments of vLLM in this process, by the names of its AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: "
         "0.5}}. Servers get theirs on their own command line.",
         default_factory=dict,

@@ -7,22 +7,9 @@ from typing import Annotated, Literal
 from annotated_types import Le
 from pydantic import AfterValidator
 
-from etude.options.declare import (
-    Count,
-    CountOrOff,
-    Flag,
-    Names,
-    Natural,
-    NonNegative,
-    Positive,
-    Share,
-    Text,
-    Texts,
-    When,
-    key,
-    options,
-)
+from etude.options.declare import Names, When, key, options
 from etude.options.training import KLKind
+from etude.options.types import Count, CountOrOff, Flag, Natural, NonNegative, Positive, Share, Text, Texts
 
 _GROUP_ESTIMATORS = ("grpo",)
 """Built-in estimators that neither discount nor use values; those of plugins may use every key."""
@@ -62,6 +49,8 @@ class FilterGroupsOptions:
         "1: only leave them out. More: generate further prompts, up to this many batches, until the batch is full.",
         default=1,
         when=When("with enable=true", lambda own, run: own.enable),
+        verl_default="0",
+        verl_meaning="0 is no bound",
     )
 
 
@@ -124,39 +113,55 @@ class RunOptions:
         "pass's batches.",
         default=1,
         when=When("with total_training_steps=null", lambda own, run: own.total_training_steps is None),
+        verl_default="30",
     )
     total_training_steps: Count | None = key(
         "Length of the run. Null: as long as total_epochs makes it.", default=None, unit="steps"
     )
-    project_name: Text = key("First part of the run's name.", default="etude")
+    project_name: Text = key("First part of the run's name.", default="etude", verl_default="verl_examples")
     experiment_name: Text = key(
         "Second part of the run's name. By default it ends in eight digits that stand for model, data, tools, reward, "
         "estimator and seed, so that two experiments do not share a folder.",
         default="default",
         written="${etude.experiment:default}",
+        verl_default="gsm8k",
     )
     default_local_dir: Text = key(
         "Folder of everything the run leaves: metrics, checkpoints, dumps, report.",
         default="runs/etude/default",
         written="runs/${trainer.project_name}/${trainer.experiment_name}",
         path="output",
+        verl_default="checkpoints/verl_examples/gsm8k",
     )
     logger: Texts = key(
         "Where metrics go: console, jsonl, tensorboard, wandb, mlflow (the last two need their extras).",
         default=("console", "jsonl", "tensorboard"),
         names=Names("etude.trainer.tracking:TRACKERS"),
+        verl_default="[console, wandb]",
     )
-    save_freq: CountOrOff = key("Steps between checkpoints. -1: only at the end.", default=-1, unit="steps")
+    save_freq: CountOrOff = key(
+        "Steps between checkpoints. -1: only at the end.",
+        default=-1,
+        unit="steps",
+        verl_meaning="-1: no checkpoint at all",
+    )
     resume_mode: Literal["auto", "disable", "resume_path"] = key(
         "auto: from the last checkpoint in default_local_dir, if any; resume_path: from resume_from_path.",
         default="auto",
     )
     resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
-    max_actor_ckpt_to_keep: CountOrOff | None = key("Checkpoints kept, newest first. Null or -1: all.", default=2)
+    max_actor_ckpt_to_keep: CountOrOff | None = key(
+        "Checkpoints kept, newest first. Null or -1: all.", default=2, verl_default="null"
+    )
     deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
     seed: Natural = key("Seed of everything random that has no seed of its own.", default=1)
     num_threads: Threads | None = key("Torch threads within an operation. Null: torch's own choice.", default=None)
-    device: Device = key("auto (a GPU if there is one), cpu, cuda or cuda:N.", default="auto")
+    device: Device = key(
+        "auto (a GPU if there is one), cpu, cuda or cuda:N.",
+        default="auto",
+        verl_default="cuda",
+        verl_meaning="cuda or npu",
+    )
     max_skipped_steps: Count = key(
         "Training steps in a row whose every gradient was not finite, after which the run stops, with a checkpoint.",
         default=5,
@@ -173,11 +178,18 @@ class TrainerOptions(RunOptions):
         default=-1,
         unit="steps",
         when=VALIDATED,
+        verl_meaning="-1: none but that of val_before_train",
     )
     val_before_train: Flag = key(
         "Validate before the first step, so that there is a figure to compare with.", default=True, when=VALIDATED
     )
-    critic_warmup: Natural = key("Steps in which only the critic learns.", default=0, unit="steps", when=CRITIC)
+    critic_warmup: Natural = key(
+        "Steps in which only the critic learns.",
+        default=0,
+        unit="steps",
+        when=CRITIC,
+        verl_meaning="the first step in which the policy learns: 1 is no warm-up",
+    )
     rollout_data_dir: Text | None = key(
         "Folder for one JSON-lines file of rollouts a step. Null: none is written.", default=None, path="output"
     )

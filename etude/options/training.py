@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Literal
 
-from etude.options.declare import (
+from etude.options.declare import Names, When, key, options
+from etude.options.types import (
     AboveOne,
     BelowOne,
     Count,
     Flag,
-    Names,
     Natural,
     NonNegative,
     Number,
@@ -17,9 +17,6 @@ from etude.options.declare import (
     PositiveShare,
     Share,
     Text,
-    When,
-    key,
-    options,
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
@@ -67,7 +64,12 @@ class OptimOptions:
         default=10.0,
         when=MUON,
     )
-    lr_warmup_steps: Natural = key("Training steps over which the rate rises from 0 to its peak.", default=0)
+    lr_warmup_steps: Natural = key(
+        "Training steps over which the rate rises from 0 to its peak.",
+        default=0,
+        verl_default="-1",
+        verl_meaning="-1 and null leave it to lr_warmup_steps_ratio",
+    )
     lr_scheduler_type: Literal["constant", "linear", "cosine"] = key("After warm-up.", default="constant")
     lr_decay_ratio: PositiveShare = key(
         "Share of the run, at its end, over which the rate decays; it is held before. At most what warm-up leaves.",
@@ -104,7 +106,10 @@ class ModelOptions:
     """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
 
     path: Text | None = key(
-        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.", default=None, path="model"
+        "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.",
+        default=None,
+        path="model",
+        verl_default="~/models/deepseek-llm-7b-chat",
     )
     dtype: Precision = key(
         "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
@@ -131,7 +136,9 @@ class PolicyLossOptions:
 class ActorOptions:
     """The policy's update."""
 
-    ppo_mini_batch_size: Count = key("Prompts (with all their answers) an optimizer step.", default=64, unit="prompts")
+    ppo_mini_batch_size: Count = key(
+        "Prompts (with all their answers) an optimizer step.", default=64, unit="prompts", verl_default="256"
+    )
     ppo_max_token_len_per_gpu: Count = key(
         "Size of a micro-batch: bounds memory, changes no result. What several rows begin with counts once; one longer "
         "row makes a micro-batch of its own.",
@@ -140,8 +147,12 @@ class ActorOptions:
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
     clip_ratio: NonNegative = key("Clip range of the probability ratio, both sides.", default=0.2, when=RATIOS)
-    clip_ratio_low: BelowOne | None = key("Lower clip range. Null: clip_ratio.", default=None, when=RATIOS)
-    clip_ratio_high: NonNegative | None = key("Upper clip range. Null: clip_ratio.", default=None, when=RATIOS)
+    clip_ratio_low: BelowOne | None = key(
+        "Lower clip range. Null: clip_ratio.", default=None, when=RATIOS, verl_default="0.2"
+    )
+    clip_ratio_high: NonNegative | None = key(
+        "Upper clip range. Null: clip_ratio.", default=None, when=RATIOS, verl_default="0.2"
+    )
     clip_ratio_c: AboveOne = key(
         "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=RATIOS
     )
@@ -166,7 +177,9 @@ class ActorOptions:
             lambda own, run: own.loss_agg_mode == "seq-mean-token-sum-norm",
         ),
     )
-    shuffle: Flag = key("Mix the rows before they are cut into mini-batches.", default=True, when=MIXED)
+    shuffle: Flag = key(
+        "Mix the rows before they are cut into mini-batches.", default=True, when=MIXED, verl_default="false"
+    )
     data_loader_seed: Natural = key(
         "Seed of that mixing.",
         default=1,
@@ -174,6 +187,7 @@ class ActorOptions:
         when=When(
             "with shuffle=true and several mini-batches a batch", lambda own, run: own.shuffle and MIXED.holds(own, run)
         ),
+        verl_default="42",
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
@@ -203,6 +217,7 @@ class ValueModelOptions:
         default=None,
         written="${actor_rollout_ref.model.path}",
         path="model",
+        verl_default="~/models/deepseek-llm-7b-chat",
     )
 
 
@@ -217,10 +232,14 @@ class CriticOptions:
         default=64,
         written="${actor_rollout_ref.actor.ppo_mini_batch_size}",
         unit="prompts",
+        verl_default="256",
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
     ppo_max_token_len_per_gpu: Count = key(
-        "Size of a micro-batch: bounds memory, changes no result.", default=16384, unit="tokens"
+        "Size of a micro-batch: bounds memory, changes no result.",
+        default=16384,
+        unit="tokens",
+        verl_default="32768",
     )
     cliprange_value: NonNegative = key("Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES)
     loss_agg_mode: LossAggMode = key(

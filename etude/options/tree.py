@@ -6,11 +6,12 @@ Invariant: the keys of a tree are the fields declared here; config/tree holds th
 from __future__ import annotations
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
-from etude.options.declare import Texts, key, options
+from etude.options.declare import key, options
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
 from etude.options.training import ActorOptions, CriticOptions, ModelOptions, OptimOptions, RefOptions, SFTOptimOptions
+from etude.options.types import Texts
 
 _PLUGINS = (
     "Files or dotted modules imported in every process before names resolve, so that their @register lines take effect."

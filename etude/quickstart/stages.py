@@ -75,9 +75,9 @@ class Quickstart:
         self._write(self._ledger, {"seed": self.seed, "stages": self._times})
 
     def _write(self, path: Path, content: dict[str, Any]) -> None:
-        from etude.trainer.dumps import written_atomically
+        from etude.jsonl import write_atomically
 
-        with written_atomically(path) as file:
+        with write_atomically(path) as file:
             file.write(json.dumps(content, indent=1).encode())
 
     # -- stages --------------------------------------------------------------------------------------------------
@@ -102,6 +102,7 @@ class Quickstart:
     def _warm_up(self) -> None:
         from etude.config import compose
         from etude.trainer.run import fine_tune
+        from etude.viewer.display import Display
 
         data = self.folder / "data"
         fine_tune(
@@ -116,7 +117,8 @@ class Quickstart:
                     *self.warm_up_overrides,
                 ],
                 root="sft",
-            )
+            ),
+            Display(),
         )
 
     def _config(self, *overrides: str) -> Any:
@@ -139,8 +141,9 @@ class Quickstart:
 
     def _train(self) -> None:
         from etude.trainer.run import train
+        from etude.viewer.display import Display
 
-        train(self._config())
+        train(self._config(), Display())
 
     def _trained_model(self) -> Path:
         from etude.trainer.checkpoints import Checkpoints
@@ -151,6 +154,7 @@ class Quickstart:
 
     def _evaluate(self, when: str, model: Path) -> None:
         from etude.trainer.run import evaluate
+        from etude.viewer.display import RolloutBar
 
         common = [f"data.val_files={self.folder}/data/test.parquet", "data.val_max_samples=-1"]
         val = "actor_rollout_ref.rollout.val_kwargs"
@@ -162,19 +166,19 @@ class Quickstart:
             config = self._config(*common, f"actor_rollout_ref.model.path={model}", *sampling)
             folder = self.folder / "evaluation"
             folder.mkdir(exist_ok=True)
-            evaluate(config, output=folder / f"{how}_{when}.json", dump_folder=folder / how, step=step)
+            evaluate(config, RolloutBar(), output=folder / f"{how}_{when}.json", dump_folder=folder / how, step=step)
 
     # -- what came of it -----------------------------------------------------------------------------------------
 
     def _summary(self) -> dict[str, Any]:
-        figures = {
+        evaluated = {
             (how, when): json.loads((self.folder / "evaluation" / f"{how}_{when}.json").read_text())
             for how in ("sampled", "greedy")
             for when in ("before", "after")
         }
         summary: dict[str, Any] = {"seed": self.seed}
         for when in ("before", "after"):
-            sampled, greedy = figures["sampled", when], figures["greedy", when]
+            sampled, greedy = evaluated["sampled", when], evaluated["greedy", when]
             summary[f"success_{when}"], summary[f"greedy_{when}"] = sampled["success"], greedy["success"]
             summary[f"tool_use_{when}"] = sampled["tool_use"]
             summary[when] = {
@@ -182,7 +186,7 @@ class Quickstart:
                 "success, greedy": _interval(greedy, "success"),
                 "tool use, sampled": _interval(sampled, "tool_use"),
             }
-        summary["samples"] = figures["sampled", "after"]["samples"]
+        summary["samples"] = evaluated["sampled", "after"]["samples"]
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self._trained_model())

@@ -22,12 +22,12 @@ from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClien
 from etude.agents.gateway import GatewaySession, SessionRules, SessionStore
 from etude.agents.gateway.server import ServerOptions, create_app
 from etude.chat import ToolParser
+from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
-from etude.jsonl import JsonLines
+from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.sandbox.serving import listen
-from etude.trainer.dumps import json_line, rollout_record, sequence_record
 from etude.trainer.rollouts import decoded
 from etude.trainer.setup import check
 from etude.workers import RoleOptions

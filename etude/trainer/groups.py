@@ -6,10 +6,16 @@ and batches. In this version all groups live in this process, and actor and roll
 
 from __future__ import annotations
 
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
+from etude.events import EventSink, RolloutProgress
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker
+
+_SECONDS = 0.5  # between two looks at the progress of a rollout
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,26 @@ class Groups:
         """Trajectories of the rollout under way that have ended, and all of them; any thread may ask."""
         ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
         return sum(done for done, _ in ranks), sum(total for _, total in ranks)
+
+    @contextmanager
+    def watched(self, emit: EventSink) -> Iterator[None]:
+        """Reports, twice a second, how far the rollouts are that run within the block."""
+        over = threading.Event()
+
+        def watch() -> None:
+            before = self.progress()
+            while not over.wait(_SECONDS):
+                if (now := self.progress()) != before:
+                    emit(RolloutProgress(*now))
+                before = now
+
+        thread = threading.Thread(target=watch, name="etude-progress", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
 
     def close(self) -> None:
         """Ends the workers; what they hold, their models above all, is free again."""

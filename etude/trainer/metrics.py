@@ -13,8 +13,10 @@ import math
 import re
 import resource
 import sys
+import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,7 +26,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.trainer.problems import problems
+from etude.problems import problems
 from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -32,9 +34,12 @@ if TYPE_CHECKING:
 
 Metrics = dict[str, float]
 
-_DROPPED = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)
+DROPPED = (
+    StopReason.INFRASTRUCTURE,
+    StopReason.CANCELLED,
+)  # broken by infrastructure, or cancelled because others were
 _NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was asked: the name may be the model's invention
-_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's figures stay readable
+_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's metrics stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
@@ -126,7 +131,7 @@ def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[Tool
         metrics |= _call_metrics(name, group)
     if not trajectories:
         return metrics
-    kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    kept = [trajectory for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     metrics |= _tool_rewards(kept)
     metrics |= _spread("num_turns", [trajectory.num_turns for trajectory in kept])
     metrics |= _spread("tool_call_counts", [len(trajectory.tool_calls) for trajectory in kept])
@@ -209,7 +214,7 @@ def reward_source_metrics(
 
     `step` and `final` are unweighted sums a trajectory, `total` the weighted total; `score` only where a manager ran.
     """
-    rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in _DROPPED]
+    rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     if not rewards:
         return {}
     scores = [reward.score for reward in rewards if reward.score is not None]
@@ -221,6 +226,30 @@ def reward_source_metrics(
         "success": [is_success(reward, tool_weight, score_weight) for reward in rewards],
     }
     return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+
+
+class Timings:
+    """Wall seconds by name in `seconds`; CPU seconds of the process, all threads, in `cpu()`."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = defaultdict(float)
+        self._cpu = time.process_time()
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[name] += time.perf_counter() - started
+
+    def cpu(self) -> float:
+        """CPU seconds since construction."""
+        return time.process_time() - self._cpu
+
+    def of_work(self) -> dict[str, float]:
+        """`seconds` without activities that had nothing to do."""
+        return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:

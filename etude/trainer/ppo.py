@@ -12,28 +12,27 @@ from __future__ import annotations
 
 import logging
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
 from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
-from etude.errors import CheckpointError, ConfigError, EtudeError, one_line
+from etude.errors import CheckpointError, ConfigError, one_line
+from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
+from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.display import Display
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, data_metrics, timing_metrics
+from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
-from etude.trainer.run_record import run_record
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
-from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -50,17 +49,11 @@ class PPOTrainer:
                 with a configuration that is not this one's.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
-        rollout = setup.roles.rollout
-        if not rollout.do_sample or rollout.top_k == 1:
-            raise ConfigError(
-                "actor_rollout_ref.rollout: training needs answers that differ: do_sample=false and top_k=1 give the "
-                "likeliest one every time, and its log-probs no ratio to learn from"
-            )
         if not setup.data.train_files:
             raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
-        self._warn_of_two_judges(train)
+        self._warn_of_judges(train)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
@@ -78,8 +71,16 @@ class PPOTrainer:
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
 
-    def _warn_of_two_judges(self, train: RLDataset) -> None:
-        if self.setup.roles.reward.enable and len(train):
+    def _warn_of_judges(self, train: RLDataset) -> None:
+        reward, catalogue = self.setup.roles.reward, self.setup.catalogue
+        scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
+        if not (scored or self.setup.config.plugins or catalogue.judges):
+            logger.warning(
+                "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
+                "call returns a reward, every answer earns 0",
+                ", ".join(catalogue.schemas),
+            )
+        if reward.enable and len(train):
             row = train[0]
             if duplicate_judge(row, row.get("tools_kwargs")):
                 logger.warning(
@@ -107,8 +108,8 @@ class PPOTrainer:
 
     # -- the run -------------------------------------------------------------------------------------------------
 
-    def fit(self) -> Metrics:
-        """Runs to `total_training_steps`; returns the last validation's figures.
+    def fit(self, emit: EventSink = ignore_event) -> Metrics:
+        """Runs to `total_training_steps`; returns the last validation's metrics.
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
@@ -120,46 +121,32 @@ class PPOTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
-        console = "console" in self.options.logger
         val = self.setup.roles.rollout.val_kwargs
-        how = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        view = Display(self.total_steps, experiment, enabled=console, validated=how, rollouts=self.groups.progress)
-        with view as display, Interrupts(display.note) as interrupts:
-            if self.resumption is not None:
-                display.note(self._resumed_from(self.resumption))
+        validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
+        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
             try:
-                with run_record(self.run_dir):
-                    return self._loop(tracking, display, interrupts)
+                emit(RunStarted(experiment, self.total_steps, self.options, validation))
+                if self.resumption is not None:
+                    emit(Notice(self._resumed_from(self.resumption)))
+                with run_record(self.run_dir), self.groups.watched(emit):
+                    return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
-                if self.options.report:
-                    display.note(self._report())
+                emit(RunEnded())
 
-    def _report(self) -> str:
-        """Writes the report; what is wrong with it is told, and hides no other error."""
-        from etude.trainer.report import write_report  # draws charts: nothing before the end waits for them
-
-        try:
-            page = write_report(
-                self.run_dir, rollouts=self.options.rollout_data_dir, validation=self.options.validation_data_dir
-            )
-        except (EtudeError, OSError) as error:
-            return f"no report: {one_line(error)}"
-        return f"report: {page}"
-
-    def _loop(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _loop(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         validated: Metrics = {}
         abandoned = False
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
                 tracking.log(validated, 0)
-                display.step(0, validated)
+                emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
-                validated = self._advance(tracking, display, interrupts) or validated
+                validated = self._advance(tracking, emit, interrupts) or validated
         except KeyboardInterrupt:
             abandoned = True
-            display.note(f"what followed step {self.global_step} was abandoned")
+            emit(Notice(f"what followed step {self.global_step} was abandoned"))
         except Exception as error:
             self._rescue(error)
             raise
@@ -171,7 +158,7 @@ class PPOTrainer:
             raise Interrupted(done + where, interrupts.signal_number)
         return validated
 
-    def _advance(self, tracking: Tracking, display: Display, interrupts: Interrupts) -> Metrics:
+    def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """A step, and the validation and checkpoint that are due after it; returns the validation's figures, if any."""
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
@@ -180,7 +167,7 @@ class PPOTrainer:
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step is done, whatever became of its validation
             tracking.log(metrics | validated, self.global_step)
-            display.step(self.global_step, metrics | validated)
+            emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()

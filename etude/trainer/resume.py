@@ -25,9 +25,10 @@ from omegaconf import DictConfig, OmegaConf
 
 from etude.config import flatten
 from etude.errors import CheckpointError, ConfigError, one_line
+from etude.jsonl import write_atomically
 from etude.options import RunOptions
+from etude.run_folder import CONFIG_FILE
 from etude.trainer.checkpoints import Checkpoints
-from etude.trainer.dumps import written_atomically
 
 logger = logging.getLogger(__name__)
 
@@ -173,7 +174,7 @@ def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any
 
 def write_config(run_dir: Path, used: Mapping[str, Any]) -> None:
     """Writes `config.yaml`: what the run in the folder really runs with."""
-    with written_atomically(run_dir / "config.yaml") as file:
+    with write_atomically(run_dir / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(dict(used), sort_keys=False, allow_unicode=True).encode())
 
 

@@ -20,19 +20,17 @@ from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset, collate
 from etude.distributed import WorkerGroup
+from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto
-from etude.trainer.dumps import rollout_record, sequence_record, write_rollouts
-from etude.trainer.metrics import reward_source_metrics, tool_metrics, validation_metrics
+from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
-from etude.trainer.timing import Timings
 from etude.trajectory import StopReason, Trajectory
 
 Figures = dict[str, float]
 
-_LOST = (StopReason.INFRASTRUCTURE, StopReason.CANCELLED)  # broken, or given up for what was
 MAX_REWARD = 1e30  # beyond, the squares that a spread is made of overflow where losses are computed
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
@@ -138,7 +136,7 @@ def failure_metrics(results: Sequence[RolloutResult]) -> Figures:
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
-        "rollout/dropped": float(sum(r.dropped in _LOST for r in results)),
+        "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
         "rollout/nothing_sampled": float(sum(not any(t.response_mask) for t in kept)),
@@ -161,11 +159,11 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
         TrainingStopped: too large a share fell to infrastructure.
     """
     results = results_of(batch)
-    dropped = sum(result.dropped in _LOST for result in results)
+    dropped = sum(result.dropped in DROPPED for result in results)
     if 1 - dropped / len(results) < min_fraction:
         raise TrainingStopped(
-            f"{dropped} of {len(results)} trajectories were lost to infrastructure failures, more than "
-            f"trainer.min_valid_fraction={min_fraction} allows; the first: {first_cause(results)}"
+            f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
+            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
         )
     has_trajectory = torch.tensor([result.trajectory is not None for result in results])
     return batch.select_idxs(has_trajectory & batch.batch["response_mask"].any(dim=1))

@@ -1,8 +1,14 @@
-"""The entry points that every way of starting a run shares: train, fine-tune, evaluate."""
+"""The entry points that every way of starting a run shares: train, fine-tune, evaluate.
+
+Each takes a sink for the events of the run, such as a display of `etude.viewer`; without one nothing is shown, and no
+report is written.
+"""
 
 from __future__ import annotations
 
 import json
+from collections import defaultdict
+from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any
@@ -10,19 +16,24 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.errors import ConfigError, EtudeError
+from etude.events import EventSink, RunEnded, RunStarted, ignore_event
 from etude.inference import check_trainable
-from etude.trainer.dumps import json_safe, written_atomically
-from etude.trainer.evaluation import evaluation_figures
+from etude.jsonl import json_safe, write_atomically
+from etude.options import RewardOptions
+from etude.protocol import DataProto
+from etude.trainer.metrics import is_success, prompt_mean
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.progress import RolloutProgress
 from etude.trainer.resume import run_lock
 from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
+from etude.trajectory import Trajectory
+
+Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sample)
 
 
-def train(config: DictConfig) -> dict[str, float]:
-    """A whole reinforcement-learning run; returns the figures of the last validation.
+def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
+    """A whole reinforcement-learning run; returns the metrics of the last validation.
 
     Raises:
         ConfigError: before any model is loaded, among others for an engine that can only evaluate.
@@ -33,24 +44,29 @@ def train(config: DictConfig) -> dict[str, float]:
         trainer = PPOTrainer(setup)
         with run_lock(trainer.run_dir):
             trainer.init_workers()
-            return trainer.fit()
+            return trainer.fit(emit)
 
 
-def fine_tune(config: DictConfig) -> Path:
+def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
     """A whole supervised run; returns the model's folder."""
     trainer = SFTTrainer(config)
     with closing(trainer.groups), run_lock(trainer.run_dir):
-        return trainer.fit()
+        return trainer.fit(emit)
 
 
 def evaluate(
-    config: DictConfig, *, output: Path | None = None, dump_folder: Path | None = None, step: int = 0
+    config: DictConfig,
+    emit: EventSink = ignore_event,
+    *,
+    output: Path | None = None,
+    dump_folder: Path | None = None,
+    step: int = 0,
 ) -> dict[str, Any]:
     """Rolls out `data.val_files` with `rollout.val_kwargs` and scores them.
 
     Returns:
-        The figures of `evaluation_figures`, and under `metrics` those of a run's validation (`val-core/*`, `val/*`). They
-        are written to `output` as JSON if given, the trajectories to `dump_folder`, numbered `step`.
+        The `evaluation_metrics`, and under `metrics` those of a run's validation (`val-core/*`, `val/*`). They are
+        written to `output` as JSON if given, the trajectories to `dump_folder`, numbered `step`.
 
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded.
@@ -65,17 +81,58 @@ def evaluate(
     with closing(groups):
         groups.rollout.init_model()
         groups.rollout.update_weights(0)
-        with RolloutProgress("evaluating", groups.progress, enabled="console" in setup.trainer.logger):
-            batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
+        emit(RunStarted("evaluating", 0, setup.trainer))
+        try:
+            with groups.watched(emit):
+                batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
+        finally:
+            emit(RunEnded())
     if dump_folder is not None:
         dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
     survivors(batch, setup.trainer.min_valid_fraction)
-    result = evaluation_figures(batch, setup.roles.reward) | {"metrics": metrics}
+    result = evaluation_metrics(batch, setup.roles.reward) | {"metrics": metrics}
     if not result["samples"]:
         raise EtudeError(
             f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(results_of(batch))}"
         )
     if output is not None:
-        with written_atomically(output) as file:
+        with write_atomically(output) as file:
             file.write(json.dumps(json_safe(result), indent=1).encode())
     return result
+
+
+def evaluation_metrics(batch: DataProto, options: RewardOptions) -> dict[str, Any]:
+    """`prompts`, `samples`, `dropped`, `success` and `tool_use` with `…_low` and `…_high`, `reward`; and under `sources` the
+    same of each data source. A source all of whose samples were dropped has counts alone.
+
+    Samples of one prompt are averaged before prompts are, and intervals count prompts; a trajectory that infrastructure
+    broke is in `dropped` alone.
+    """
+    pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), results_of(batch))]
+    sources: dict[str, list[Pair]] = defaultdict(list)
+    for source, pair in zip(batch.non_tensor_batch["data_source"].tolist(), pairs):
+        sources[str(source)].append(pair)
+    each = {source: _summarize(own, options) for source, own in sorted(sources.items())}
+    return _summarize(pairs, options) | {"sources": each}
+
+
+def _summarize(pairs: Sequence[Pair], options: RewardOptions) -> dict[str, Any]:
+    weights = (options.tool_reward_weight, options.score_weight)
+    prompts: dict[str, list[Trajectory]] = defaultdict(list)
+    for uid, trajectory in pairs:
+        if trajectory is not None:
+            prompts[uid].append(trajectory)
+    kept = sum(map(len, prompts.values()))
+    metrics: dict[str, Any] = {"prompts": len(prompts), "samples": kept, "dropped": len(pairs) - kept}
+    if not prompts:
+        return metrics
+    values = {
+        "success": [[float(is_success(t.rewards, *weights)) for t in own] for own in prompts.values()],
+        "tool_use": [
+            [float(any(call.error is None for call in t.tool_calls)) for t in own] for own in prompts.values()
+        ],
+    }
+    for name, by_prompt in values.items():
+        metrics[name], metrics[f"{name}_low"], metrics[f"{name}_high"] = prompt_mean(by_prompt)
+    metrics["reward"] = prompt_mean([[t.rewards.total(*weights) for t in own] for own in prompts.values()])[0]
+    return metrics

@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
-from etude.config.names import check_names
+from etude.config.checks import check_names
 from etude.data import RLDataset
 from etude.errors import ConfigError
 from etude.inference import check_takes_images

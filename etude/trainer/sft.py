@@ -19,18 +19,17 @@ from omegaconf import DictConfig
 
 from etude.data import ResumableLoader, RLDataset, SFTDataset
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
+from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.trainer.checkpoints import Checkpoints, written_whole
-from etude.trainer.display import Display
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import SkippedSteps, reward_source_metrics, tool_metrics
+from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
-from etude.trainer.timing import Timings
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
@@ -146,7 +145,7 @@ class SFTTrainer:
             chat_template_kwargs=self.data.apply_chat_template_kwargs,
         )
 
-    def fit(self) -> Path:
+    def fit(self, emit: EventSink = ignore_event) -> Path:
         """Trains, and returns the folder of the resulting model.
 
         Raises:
@@ -164,28 +163,22 @@ class SFTTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with (
-            Display(
-                self.total_steps,
-                experiment,
-                enabled="console" in self.options.logger,
-                rollouts=None if self.trial is None else self.groups.progress,
-            ) as display,
-            Interrupts(display.note) as interrupts,
-        ):
-            if self.resumption is not None:
-                display.note(f"resumed from {self.resumption.folder}")
+        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
             try:
-                return self._loop(self.run_dir / "huggingface", tracking, display, interrupts)
+                emit(RunStarted(experiment, self.total_steps, self.options))
+                if self.resumption is not None:
+                    emit(Notice(f"resumed from {self.resumption.folder}"))
+                return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
             finally:
                 tracking.close()
+                emit(RunEnded())
 
-    def _loop(self, result: Path, tracking: Tracking, display: Display, interrupts: Interrupts) -> Path:
+    def _loop(self, result: Path, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Path:
         batches = self.loader.endless()
         while self.step < self.total_steps and not interrupts.stop:
-            self._advance(next(batches), result, tracking, display, interrupts)
+            self._advance(next(batches), result, tracking, emit, interrupts)
         if self.trial is None and self.step:
             self._write(result)
         if self.step < self.total_steps:
@@ -204,7 +197,7 @@ class SFTTrainer:
         rows: list[dict[str, Any]],
         result: Path,
         tracking: Tracking,
-        display: Display,
+        emit: EventSink,
         interrupts: Interrupts,
     ) -> None:
         """A step, and the trial and the checkpoint that are due after it."""
@@ -220,7 +213,7 @@ class SFTTrainer:
                 self._write(result)
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
-        display.step(self.step, metrics)
+        emit(StepFinished(self.step, self.total_steps, metrics))
         try:
             self._skipped.note(metrics)
         except TrainingStopped:
@@ -254,7 +247,9 @@ class SFTTrainer:
         place_scores(batch, RewardOptions())
         trajectories = trajectories_of(batch)
         if not trajectories:
-            raise EtudeError(f"all {len(batch)} trial rollouts were lost; the first: {first_cause(results_of(batch))}")
+            raise EtudeError(
+                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results_of(batch))}"
+            )
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _trial_seed(self, step: int) -> int:

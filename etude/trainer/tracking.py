@@ -10,21 +10,19 @@ is the display's part; computing the numbers is that of `metrics`.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
-from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError, one_line
+from etude.errors import ConfigError, EtudeError, MissingExtraError, one_line
+from etude.jsonl import json_line, write_atomically
 from etude.registry import Registry
-from etude.trainer.dumps import json_line, written_atomically
+from etude.run_folder import METRICS_FILE, read_steps
 
 logger = logging.getLogger(__name__)
-
-METRICS_FILE = "metrics.jsonl"
 
 
 class Tracker(Protocol):
@@ -145,8 +143,8 @@ class JsonlTracker:
 
 def _drop_steps_after(path: Path, step: int) -> None:
     """Rewrites the file without the lines of later steps and without a line that a kill cut short."""
-    with written_atomically(path) as kept:
-        for line, record in _lines(path):
+    with write_atomically(path) as kept:
+        for line, record in read_steps(path):
             if record is not None and record["step"] <= step:
                 kept.write(line)
 
@@ -159,34 +157,6 @@ def _move_aside(path: Path) -> None:
         os.replace(path, aside)
     except OSError as error:
         raise EtudeError(f"cannot move {path} of an earlier run to {aside.name}: {one_line(error)}") from error
-
-
-def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line with its record, None where the line is not a step's object."""
-    with path.open("rb") as file:
-        for line in file:
-            try:
-                record = json.loads(line)
-            except (ValueError, RecursionError):
-                record = None
-            is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
-            yield line.rstrip(b"\n") + b"\n", record if is_step else None
-
-
-def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a metrics file, one a step in ascending order; lines of one step are merged, cut lines left out.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
-    steps: dict[int, dict[str, Any]] = {}
-    try:
-        for _, record in _lines(Path(path)):
-            if record is not None:
-                steps.setdefault(record["step"], {}).update(record)
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {one_line(error)}") from error
-    return [steps[step] for step in sorted(steps)]
 
 
 @TRACKERS.register("tensorboard")

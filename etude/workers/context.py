@@ -18,6 +18,7 @@ from etude.chat import ToolParser
 from etude.errors import ConfigError
 from etude.options import MultiTurnOptions
 from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
+from etude.tools.calls import overrides
 from etude.trace import Tracer
 from etude.workers.options import RoleOptions
 from etude.workers.reading import Reading
@@ -27,13 +28,14 @@ from etude.workers.reading import Reading
 class ToolCatalogue:
     """What is configured: OpenAI schemas of the tools by name, names of interactions and of registered agent loops.
 
-    `tool_messages`: whether the default agent loop shows what tools answer by the chat template; a user's own, or an
-    environment, may do that in its own way.
+    `judges`: the tools that have a `calc_reward` of their own. `tool_messages`: whether the default agent loop shows what
+    tools answer by the chat template; a user's own, or an environment, may do that in its own way.
     """
 
     schemas: Mapping[str, dict[str, Any]]
     interactions: tuple[str, ...]
     agent_loops: tuple[str, ...]
+    judges: tuple[str, ...]
     has_environment: bool
     tool_messages: bool
 
@@ -45,6 +47,7 @@ class ToolCatalogue:
             {name: tool.get_openai_tool_schema().to_openai() for name, tool in context.tools.items()},
             tuple(context.interactions),
             tuple(AGENT_LOOPS.names()),
+            tuple(name for name, tool in context.tools.items() if overrides(tool, "calc_reward")),
             context.environment is not None,
             isinstance(loop, type) and issubclass(loop, ToolAgentLoop),
         )

@@ -54,9 +54,8 @@ class RoleOptions:
     config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        rollout = self.rollout
-        check_serving(rollout.name, rollout.server_urls, rollout.server_api_key_env, rollout.engine_kwargs)
-        if rollout.weight_transfer == "cuda_ipc" and not self.device.startswith("cuda"):
+        check_serving(self.rollout)
+        if self.rollout.weight_transfer == "cuda_ipc" and not self.device.startswith("cuda"):
             raise ConfigError("actor_rollout_ref.rollout.weight_transfer=cuda_ipc needs a GPU; use folder")
 
     def user_config(self) -> DictConfig | None:

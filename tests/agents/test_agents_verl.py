@@ -21,12 +21,12 @@ from etude.agents import (
 )
 from etude.agents.client import token_ids
 from etude.chat import ToolParser
+from etude.dumps import rollout_record, trajectory_from_record
 from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine
 from etude.models import TinyModelSpec, build_tiny_model
 from etude.rewards.scoring import one_row
 from etude.tools import ToolResponse
-from etude.trainer.dumps import rollout_record, trajectory_from_record
 from etude.trajectory import StopReason
 
 MODEL = build_tiny_model(TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, vocab_size=400), TOKENIZER)

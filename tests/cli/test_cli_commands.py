@@ -11,8 +11,8 @@ from house_stage import one_line_error
 
 import etude
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts
 from etude.trainer import run as runs
-from etude.trainer.dumps import read_rollouts
 
 ROOT = Path(etude.__file__).parents[1]
 
@@ -32,7 +32,7 @@ reward_model:
 def started(monkeypatch):
     """The configurations that runs were started with, instead of running them."""
     configs = []
-    monkeypatch.setattr(runs, "train", configs.append)
+    monkeypatch.setattr(runs, "train", lambda config, emit: configs.append(config))
     compose_module = sys.modules["etude.config.compose"]
     monkeypatch.setattr(compose_module, "check_start", lambda *settings: None)  # the documents' files are not here
     return configs

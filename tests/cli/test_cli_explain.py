@@ -5,10 +5,11 @@ import json
 import pytest
 
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts
 from etude.errors import DataError
-from etude.trainer.dumps import json_line, read_rollouts
-from etude.trainer.explain import Verdict, checks_of, read_row, tokens_of
+from etude.jsonl import json_line
 from etude.trainer.run import train
+from etude.viewer.explain import Verdict, checks_of, read_row, tokens_of
 
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -16,9 +16,9 @@ from house_stage import one_line_error
 from vision_stage import picture, save_vision_model
 
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.tools.builtin.images import image_url
-from etude.trainer.dumps import read_rollouts, sequences_of
 
 USER = {"role": "user", "content": "What is 2 + 3?"}
 SPEC = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, initializer_range=0.3)

@@ -5,19 +5,20 @@ import logging
 import math
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 
-from etude.algorithms.aggregation import LOSS_AGG_MODES
-from etude.algorithms.kl import KL_KINDS
+from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
-from etude.config.checks import problems_with
-from etude.config.generate import DOCS, docs_text, tree_files
+from etude.config.checks import check_names, problems_with
+from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
-from etude.config.names import check_names
 from etude.errors import ConfigError
+from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
-from etude.options.declare import choices
+from etude.options.serving import BUILTIN
+from etude.options.types import choices
 from etude.registry import import_object
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -190,6 +191,30 @@ def test_what_does_not_go_together_is_refused(overrides, key, why):
     assert why in text
 
 
+@pytest.mark.parametrize(
+    ("override", "fault"),
+    [
+        (
+            "reward_model.reward_kwargs={a: {b: [1, nan]}, c: inf}",
+            "reward_model.reward_kwargs.a.b[1] must be a finite number, got nan; "
+            "reward_model.reward_kwargs.c must be a finite number, got inf",
+        ),
+        (
+            "custom_reward_function.reward_kwargs.x.y=-inf",
+            "custom_reward_function.reward_kwargs.x.y must be a finite number, got -inf",
+        ),
+        ("data.apply_chat_template_kwargs.x=nan", "data.apply_chat_template_kwargs.x must be a finite number, got nan"),
+        (
+            f"{ROLLOUT}.engine_kwargs.vllm.share=nan",
+            f"{ROLLOUT}.engine_kwargs.vllm.share must be a finite number, got nan",
+        ),
+        (f"{ROLLOUT}.engine_kwargs.vllm=3", f"{ROLLOUT}.engine_kwargs.vllm must be a section of key: value, got 3"),
+    ],
+)
+def test_an_entry_of_a_free_form_section_is_refused_by_its_full_key(override, fault):
+    assert refusal(override) == f"{fault} (command line)"
+
+
 def test_a_window_that_holds_nothing_is_refused():
     text = refusal("target_success.low=0.5", root="sft")
     assert text.startswith("target_success.low=0.5 (command line): is above target_success.high=0.4")
@@ -242,12 +267,18 @@ def test_a_rooms_own_names_are_those_that_are_registered(key):
     assert not names.builtin or sorted(names.builtin) == ours
 
 
+def test_what_is_declared_of_an_engine_is_what_it_says_of_itself():
+    assert {name: kind_of(name) for name in BUILTIN} == BUILTIN
+
+
 def test_closed_choices_are_those_that_the_code_knows():
     declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
-    assert declared[f"{ACTOR}.loss_agg_mode"] == LOSS_AGG_MODES
-    kinds = {kind + sign for kind in KL_KINDS for sign in ("", "+")}
-    assert set(declared["algorithm.kl_penalty"]) == kinds
-    assert set(declared[f"{ACTOR}.kl_loss_type"]) == kinds - {"kl", "k1"}
+    ones = torch.ones(1, 1)
+    for mode in declared[f"{ACTOR}.loss_agg_mode"]:
+        agg_loss(ones, ones, mode)
+    for kind in declared["algorithm.kl_penalty"]:
+        kl_penalty(ones, ones, kind)
+    assert set(declared["algorithm.kl_penalty"]) - set(declared[f"{ACTOR}.kl_loss_type"]) == {"kl", "k1"}
     assert set(declared["actor_rollout_ref.model.dtype"]) == set(DTYPES)
 
 
@@ -306,8 +337,8 @@ def test_a_mini_batch_beyond_the_batch_is_said(caplog):
 # -- what is written from the declarations -----------------------------------------------------------------------------
 
 
-def test_the_tree_and_the_reference_page_are_current():
-    stale = [path.name for path, text in {**tree_files(), DOCS: docs_text()}.items() if path.read_text("utf-8") != text]
+def test_the_tree_and_the_pages_are_current():
+    stale = [path.name for path, text in {**tree_files(), **pages()}.items() if path.read_text("utf-8") != text]
     assert stale == [], "run  python -m etude.config.generate"
 
 

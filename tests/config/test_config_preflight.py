@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from etude.config import compose_with_sources
-from etude.config.preflight import check_start
+from etude.config import compose_run
 from etude.errors import ConfigError
 from etude.model_folder import local_folder
 
@@ -29,8 +28,7 @@ def files(tmp_path):
 
 
 def start(*overrides: str, command: str = "train", root: str = "grpo_trainer") -> None:
-    composition = compose_with_sources(root, list(overrides))
-    check_start(composition.options, composition.sources, command)
+    compose_run(command, root, list(overrides), None, root=root)
 
 
 def refusal(*overrides: str, **how: str) -> str:
@@ -64,11 +62,15 @@ def test_a_run_that_has_all_it_needs_may_start(files, tmp_path):
         ("reward_model.reward_manager=naiv", "nothing is registered as 'naiv'; did you mean 'naive'?"),
         (f"trainer.default_local_dir={__file__}/run", "is a file, not a folder"),
         (f"trainer.default_local_dir={'x' * 300}", "File name too long"),
+        (
+            f"{ROLLOUT}.server_api_key_env=NO_SUCH_KEY {ROLLOUT}.name=sglang {ROLLOUT}.server_urls=[http://a:1]",
+            "the environment variable NO_SUCH_KEY is not set",
+        ),
         (f"{ROLLOUT}.max_model_len=5000", "the model has 4096 positions"),
     ],
 )
 def test_what_is_missing_is_named(files, override, reason):
-    text = refusal(*files, override)
+    text = refusal(*files, *override.split())
     assert reason in text
     assert "\n" not in text
     assert override.partition("=")[0] in text
@@ -88,6 +90,95 @@ def test_everything_missing_is_in_one_message():
         MODEL,
         "custom_reward_function.path",
     ]
+
+
+@pytest.mark.parametrize("command", ["train", "eval"])
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        (["server_urls=[http://a:1]"], "server_urls=['http://a:1']", "the engine 'native' runs in this process"),
+        (["name=sglang"], "name=sglang", f"needs {ROLLOUT}.server_urls"),
+        (["name=sglang", "server_urls=[a]"], "server_urls=['a']", "'a' is no server address"),
+        (["name=sglang", "server_urls=[http://a,http://a/v1]"], "server_urls=", "names an address twice"),
+        (["engine_kwargs.vlm.seed=1"], "engine_kwargs={'vlm': {'seed': 1}}", "no engine 'vlm' (available: native"),
+        (["engine_kwargs.native.seed=1"], "engine_kwargs={'native': {'seed': 1}}", "the engine 'native' takes none"),
+    ],
+)
+def test_what_does_not_go_with_the_engine_is_refused(files, command, overrides, key, why):
+    text = refusal(
+        *files,
+        f"data.val_files={files[0].partition('=')[2]}",
+        *(f"{ROLLOUT}.{override}" for override in overrides),
+        command=command,
+    )
+    assert text.startswith(f"{ROLLOUT}.{key}")
+    assert f"(command line): {why}" in text
+    assert "\n" not in text
+
+
+def test_what_is_missing_stands_beside_what_is_wrong(files):
+    text = refusal("data.train_files=3", "critic.ppo_epochs=0", f"{ROLLOUT}.do_sample=false", f"{MODEL}=/nowhere/model")
+    assert [line.split()[0].partition("=")[0] for line in text.splitlines()[1:]] == [
+        "data.train_files[0]",
+        "critic.ppo_epochs",
+        MODEL,
+        f"{ROLLOUT}.do_sample",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "training needs answers that differ"),
+        ([f"{ROLLOUT}.top_k=1"], f"{ROLLOUT}.top_k=1", "training needs answers that differ"),
+        (
+            [f"{ROLLOUT}.name=openai", f"{ROLLOUT}.server_urls=[http://a:1]"],
+            f"{ROLLOUT}.name=openai",
+            "is for `etude eval` only",
+        ),
+        (["reward_model.enable=false"], "reward_model.enable=false", "leaves nothing that could reward"),
+        (["reward_model.score_weight=0"], "reward_model.score_weight=0.0", "leaves nothing that could reward"),
+    ],
+)
+def test_what_teaches_nothing_is_refused_in_training_and_fine_elsewhere(files, overrides, key, why):
+    text = refusal(*files, *overrides)
+    assert text.startswith(f"{key} (command line): ")
+    assert why in text
+    assert "\n" not in text
+    start(*files, f"data.val_files={files[0].partition('=')[2]}", *overrides, command="eval")
+
+
+@pytest.mark.parametrize(
+    ("sources", "rewards"),
+    [
+        ("", False),
+        ("{multi}.tool_config_path=${{etude.builtin_tools:calculator}}", True),
+        ("{multi}.tool_config_path=${{etude.builtin_tools:calculator}} {multi}.enable=false", False),
+        ("{multi}.tool_config_path=${{etude.builtin_tools:calculator}} reward_model.tool_reward_weight=0", False),
+        ("{multi}.function_tool_path={file}", True),
+        ("{multi}.interaction_config_path={file}", True),
+        ("actor_rollout_ref.env.name=base", True),
+        ("actor_rollout_ref.env.name=base {multi}.enable=false", False),
+        ("plugins=[{file}]", True),
+        (f"{ROLLOUT}.agent.agent_loop_config_path={{file}}", True),
+        (f"{ROLLOUT}.agent.openai_agent.function={{file}}:f", True),
+        (f"{ROLLOUT}.agent.openai_agent.command=[run]", True),
+        ("plugins=[{file}] reward_model.tool_reward_weight=0 reward_model.score_weight=0", False),
+    ],
+)
+def test_a_run_that_no_one_rewards_is_refused(files, tmp_path, sources, rewards):
+    (tmp_path / "own.py").write_text("")
+    overrides = sources.format(multi=f"{ROLLOUT}.multi_turn", file=tmp_path / "own.py").split()
+    if rewards:
+        start(*files, "reward_model.enable=false", *overrides)
+    else:
+        assert "leaves nothing that could reward" in refusal(*files, "reward_model.enable=false", *overrides)
+
+
+def test_a_loop_of_ones_own_file_may_be_the_default(files, tmp_path):
+    (tmp_path / "loops.yaml").write_text("[{name: mine, _target_: mine.Loop}]")
+    loops = f"{ROLLOUT}.agent.agent_loop_config_path={tmp_path}/loops.yaml"
+    start(*files, loops, f"{ROLLOUT}.agent.default_agent_loop=mine")
 
 
 def test_each_command_needs_its_own(files):
@@ -116,7 +207,16 @@ def test_only_what_cannot_be_a_folder_is_looked_up_on_a_hub(tmp_path, monkeypatc
     assert local_folder("HuggingFaceTB/SmolLM2-135M") is None
 
 
-@pytest.mark.parametrize("arguments", [["algorithm.gamma=5"], [], [f"{ROLLOUT}.name=vlm"], ["plugins=[/nowhere.py]"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [f"{ROLLOUT}.do_sample=false", f"{ROLLOUT}.server_urls=[http://a:1]"],
+        ["algorithm.gamma=5"],
+        [],
+        [f"{ROLLOUT}.name=vlm"],
+        ["plugins=[/nowhere.py]"],
+    ],
+)
 def test_a_command_refuses_before_torch_is_imported(arguments):
     code = (
         "import sys; from etude.cli.main import cli, run; status = run(cli, ['train', *sys.argv[1:]]); "

@@ -11,8 +11,10 @@ from etude.errors import ConfigError, EngineError, MissingExtraError
 from etude.inference import SamplingParams, check_serving
 from etude.inference import http as http_module
 from etude.inference.answer import Answer, checked_output
-from etude.inference.http import HttpServer, StatusError, server_url
+from etude.inference.http import HttpServer, StatusError
 from etude.inference.vllm import VLLMEngine
+from etude.options import RolloutOptions
+from etude.options.serving import server_url
 
 
 def answering(raw, path="/x", *, timeout=2.0, call="get", hold=False):
@@ -89,13 +91,13 @@ def test_a_server_that_never_answers_is_given_up():
 
 @pytest.mark.parametrize("text", ["ftp://host", "localhost:8000", "", "http://", "http://a:port", "http://a/?q=1", 3])
 def test_what_is_no_address_is_refused(text):
-    with pytest.raises(ConfigError, match=r"rollout\.server_urls: '.*' is no server address"):
-        server_url(text, "rollout.server_urls")
+    with pytest.raises(ConfigError, match=r"'.*' is no server address"):
+        server_url(text)
 
 
 @pytest.mark.parametrize("text", ["http://a:1", "http://a:1/", "http://a:1/v1", "http://a:1/v1/", " http://a:1 "])
 def test_spellings_of_one_address_are_one(text):
-    assert server_url(text, "k") == "http://a:1"
+    assert server_url(text) == "http://a:1"
 
 
 PARAMS = SamplingParams(max_tokens=6, stop_token_ids=(7,))
@@ -137,15 +139,19 @@ def test_what_cannot_be_trained_on_is_refused(answer, message):
         checked_output(answer, PARAMS, 0, "server")
 
 
-def refuse(message, name, urls=(), key=None, kwargs=None):
+def check(name, urls=(), key=None, kwargs=None):
+    check_serving(RolloutOptions(name=name, server_urls=urls, server_api_key_env=key, engine_kwargs=kwargs or {}))
+
+
+def refuse(message, *settings, **more):
     with pytest.raises(ConfigError, match=message):
-        check_serving(name, urls, key, kwargs or {})
+        check(*settings, **more)
 
 
 def test_a_rollout_section_that_cannot_work_is_one_line(monkeypatch):
-    refuse("server_urls is set, but the engine 'native' runs in this process", "native", ["http://a:1"])
-    refuse(r"name=sglang needs actor_rollout_ref.rollout.server_urls", "sglang")
-    refuse("name=openai needs", "openai")
+    refuse("server_urls: the engine 'native' runs in this process", "native", ["http://a:1"])
+    refuse(r"name: needs actor_rollout_ref.rollout.server_urls", "sglang")
+    refuse("name: needs", "openai")
     refuse("'a:1' is no server address", "sglang", ["a:1"])
     refuse("names an address twice", "vllm", ["http://a:1", "http://a:1/v1"])
     refuse("the environment variable NO_SUCH_KEY is not set", "sglang", ["http://a:1"], "NO_SUCH_KEY")
@@ -153,8 +159,8 @@ def test_a_rollout_section_that_cannot_work_is_one_line(monkeypatch):
     refuse("give these options to the server", "vllm", ["http://a:1"], kwargs={"vllm": {"seed": 1}})
     refuse("give these options to the server", "sglang", ["http://a:1"], kwargs={"sglang": {"x": 1}})
     refuse("the engine 'native' takes none", "native", kwargs={"native": {"x": 1}})
-    check_serving("native", [], None, {"vllm": {}})
-    check_serving("sglang", ["http://a:1", "https://b/"], None, {"vllm": {"seed": 1}})  # of another engine: not used
+    check("native", kwargs={"vllm": {}})
+    check("sglang", ["http://a:1", "https://b/"], kwargs={"vllm": {"seed": 1}})  # of another engine: not used
 
 
 def test_a_package_that_is_not_installed_is_named_with_its_pip_line(monkeypatch):
@@ -162,8 +168,8 @@ def test_a_package_that_is_not_installed_is_named_with_its_pip_line(monkeypatch)
     with pytest.raises(MissingExtraError, match=r"run  pip install 'etude\[vllm\]'"):
         VLLMEngine.check_installed({})
     with pytest.raises(MissingExtraError):
-        check_serving("vllm", [], None, {})
-    check_serving("vllm", ["http://127.0.0.1:8000"], None, {})  # a server needs nothing here
+        check("vllm")
+    check("vllm", ["http://127.0.0.1:8000"])  # a server needs nothing here
 
 
 def test_json_numbers_that_are_none_are_refused():

@@ -4,8 +4,7 @@ import dataclasses
 import pickle
 import subprocess
 import sys
-from collections.abc import Mapping
-from typing import Any, Literal
+from typing import Literal
 
 import pytest
 from hypothesis import given
@@ -13,21 +12,20 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.options import RolloutOptions, TrainOptions, declarations
-from etude.options.declare import (
+from etude.options.declare import When, key, options
+from etude.options.types import (
     BelowOne,
     Count,
     CountOrOff,
     Flag,
+    FreeForm,
     NonNegative,
     RawTexts,
     Share,
     Text,
     Texts,
-    When,
     allowed,
     allowed_shortly,
-    key,
-    options,
 )
 from etude.options.validate import build, plain, to_options
 
@@ -51,7 +49,7 @@ class Outer:
     stop: Texts | None = key("Stops.", default=None)
     words: RawTexts = key("Words.", default=())
     name: Text = key("Name.", default="x")
-    extra: Mapping[str, Any] = key("Anything.", default_factory=dict)
+    extra: FreeForm = key("Anything.", default_factory=dict)
     limit: CountOrOff | None = key("Limit.", default=None)
     share: Share = key("Share.", default=0.5)
     flag: Flag = key("Flag.", default=False)
@@ -128,6 +126,7 @@ def test_an_instance_is_frozen_and_crosses_processes():
         ({"name": " "}, "outer.name must be text that is not blank"),
         ({"name": "a\0b"}, "outer.name must be text that is not blank, without NUL"),
         ({"name": 3}, "outer.name must be text, got 3"),
+        ({"extra": {"a": ["\ud800"]}}, "outer.extra.a[0] must be text that UTF-8 can hold, got '\\ud800'"),
         ({"extra": [1]}, "outer.extra must be a section of key: value, got [1]"),
     ],
 )

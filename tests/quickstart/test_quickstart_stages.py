@@ -9,13 +9,13 @@ from house_stage import same, weights
 
 import etude.quickstart
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError
 from etude.quickstart import stages
 from etude.quickstart.prepare import TOOLS, Sizes, prepare
 from etude.quickstart.stages import Quickstart
 from etude.tools import load_tools
 from etude.trainer import run as runs
-from etude.trainer.dumps import read_rollouts
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 

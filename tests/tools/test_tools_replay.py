@@ -305,8 +305,8 @@ def test_a_file_that_cannot_be_used_is_one_error(tmp_path):
     with pytest.raises(DataError, match=r"absent.jsonl: cannot be read"):
         ToolCalls.of(Ledger(replay=str(tmp_path / "absent.jsonl")))
     assert "holds no call of this tool" in refused('{"tool": "other"}\n')
-    assert "line 2 is no JSON" in refused("\n{")
-    assert "line 1 is no JSON object" in refused("[]\n")
+    assert "line 2 is not JSON" in refused("\n{")
+    assert "line 1: expected a JSON object" in refused("[]\n")
     head = '{"tool": "ledger", "trajectory": "r", "event": '
     for line in ('"execute"}', '"create", "response": {"text": 3}}', '"dance"}', '"calc_reward", "reward": "x"}'):
         assert f"{path}: line 1 is no recorded call" in refused(head + line)

@@ -93,17 +93,17 @@ def test_an_evaluation_by_an_openai_server_is_that_of_the_model(tiny, tmp_path, 
 
 def test_training_refuses_an_engine_without_ids(tiny, tmp_path, capsys):
     arguments = ["train", *tiny.arguments(tmp_path, f"{ROLLOUT}.name=openai", f"{ROLLOUT}.server_urls=[http://a:1]")]
-    assert "rollout.name=openai is for `etude eval` only" in one_line_error(capsys, arguments)
+    assert "rollout.name=openai (command line): is for `etude eval` only" in one_line_error(capsys, arguments)
 
 
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        ((f"{ROLLOUT}.name=sglang",), "name=sglang needs actor_rollout_ref.rollout.server_urls"),
+        ((f"{ROLLOUT}.name=sglang",), "name=sglang (command line): needs actor_rollout_ref.rollout.server_urls"),
         ((f"{ROLLOUT}.name=sglang", f"{ROLLOUT}.server_urls=[127.0.0.1]"), "'127.0.0.1' is no server address"),
         ((f"{ROLLOUT}.server_urls=[http://a:1]",), "the engine 'native' runs in this process"),
         ((f"{ROLLOUT}.name=vlm",), "nothing is registered as 'vlm'; did you mean 'vllm'?"),
-        ((f"{ROLLOUT}.engine_kwargs.vlm.seed=1",), "engine_kwargs: no engine 'vlm'"),
+        ((f"{ROLLOUT}.engine_kwargs.vlm.seed=1",), "no engine 'vlm'"),
         ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), "weight_transfer=cuda_ipc (command line): shares"),
     ],
 )

@@ -3,8 +3,8 @@
 import pytest
 
 from etude.cli.main import cli, run
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError
-from etude.trainer.dumps import read_rollouts
 from etude.trainer.run import train
 
 ROLLOUT = "actor_rollout_ref.rollout"

@@ -1,16 +1,12 @@
 """An evaluation's figures: by prompt, by data source, and with intervals that cover."""
 
-import io
-
 import numpy as np
 import pytest
-from rich.console import Console
 
 from etude.agents import RolloutResult
 from etude.protocol import DataProto
-from etude.trainer.evaluation import evaluation_figures
 from etude.trainer.metrics import prompt_mean, wilson_interval
-from etude.trainer.progress import RolloutProgress
+from etude.trainer.run import evaluation_metrics
 from etude.trajectory import ToolCallRecord, Trajectory
 from etude.workers import RewardOptions
 
@@ -40,7 +36,7 @@ def batch(rows):
 def test_each_prompt_counts_once_and_each_source_has_its_figures():
     rows = [("easy", "e1", sample(1.0, tool=True))] * 3 + [("easy", "e2", sample(0.0)), ("hard", "h1", None)]
     rows += [("hard", "h2", sample(0.0)), ("gone", "g1", None)]
-    figures = evaluation_figures(batch(rows), RewardOptions())
+    figures = evaluation_metrics(batch(rows), RewardOptions())
     easy, hard, gone = (figures["sources"][name] for name in ("easy", "hard", "gone"))
     assert (
         easy["success"] == easy["tool_use"] == easy["reward"] == 0.5
@@ -66,20 +62,3 @@ def test_the_interval_covers_however_alike_the_samples_of_a_prompt_are(n, alike)
         _, low, high = prompt_mean(values.tolist())
         covered += low <= p <= high
     assert covered / trials >= 0.93
-
-
-def test_progress_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch):
-    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0, 19.0])
-    monkeypatch.setattr("etude.trainer.progress.time.monotonic", lambda: next(clock))
-    written = io.StringIO()
-    monkeypatch.setattr("etude.trainer.progress._POLL_SECONDS", 3600.0)
-    progress = RolloutProgress("evaluating", lambda: (2, 80))
-    progress._console = Console(file=written, width=20)
-    with progress:
-        for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):
-            progress(done, total)
-    assert written.getvalue().splitlines() == [
-        "evaluating: 3/8 rollouts · 10.0 s left",
-        "evaluating: 8/8 rollouts · 0.0 s left",
-        "evaluating: 1/80 rollouts",
-    ]

@@ -9,7 +9,7 @@ from trainer_tools import Moody
 
 from etude.agents import SingleTurnAgentLoop, register
 from etude.errors import EtudeError, InfrastructureError, TrainingStopped
-from etude.trainer import ppo, report
+from etude.trainer import ppo
 from etude.trainer.run import evaluate, train
 
 RETRIES = "actor_rollout_ref.rollout.infrastructure_retries"
@@ -70,7 +70,7 @@ def test_too_many_losses_stop_the_run_with_a_checkpoint_and_the_cause(tiny, tmp_
     run = tmp_path / "run"
     with pytest.raises(TrainingStopped) as stopped:
         train(tiny.config(run, tool.override, f"{RETRIES}=1", "trainer.min_valid_fraction=0.99"))
-    assert "trajectories were lost to infrastructure failures" in str(stopped.value)
+    assert "trajectories were dropped after infrastructure failures" in str(stopped.value)
     assert "the sum server is down" in str(stopped.value)
     assert steps(run) == [1]
     assert (run / "latest_checkpointed_iteration.txt").read_text() == "1"
@@ -120,7 +120,7 @@ def test_what_is_left_of_a_group_is_given_up_where_answers_are_compared(tiny, tm
     assert record["rollout/infrastructure_failures"] == 2
     assert (record["rollout/given_up"], record["rollout/dropped"]) == (given_up, 2 + given_up)
     if given_up:  # those count as lost, too
-        with pytest.raises(TrainingStopped, match="4 of 4 trajectories were lost"):
+        with pytest.raises(TrainingStopped, match="4 of 4 trajectories were dropped"):
             train(tiny.config(tmp_path / "strict", *settings, "trainer.min_valid_fraction=0.5"))
 
 
@@ -158,21 +158,12 @@ def test_a_fault_in_an_update_does_not_save_half_changed_weights(tiny, tmp_path,
     assert not list((tmp_path / "unsaved").glob("global_step*"))
 
 
-def test_a_report_that_cannot_be_written_hides_no_other_error(tiny, tmp_path, monkeypatch):
-    def broken(*args, **kwargs):
-        raise OSError("no room for a page")
-
-    monkeypatch.setattr(report, "write_report", broken)
-    train(tiny.config(tmp_path, "trainer.report=true", "trainer.total_training_steps=1"))
-    assert steps(tmp_path) == [1]
-
-
 def test_an_evaluation_without_survivors_is_an_error_and_not_a_zero(tiny, tmp_path):
     tool = Moody(tmp_path / "tool", 'raise OSError("gone")', good=0)
     (tmp_path / "down.py").write_text("def compute_score(**kwargs):\n    raise ConnectionError('no judge')\n")
     settings = (f"data.val_files={tiny.folder}/data/val.parquet", f"{RETRIES}=0", tool.override)
     config = tiny.config(tmp_path, *settings, f"custom_reward_function.path={tmp_path}/down.py")
-    with pytest.raises(EtudeError, match=r"3 of 3 trajectories were lost .*; the first: "):
+    with pytest.raises(EtudeError, match=r"3 of 3 trajectories were dropped .*; the first cause: "):
         evaluate(config, output=tmp_path / "figures.json")
     assert not (tmp_path / "figures.json").exists()
 
@@ -187,7 +178,7 @@ def test_an_evaluation_with_too_few_survivors_has_no_figures(tiny, tmp_path):
     )
     settings = (f"data.val_files={tiny.folder}/data/val.parquet", f"{RETRIES}=0")
     settings += (f"custom_reward_function.path={tmp_path}/judge.py",)
-    with pytest.raises(EtudeError, match=r"2 of 3 trajectories were lost .* trainer.min_valid_fraction=0.5 allows"):
+    with pytest.raises(EtudeError, match=r"2 of 3 trajectories were dropped .* trainer.min_valid_fraction=0.5 allows"):
         evaluate(tiny.config(tmp_path, *settings), output=tmp_path / "figures.json")
     assert not (tmp_path / "figures.json").exists()
     result = evaluate(tiny.config(tmp_path, *settings, "trainer.min_valid_fraction=0.3"))

@@ -17,7 +17,6 @@ from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
 from etude.trainer.metrics import SkippedSteps, validation_metrics
-from etude.trainer.ppo import PPOTrainer
 from etude.trainer.rollouts import failure_metrics, place_scores, results_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
@@ -218,19 +217,6 @@ def test_how_validation_is_cut_into_batches_changes_no_draw(tiny, tmp_path):
 
 
 # -- what is refused, and what ends a run ------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("greedy", "message"),
-    [
-        ("temperature=0", r"actor_rollout_ref\.rollout\.temperature must be a number above 0"),
-        ("do_sample=false", r"actor_rollout_ref\.rollout: training needs answers that differ"),
-        ("top_k=1", r"actor_rollout_ref\.rollout: training needs answers that differ"),
-    ],
-)
-def test_greedy_training_is_refused_before_anything_is_loaded(tiny, tmp_path, greedy, message):
-    with pytest.raises(ConfigError, match=message):
-        PPOTrainer(prepare(tiny.config(tmp_path, f"{ROLLOUT}.{greedy}")))
 
 
 @pytest.mark.parametrize("kind", ["kl", "k1"])

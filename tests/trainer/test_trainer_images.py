@@ -14,15 +14,15 @@ from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import read_rows, write_parquet
 from etude.data.prepare import pictures as task
+from etude.dumps import read_rollouts, trajectory_from_record, without_pixels
 from etude.errors import ConfigError, DataError
 from etude.models import ImageReader, load_causal_lm, load_processor
 from etude.tools.builtin.image_zoom import crop_box
 from etude.tools.builtin.images import load_image
-from etude.trainer.conversations import conversation, readable
-from etude.trainer.dumps import read_rollouts, trajectory_from_record, without_pixels
-from etude.trainer.explain import Verdict, checks_of
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
+from etude.viewer.conversations import conversation, readable
+from etude.viewer.explain import Verdict, checks_of
 
 PLUGIN = '''
 """A format in which every turn of an untrained model asks for a closer look, and a score that varies."""

@@ -5,9 +5,9 @@ import yaml
 from house_stage import ROLLOUT, Launched, metrics
 from mcp_stage import STDIO, write_json
 
+from etude.dumps import read_rollouts
 from etude.quickstart.prepare import TOOLS
 from etude.tools import load_tools
-from etude.trainer.dumps import read_rollouts
 
 CALLS = 10  # that a server answers before it dies
 

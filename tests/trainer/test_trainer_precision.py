@@ -31,9 +31,7 @@ def test_small_steps_add_up_and_the_engine_follows(tiny, tmp_path, dtype):
         assert figures["training/rollout_probs_diff_mean"] < 0.02  # the engine has the actor's weights, up to rounding
     moved = [not torch.equal(a, b) for a, b in zip(start, worker._optimizer._parameters)]
     assert all(moved)
-    seen = [
-        torch.equal(p, m.to(p.dtype)) for p, m in zip(worker.model.parameters(), worker._optimizer._parameters)
-    ]
+    seen = [torch.equal(p, m.to(p.dtype)) for p, m in zip(worker.model.parameters(), worker._optimizer._parameters)]
     assert all(seen)
     assert worker._manager.engine._model is worker.model
     assert worker.model.dtype == getattr(torch, dtype)

@@ -9,8 +9,8 @@ from omegaconf import OmegaConf
 from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
+from etude.dumps import read_rollouts
 from etude.errors import CheckpointError
-from etude.trainer.dumps import read_rollouts
 from etude.trainer.run import train
 
 SAVES = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")

@@ -16,10 +16,10 @@ from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import read_rollouts, sequences_of
+from etude.jsonl import json_line
 from etude.models import load_causal_lm
 from etude.options import RewardOptions
-from etude.trainer.dumps import json_line, read_rollouts, sequences_of
-from etude.trainer.explain import Verdict, checks_of, claims_of
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
 from etude.trainer.ppo import PPOTrainer
@@ -28,6 +28,7 @@ from etude.trainer.run import train
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.viewer.explain import Verdict, checks_of, claims_of
 from etude.workers import ActorRolloutRefWorker
 from etude.workers.minibatches import mini_batches
 

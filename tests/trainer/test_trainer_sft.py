@@ -125,7 +125,7 @@ def test_a_trial_that_is_lost_is_no_zero(tiny, tmp_path):
     code = (tmp_path / "tool" / "moody.py").read_text()
     (tmp_path / "tool" / "moody.py").write_text(code.replace('note("create")', 'raise OSError("no tools today")'))
     override = tool.override.replace("actor_rollout_ref.rollout.", "")
-    with pytest.raises(EtudeError, match=r"all 3 trial rollouts were lost; .*no tools today"):
+    with pytest.raises(EtudeError, match=r"all 3 trial rollouts were dropped; .*no tools today"):
         fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0), override))
 
 

@@ -11,7 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.errors import ConfigError, DataError, EtudeError, MissingExtraError
-from etude.trainer.tracking import TRACKERS, Tracking, read_metrics
+from etude.run_folder import read_metrics
+from etude.trainer.tracking import TRACKERS, Tracking
 
 
 def lines(run: Path) -> list[dict]:

@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
+from etude.dumps import read_rollouts, trajectory_from_record
 from etude.rewards import TrajectoryScorer
-from etude.trainer.dumps import read_rollouts, trajectory_from_record
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -304,6 +304,34 @@ def test_a_run_in_steps_is_the_trainer_used_by_hand(tiny, tmp_path):
     trainer.training_step(quiet())
     assert trainer.save() == tmp_path / "global_step_1"
     assert not same(weights(tmp_path, 1), load_file(tiny.model / "model.safetensors"))
+
+
+@pytest.mark.parametrize(
+    ("settings", "warned"),
+    [
+        ((), False),
+        (("reward_model.enable=false",), True),
+        (("reward_model.score_weight=0",), True),
+        (("reward_model.enable=false", "plugins=[{folder}/agent.py]"), False),
+        (("reward_model.enable=false", f"{ROLLOUT}.multi_turn.tool_config_path={{folder}}/judge.yaml"), False),
+    ],
+)
+def test_tools_that_may_reward_nothing_draw_one_warning(tiny, tmp_path, caplog, settings, warned):
+    (tmp_path / "judge.py").write_text(
+        "from etude.tools import BaseTool\n\n\nclass Judge(BaseTool):\n"
+        "    async def calc_reward(self, instance_id, **kwargs):\n        return 1.0\n"
+    )
+    schema = (
+        "{type: function, function: {name: calculator, description: d, parameters: {type: object, properties: {}}}}"
+    )
+    (tmp_path / "judge.yaml").write_text(f"tools:\n- {{class_name: 'judge.py:Judge', tool_schema: {schema}}}\n")
+    (tmp_path / "agent.py").write_text("")
+    given = ["plugins=[]", f"{ROLLOUT}.multi_turn.format=hermes", "custom_reward_function.path=null", *settings]
+    with caplog.at_level(logging.WARNING, logger="etude"):
+        PPOTrainer(prepare(tiny.config(tmp_path, *(each.format(folder=tmp_path) for each in given))))
+    lines = [r.getMessage() for r in caplog.records if "every answer earns 0" in r.getMessage()]
+    assert len(lines) == warned
+    assert all("no tool (calculator) has a calc_reward" in line for line in lines)
 
 
 def test_two_judges_of_one_answer_draw_one_warning(tiny, tmp_path, caplog):

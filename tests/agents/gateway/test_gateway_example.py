@@ -8,11 +8,11 @@ import pytest
 from gateway_stage import native, served
 
 from etude.config import compose
+from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.registry import import_object
-from etude.trainer.dumps import read_rollouts, sequences_of
-from etude.trainer.explain import checks_of
 from etude.trainer.run import train
+from etude.viewer.explain import checks_of
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, initializer_range=0.3, vocab_size=400)

@@ -7,9 +7,9 @@ import pytest
 from house_stage import ROLLOUT, metrics, same, weights
 from safetensors.torch import load_file
 
-from etude.trainer.dumps import read_rollouts, sequences_of, trajectory_from_record
-from etude.trainer.explain import checks_of, claims_of
+from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trainer.run import train
+from etude.viewer.explain import checks_of, claims_of
 
 AGENT = """
 import json

@@ -16,7 +16,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.trainer.dumps import dump_steps, read_rollouts
+from etude.dumps import dump_steps, read_rollouts
 from etude.trajectory import StopReason
 
 MAX_TEXT = 6000  # characters shown of one block

@@ -11,14 +11,14 @@ import pytest
 from click.testing import CliRunner
 
 from etude.cli.report import report
+from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
-from etude.trainer.charts import charts, series
-from etude.trainer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
-from etude.trainer.dumps import rollout_record, write_rollouts
-from etude.trainer.report import write_report
-from etude.trainer.run_record import run_record
+from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.viewer.charts import charts, series
+from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
+from etude.viewer.report import write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
 
@@ -212,7 +212,7 @@ def test_a_broken_dump_is_named_and_a_cut_metrics_line_is_not_missed(run: Path) 
         file.write('{"step": 50, "rew')
     assert write_report(run).is_file()
     (run / "validation" / "0.jsonl").write_text("{\n")
-    with pytest.raises(DataError, match=r"0\.jsonl:1"):
+    with pytest.raises(DataError, match=r"0\.jsonl: line 1"):
         write_report(run)
 
 
@@ -322,9 +322,28 @@ def test_the_command_writes_and_prints_the_path(run: Path) -> None:
     assert "\n" not in str(failed.exception)
 
 
-def test_reporting_needs_no_torch() -> None:
-    code = "import etude.trainer.report, sys; sys.exit('torch' in sys.modules or 'transformers' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], timeout=60, check=False).returncode == 0
+LOOK = """
+import importlib, pkgutil, sys
+from pathlib import Path
+import etude.viewer
+
+run = Path(sys.argv[1])
+for module in pkgutil.iter_modules(etude.viewer.__path__):
+    importlib.import_module(f"etude.viewer.{module.name}")
+etude.viewer.report.write_report(run)
+record = etude.viewer.explain.read_row(run / "validation" / "0.jsonl", 0)
+assert len(etude.viewer.explain.checks_of(record)) == 5
+assert list(etude.viewer.explain.tokens_of(record))
+heavy = {"torch", "ray", "transformers", "etude.trainer"} & set(sys.modules)
+sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
+"""
+
+
+def test_looking_at_a_run_needs_neither_torch_nor_a_trainer(run: Path) -> None:
+    done = subprocess.run(
+        [sys.executable, "-c", LOOK, str(run)], timeout=60, check=False, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):

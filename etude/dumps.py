@@ -6,115 +6,26 @@ record can be replayed, re-scored and viewed without the model or its tokenizer.
 their sizes and digests; it holds no pixels.
 
 Deciding which trajectories to dump, and decoding their text, is the trainer's part. Nothing here imports torch, so that
-viewers start fast; arrays and tensors are recognised by their `tolist`.
+viewers start fast.
 """
 
 from __future__ import annotations
 
-import base64
 import hashlib
-import json
 import math
-import os
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
-from dataclasses import is_dataclass
-from enum import Enum
 from pathlib import Path
-from typing import Any, BinaryIO, TypeAlias, TypeVar, cast
+from typing import Any, TypeVar, cast
 
-from pydantic import BaseModel
-
-from etude.errors import DataError, EtudeError, one_line
+from etude.errors import DataError, one_line
+from etude.jsonl import JsonValue, json_line, json_safe, read_json_lines, write_atomically
 from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
 
 T = TypeVar("T")
-JsonValue: TypeAlias = "bool | int | float | str | list[JsonValue] | dict[str, JsonValue] | None"
 
-MAX_LINE_BYTES = 256 * 2**20  # a longer line is no rollout of ours
-_MAX_DEPTH = 48  # deeper than any message; tool metrics may hold cycles
-_MAX_INT_BITS = 1024  # far below the interpreter's limit for printing an integer
-_MAX_REPR = 200
-_SMALLEST_PICTURE = 64  # bytes
+_MIN_IMAGE_BYTES = 64
 _DATA_ADDRESS = re.compile(r"data:[\w./+-]*;base64,")
-
-
-def json_safe(value: object, _depth: int = 0) -> JsonValue:
-    """`value` as plain JSON data; never raises for data of any kind.
-
-    Non-finite numbers become None, bytes `{"base64": …}`, arrays and tensors lists, anything unknown its shortened
-    `repr`; nesting deeper than 48 levels is cut.
-    """
-    if value is None or isinstance(value, bool):
-        return value
-    if _depth > _MAX_DEPTH:
-        return "…"
-    if isinstance(value, Enum):
-        return json_safe(value.value, _depth + 1)
-    if isinstance(value, int):
-        return int(value) if value.bit_length() <= _MAX_INT_BITS else hex(value)
-    if isinstance(value, float):
-        return float(value) if math.isfinite(value) else None
-    if isinstance(value, str):
-        return str(value)
-    return _json_safe_object(value, _depth + 1)
-
-
-def _json_safe_object(value: object, depth: int) -> JsonValue:
-    if isinstance(value, Mapping):
-        return {str(json_safe(key)): json_safe(item, depth) for key, item in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [json_safe(item, depth) for item in value]
-    if isinstance(value, (bytes, bytearray, memoryview)):
-        return {"base64": base64.b64encode(bytes(value)).decode("ascii")}
-    if isinstance(value, Path):
-        return str(value)
-    if isinstance(value, BaseModel) or (is_dataclass(value) and not isinstance(value, type)):
-        return json_safe(dict(vars(value)), depth)
-    if callable(getattr(value, "tolist", None)):  # numpy and torch, scalars included
-        listed = cast(Any, value).tolist()
-        return repr(value)[:_MAX_REPR] if type(listed) is type(value) else json_safe(listed, depth)
-    return _short_repr(value)
-
-
-def _short_repr(value: object) -> str:
-    try:
-        text = repr(value)
-    except Exception:  # a tool's own class may fail to print itself
-        text = f"<{type(value).__name__}>"
-    return text if len(text) <= _MAX_REPR else text[: _MAX_REPR - 1] + "…"
-
-
-def json_line(record: object) -> bytes:
-    """`record` as one line of UTF-8 JSON, newline included. Text with lone surrogates is written as ASCII escapes."""
-    safe = json_safe(record)
-    try:
-        return json.dumps(safe, ensure_ascii=False, allow_nan=False).encode() + b"\n"
-    except UnicodeEncodeError:
-        return json.dumps(safe, allow_nan=False).encode() + b"\n"
-
-
-@contextmanager
-def written_atomically(path: Path) -> Iterator[BinaryIO]:
-    """Opens a temporary file beside `path` that replaces it when the block ends well and vanishes otherwise.
-
-    Raises:
-        EtudeError: the file cannot be written; names it.
-    """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with temporary.open("wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError as error:
-        raise EtudeError(f"cannot write {path}: {one_line(error)}; check folder and disk space") from error
-    finally:
-        with suppress(OSError):
-            temporary.unlink(missing_ok=True)
 
 
 def write_rollouts(folder: Path | str, step: int, records: Iterable[Mapping[str, object]]) -> Path:
@@ -124,7 +35,7 @@ def write_rollouts(folder: Path | str, step: int, records: Iterable[Mapping[str,
         EtudeError: the file cannot be written; names it.
     """
     path = Path(folder) / f"{step}.jsonl"
-    with written_atomically(path) as file:
+    with write_atomically(path) as file:
         for record in records:
             file.write(json_line(record))
     return path
@@ -136,30 +47,7 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
     Raises:
         DataError: the file cannot be read, or a line is not a JSON object; names file and line.
     """
-    path = Path(path)
-    try:
-        with path.open("rb") as file:
-            number = 0
-            while line := file.readline(MAX_LINE_BYTES + 1):
-                number += 1
-                if line.strip():
-                    yield _parse_line(line, f"{path}:{number}")
-    except OSError as error:
-        raise DataError(f"cannot read {path}: {one_line(error)}") from error
-
-
-def _parse_line(line: bytes, where: str) -> dict[str, Any]:
-    if len(line) > MAX_LINE_BYTES:
-        raise DataError(f"{where}: line longer than {MAX_LINE_BYTES // 2**20} MiB; this is no rollout dump")
-    try:
-        record = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise DataError(
-            f"{where}: not JSON ({one_line(error, 120)}); this is no rollout dump, or it was cut or edited"
-        ) from error
-    if not isinstance(record, dict):
-        raise DataError(f"{where}: expected a JSON object, found {type(record).__name__}")
-    return record
+    return (record for _, record in read_json_lines(path))
 
 
 def dump_steps(folder: Path | str) -> list[int]:
@@ -207,18 +95,18 @@ def rollout_record(
     }
     sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
     first = {key: sequence.pop(key) for key in ("input", "output")}  # what one reads by eye
-    told = cast("dict[str, JsonValue]", json_safe(head | known | flat))
-    return first | told | {"earlier": [dict(each) for each in earlier]} | sequence
+    flat_row = cast("dict[str, JsonValue]", json_safe(head | known | flat))
+    return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
 
 
 def without_pixels(value: object) -> object:
-    """`value` with the size and digest of each picture in it instead of its bytes: a row hands its tools pictures."""
+    """`value` with the size and digest of each image in it instead of its bytes: a row hands its tools images."""
     if isinstance(value, Mapping):
         return {key: without_pixels(member) for key, member in value.items()}
     if isinstance(value, list):
         return [without_pixels(member) for member in value]
     data = value.encode("utf-8", "replace") if isinstance(value, str) and _DATA_ADDRESS.match(value) else value
-    if isinstance(data, bytes) and len(data) >= _SMALLEST_PICTURE:
+    if isinstance(data, bytes) and len(data) >= _MIN_IMAGE_BYTES:
         return {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}
     return value
 

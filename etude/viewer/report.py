@@ -23,17 +23,21 @@ from jinja2 import Environment, StrictUndefined
 from markupsafe import Markup
 
 from etude.errors import DataError, one_line
-from etude.trainer.charts import Chart, Records, charts, is_number, series, validation_keys, validation_label
-from etude.trainer.conversations import Conversation, Samples, load_failures, load_samples, readable
-from etude.trainer.display import duration
-from etude.trainer.dumps import written_atomically
-from etude.trainer.problems import problems
-from etude.trainer.run_record import COMPLETED, read_run_record
-from etude.trainer.tracking import METRICS_FILE, read_metrics
+from etude.jsonl import write_atomically
+from etude.problems import problems
+from etude.run_folder import (
+    COMPLETED,
+    CONFIG_FILE,
+    METRICS_FILE,
+    REPORT_FILE,
+    SUMMARY_FILE,
+    read_metrics,
+    read_run_record,
+)
+from etude.viewer.charts import Chart, Records, charts, series, validation_keys
+from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, readable
+from etude.viewer.panel import duration, is_number, validation_label
 
-REPORT_FILE = "report.html"
-SUMMARY_FILE = "summary.json"
-CONFIG_FILE = "config.yaml"
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
 MAX_HEADLINES = 6
@@ -122,7 +126,7 @@ def write_report(
             f"{run_dir} holds no {METRICS_FILE}, dumps, {SUMMARY_FILE} or {CONFIG_FILE}; is it a run's folder?"
         )
     path = run_dir / REPORT_FILE
-    with written_atomically(path) as file:
+    with write_atomically(path) as file:
         file.write(render_page(contents).encode(errors="replace"))
     return path
 

@@ -15,8 +15,8 @@ from itertools import islice, takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.errors import DataError
-from etude.trainer.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trajectory import Provenance, Segment, Trajectory
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""What is wrong with a step, in words: the display and the report say it where the figures alone would look healthy.
+"""What is wrong with a step, in words: the display and the report say it where the metrics alone would look healthy.
 
 Invariant: a pure function of a step's metrics, silent where nothing is wrong; its kinds are fixed words, so that they can
 be counted over a run.
@@ -9,12 +9,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 
+from etude.trajectory import StopReason
+
 _CUT = {  # endings that are not the model's own choice, and what sets them off
-    "response_length": "cut at data.max_response_length",
-    "max_assistant_turns": "ended at multi_turn.max_assistant_turns",
-    "tool_response_overflow": "had no room for a tool's answer",
-    "time_limit": "ran out of multi_turn.max_seconds",
-    "malformed_call": "ended by a malformed call",
+    StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
+    StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
+    StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
+    StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
+    StopReason.MALFORMED_CALL: "ended by a malformed call",
 }
 _CUT_SHARE = 0.1  # of trajectories, below which cut ones are nothing to tell
 _FAILED_SHARE = 0.1  # of a tool's calls, likewise
@@ -51,9 +53,9 @@ def problems(metrics: Mapping[str, float]) -> dict[str, str]:
         else:
             found["equal rewards"] = "all groups filtered out: nothing is learned"
     for ending, words in _CUT.items():
-        share = metrics.get(f"rollout/stop_reason/{ending}", 0.0)
+        share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
-            found[ending] = f"{100 * share:.0f} % of trajectories {words}"
+            found[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
     return found | _tool_problems(metrics)
 
 

@@ -3,17 +3,31 @@
 import io
 import logging
 import math
+import pickle
 import re
 import sys
+from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.trainer import display as module
-from etude.trainer.curves import braille_curve, resample, sparkline
-from etude.trainer.display import Display, RunConsole, RunState, duration, plain_line, render, time_split
-from etude.trainer.problems import problems
+from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.options import RunOptions, TrainerOptions
+from etude.problems import problems
+from etude.viewer import display as module
+from etude.viewer.display import Display, RolloutBar, RunConsole
+from etude.viewer.panel import (
+    ROWS,
+    RunState,
+    braille_curve,
+    duration,
+    plain_line,
+    render,
+    resample,
+    sparkline,
+    time_split,
+)
 
 METRICS = {
     "reward/total/mean": 0.625,
@@ -43,13 +57,22 @@ def output(console: RunConsole) -> str:
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", console.file.getvalue())
 
 
+def show(console: RunConsole, *events: Event, logger: tuple[str, ...] = ("console",)) -> None:
+    """A run of ten steps with `events`."""
+    display = Display(console)
+    for event in (RunStarted("demo", 10, RunOptions(logger=logger)), *events, RunEnded()):
+        display(event)
+
+
 def test_a_pipe_gets_one_plain_line_a_step() -> None:
     console = pipe()
-    with Display(10, "demo", console=console) as display:
-        display.rollout_progress(1, 8)
-        display.step(1, METRICS)
-        display.step(2, METRICS | {"rollout/dropped": 3})
-        display.note("checkpoint\nwritten")
+    show(
+        console,
+        RolloutProgress(1, 8),
+        StepFinished(1, 10, METRICS),
+        StepFinished(2, 10, METRICS | {"rollout/dropped": 3}),
+        Notice("checkpoint\nwritten"),
+    )
     first, second, note = output(console).splitlines()
     for part in (
         "step 1/10",
@@ -70,20 +93,14 @@ def test_a_pipe_gets_one_plain_line_a_step() -> None:
 
 def test_disabled_shows_nothing() -> None:
     for console in (pipe(), terminal()):
-        with Display(10, "demo", enabled=False, console=console) as display:
-            display.rollout_progress(1, 8)
-            display.step(1, METRICS)
-            display.note("x")
+        show(console, RolloutProgress(1, 8), StepFinished(1, 10, METRICS), Notice("x"), logger=("jsonl",))
         assert output(console) == ""
 
 
 def test_a_terminal_gets_a_panel_with_everything() -> None:
     console = terminal()
-    with Display(10, "demo", console=console) as display:
-        display.rollout_progress(3, 8)
-        display.step(1, METRICS)
-        display.step(2, METRICS)
-        display.note("checkpoint written")
+    steps = [StepFinished(step, 10, METRICS) for step in (1, 2)]
+    show(console, RolloutProgress(3, 8), *steps, Notice("checkpoint written"))
     text = output(console)
     for part in ("Étude", "demo", "2/10", "3/8", "reward", "success", "entropy", "gen 75 %", "other 12 %", "gsm8k"):
         assert part in text
@@ -96,9 +113,11 @@ def test_log_records_go_through_the_view_and_back_afterwards() -> None:
     before = logging.StreamHandler(sys.stderr)
     root.addHandler(before)
     try:
-        with Display(10, "demo", console=console):
-            assert before not in root.handlers
-            logging.getLogger("etude.test").warning("[bold]tool raised[/bold]")
+        display = Display(console)
+        display(RunStarted("demo", 10, RunOptions()))
+        assert before not in root.handlers
+        logging.getLogger("etude.test").warning("[bold]tool raised[/bold]")
+        display(RunEnded())
         assert before in root.handlers
     finally:
         root.removeHandler(before)
@@ -120,11 +139,7 @@ def test_a_broken_output_never_reaches_the_training(
     force_terminal: bool, error: OSError, caplog: pytest.LogCaptureFixture
 ) -> None:
     console = RunConsole(file=BrokenFile(error), force_terminal=force_terminal, _environ={"TERM": "xterm"})
-    with Display(10, "demo", console=console) as display:
-        for step in range(3):
-            display.rollout_progress(1, 2)
-            display.step(step, METRICS)
-            display.note("x")
+    show(console, *[RolloutProgress(1, 2), StepFinished(1, 10, METRICS), Notice("x")] * 3)
     assert sum("training goes on" in record.message for record in caplog.records) == 1
 
 
@@ -134,13 +149,12 @@ def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(module, "render", broken)
     console = terminal()
-    with Display(10, "demo", console=console) as display:
-        display.step(1, METRICS)
+    show(console, StepFinished(1, 10, METRICS))
     assert "the view failed: ZeroDivisionError" in output(console)
 
 
 anything = st.none() | st.floats() | st.integers() | st.text(max_size=3)
-keys = st.sampled_from([key for figure in module.FIGURES for key in figure.keys] + list(METRICS)) | st.text(max_size=5)
+keys = st.sampled_from([key for row in ROWS for key in row.keys] + list(METRICS)) | st.text(max_size=5)
 
 
 @given(
@@ -161,11 +175,6 @@ def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, tot
 def test_numbers_near_the_largest_there_are_make_a_curve(values: list[float]) -> None:
     assert [len(row) for row in braille_curve(values, 22, 5, 0.0, 1.0)] == [22] * 5
     assert len(sparkline(values, 8)) <= 8
-
-
-def test_exceptions_of_the_training_pass_through() -> None:
-    with pytest.raises(KeyError), Display(10, "demo", console=terminal()):
-        raise KeyError("from training")
 
 
 def test_time_left_is_the_mean_of_recent_steps() -> None:
@@ -283,3 +292,49 @@ def test_curves_by_eye() -> None:
     assert sparkline([], 8) == ""
     assert braille_curve([0, 1, 2, 3], 2, 1, 0, 3) == ["⡠⠊"]
     assert braille_curve([], 2, 1, 0, 1) == ["⠀⠀"]
+
+
+def test_an_evaluation_is_a_line_now_and_then_where_there_is_no_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([0.0, 1.0, 6.0, 7.0, 12.0, 18.0])
+    monkeypatch.setattr(module.time, "monotonic", lambda: next(clock))
+    console = pipe()
+    bar = RolloutBar(console)
+    bar(RunStarted("evaluating", 0, RunOptions()))
+    for done, total in ((1, 8), (3, 8), (4, 8), (8, 8), (1, 80)):
+        bar(RolloutProgress(done, total))
+    bar(RunEnded())
+    assert output(console).splitlines() == [
+        "evaluating: 3/8 rollouts · 10.0 s left",
+        "evaluating: 8/8 rollouts · 0.0 s left",
+        "evaluating: 1/80 rollouts",
+    ]
+
+
+@pytest.mark.parametrize("error", [OSError("no room for a page"), ZeroDivisionError()])
+def test_a_report_that_cannot_be_written_is_a_notice(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    def broken(*args: object, **kwargs: object) -> None:
+        raise error
+
+    monkeypatch.setattr("etude.viewer.report.write_report", broken)
+    console = pipe()
+    display = Display(console)
+    display(RunStarted("demo", 10, TrainerOptions(default_local_dir=str(tmp_path))))
+    display(RunEnded())
+    assert output(console).startswith("no report: ")
+
+
+def test_a_run_that_ends_while_nothing_is_shown_has_its_report(tmp_path: Path) -> None:
+    (tmp_path / "config.yaml").write_text("a: 1")
+    display = Display(terminal())
+    options = TrainerOptions(default_local_dir=str(tmp_path), logger=("jsonl",))
+    for event in (RunStarted("demo", 10, options), RunEnded()):
+        display(event)
+    assert (tmp_path / "report.html").is_file()
+
+
+def test_events_cross_processes() -> None:
+    events = [RunStarted("demo", 10, TrainerOptions()), RolloutProgress(1, 2), StepFinished(1, 10, METRICS)]
+    for event in [*events, Notice("x"), RunEnded()]:
+        assert pickle.loads(pickle.dumps(event)) == event

@@ -7,11 +7,10 @@ page, so that one file reads well on light, dark and paper, and its identifiers 
 from __future__ import annotations
 
 import io
-import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeGuard
+from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,6 +18,8 @@ from markupsafe import Markup
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from etude.viewer.panel import is_number, is_validation, validation_label
 
 Records = Sequence[Mapping[str, Any]]
 
@@ -142,18 +143,7 @@ def series(records: Records, key: str) -> tuple[list[int], list[float]]:
 
 def validation_keys(records: Records) -> list[str]:
     """The `val-core/{source}/reward/mean@N` metrics that the records hold, sorted."""
-    names = {name for record in records for name in record if name.startswith("val-core/")}
-    return sorted(name for name in names if name.rpartition("/")[2].startswith("mean@"))
-
-
-def validation_label(key: str) -> str:
-    """`val-core/gsm8k/reward/mean@1` as `gsm8k`."""
-    return key.removeprefix("val-core/").rpartition("/reward/")[0]
-
-
-def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number (a truth value is none)."""
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return sorted({name for record in records for name in record if is_validation(name)})
 
 
 def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | None:

@@ -12,17 +12,16 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.errors import DataError, EtudeError
-from etude.trainer.dumps import (
+from etude.dumps import (
     dump_steps,
-    json_line,
-    json_safe,
     read_rollouts,
     rollout_record,
     sequence_record,
     trajectory_from_record,
     write_rollouts,
 )
+from etude.errors import DataError, EtudeError
+from etude.jsonl import json_line, json_safe
 from etude.trajectory import Provenance, Rewards, Segment, StopReason, ToolCallRecord, Trajectory
 
 ROW = {
@@ -250,7 +249,7 @@ def test_a_bad_line_is_named(tmp_path: Path, bad: str, reason: str) -> None:
     (tmp_path / "1.jsonl").write_text('{"a": 1}\n\n' + bad + "\n")
     records = read_rollouts(tmp_path / "1.jsonl")
     assert next(records) == {"a": 1}
-    with pytest.raises(DataError, match=rf"1\.jsonl:3: .*{reason}"):
+    with pytest.raises(DataError, match=rf"1\.jsonl: line 3.*{reason}"):
         next(records)
 
 

@@ -1,0 +1,87 @@
+"""Which settings of `rollout` go with which engine: known from the values alone, before an engine is imported."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from etude.errors import ConfigError
+
+KEY = "actor_rollout_ref.rollout"
+TEXT_ONLY = (
+    "is for `etude eval` only: such a server gives text, and training needs the sampled ids with their log-probs; use "
+    "native, vllm or sglang"
+)
+
+
+@dataclass(frozen=True)
+class EngineKind:
+    """What is known of an engine: whether it needs addresses of servers ("optional" where it can also run in this process),
+    takes `engine_kwargs`, and gives text without ids and log-probs."""
+
+    servers: Literal["none", "optional", "required"] = "none"
+    takes_kwargs: bool = False
+    text_only: bool = False
+
+
+BUILTIN = {
+    "native": EngineKind(),
+    "openai": EngineKind("required", True, text_only=True),
+    "scripted": EngineKind(),
+    "sglang": EngineKind("required", True),
+    "vllm": EngineKind("optional", True),
+}
+"""The engines that come with Étude; a test compares them with their classes."""
+
+
+def serving_faults(
+    name: str,
+    kind: EngineKind,
+    urls: Collection[str],
+    kwargs: Mapping[str, Mapping[str, Any] | None],
+    engines: Collection[str],
+) -> Iterator[tuple[str, str]]:
+    """(key, why its value cannot be) of each setting that does not go with the engine `name`, which is of `kind`: of
+    `server_urls` and `engine_kwargs`. `engines` are the names of all."""
+    if urls and kind.servers == "none":
+        yield f"{KEY}.server_urls", f"the engine '{name}' runs in this process: leave it empty"
+    elif not urls and kind.servers == "required":
+        yield f"{KEY}.name", f"needs {KEY}.server_urls, e.g. [http://127.0.0.1:8000]"
+    else:
+        yield from _address_faults(urls)
+    for other in kwargs:
+        if kwargs[other] and other not in engines:
+            yield f"{KEY}.engine_kwargs", f"no engine '{other}' (available: {', '.join(sorted(engines))})"
+    if kwargs.get(name) and not kind.takes_kwargs:
+        yield f"{KEY}.engine_kwargs", f"the engine '{name}' takes none: see the rollout's keys"
+    elif kwargs.get(name) and (urls or kind.servers == "required"):
+        yield f"{KEY}.engine_kwargs", f"nothing is started with those of {name}: give these options to the server"
+
+
+def _address_faults(texts: Collection[str]) -> Iterator[tuple[str, str]]:
+    try:
+        addresses = [server_url(text) for text in texts]
+    except ConfigError as error:
+        yield f"{KEY}.server_urls", str(error)
+    else:
+        if len(set(addresses)) < len(addresses):
+            yield f"{KEY}.server_urls", "names an address twice"
+
+
+def server_url(text: str) -> str:
+    """`text` as the base address of a server, without a final slash or `/v1`.
+
+    Raises:
+        ConfigError: it is no http address of a host.
+    """
+    try:
+        parts = urlsplit(str(text).strip())
+        usable = parts.scheme in ("http", "https") and bool(parts.hostname) and not (parts.query or parts.fragment)
+        _ = parts.port  # raises ValueError where it is no number
+    except ValueError:
+        usable = False
+    if not usable:
+        raise ConfigError(f"'{text}' is no server address; write it like http://127.0.0.1:8000")
+    return parts.geturl().rstrip("/").removesuffix("/v1")

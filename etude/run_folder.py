@@ -1,0 +1,106 @@
+"""What a run leaves in its folder: the files by name, how to read them back, and `run.json`, which says how it ended.
+
+Invariant: reading needs no trainer, and a line that a kill cut short is no error. `run.json` is there from the first
+moment, and until the run ends says that it has not, so that a run that was killed is told from one that is complete.
+Dumps of rollouts are `etude.dumps`' part, the metrics' lines are written by the trainer's tracking.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from etude.errors import DataError, one_line
+from etude.jsonl import write_atomically
+
+METRICS_FILE = "metrics.jsonl"
+CONFIG_FILE = "config.yaml"
+SUMMARY_FILE = "summary.json"
+REPORT_FILE = "report.html"
+RUN_FILE = "run.json"
+_PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
+COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or after it was killed
+
+
+def read_metrics(path: Path | str) -> list[dict[str, Any]]:
+    """The records of a metrics file, one a step in ascending order; lines of one step are merged, cut lines left out.
+
+    Raises:
+        DataError: the file cannot be read.
+    """
+    steps: dict[int, dict[str, Any]] = {}
+    try:
+        for _, record in read_steps(Path(path)):
+            if record is not None:
+                steps.setdefault(record["step"], {}).update(record)
+    except OSError as error:
+        raise DataError(f"cannot read {path}: {one_line(error)}") from error
+    return [steps[step] for step in sorted(steps)]
+
+
+def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
+    """Each line of a metrics file with its record, None where the line is not a step's object."""
+    with path.open("rb") as file:
+        for line in file:
+            try:
+                record = json.loads(line)
+            except (ValueError, RecursionError):
+                record = None
+            is_step = isinstance(record, dict) and isinstance(record.get("step"), int)
+            yield line.rstrip(b"\n") + b"\n", record if is_step else None
+
+
+@contextmanager
+def run_record(run_dir: Path) -> Iterator[None]:
+    """Keeps `run.json` while the block, which is the run, lasts."""
+    facts = {"versions": versions(), "hardware": hardware()}
+    _write(run_dir, facts | {"ended": None})
+    try:
+        yield
+    except BaseException as error:
+        _write(run_dir, facts | {"ended": one_line(error)})
+        raise
+    _write(run_dir, facts | {"ended": COMPLETED})
+
+
+def versions() -> str:
+    """Python and the packages that results depend on: `python 3.11.7, torch 2.13.0, …`."""
+    found = [f"python {platform.python_version()}"]
+    for package in _PACKAGES:
+        try:
+            found.append(f"{package} {version(package)}")
+        except PackageNotFoundError:
+            continue
+    return ", ".join(found)
+
+
+def hardware() -> str:
+    """Processor, cores, and GPUs that torch sees."""
+    import torch
+
+    model = platform.processor() or platform.machine()
+    if (cpuinfo := Path("/proc/cpuinfo")).is_file():
+        lines = cpuinfo.read_text(errors="replace").splitlines()
+        model = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), model)
+    gpus = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+    return ", ".join([f"{model}, {os.cpu_count()} cores, {torch.get_num_threads()} threads", *gpus])
+
+
+def read_run_record(run_dir: Path) -> dict[str, Any]:
+    """`run.json`: `versions`, `hardware` and `ended`; empty where there is none that can be read."""
+    try:
+        record = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return record if isinstance(record, dict) else {}
+
+
+def _write(run_dir: Path, record: dict[str, Any]) -> None:
+    with write_atomically(run_dir / RUN_FILE) as file:
+        file.write(json.dumps(record, indent=1).encode())

@@ -1,0 +1,209 @@
+"""`Display` and `RolloutBar`: what a person sees of a run, or of an evaluation, while it goes on.
+
+Invariant: showing a run never changes it: neither raises for anything that happens, and after a fault the display goes
+quiet with one log line. On a terminal it is a live panel with log records scrolling above; elsewhere it is one plain line
+a step. Nothing is shown where `console` is not among `trainer.logger`. What the panel holds is `panel`'s part.
+"""
+
+from __future__ import annotations
+
+import logging
+import sys
+import threading
+import time
+from contextlib import suppress
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.logging import RichHandler
+from rich.progress import MofNCompleteColumn, Progress
+from rich.text import Text
+
+from etude.errors import EtudeError, describe_error, one_line
+from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
+from etude.options import RunOptions, TrainerOptions
+from etude.viewer.panel import REWARD_KEYS, RunState, duration, is_validation, plain_line, render
+
+logger = logging.getLogger(__name__)
+
+_LINE_SECONDS = 5.0  # between two plain lines of steps that have little to tell, such as those of a warm-up
+_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
+
+
+class RunConsole(Console):
+    """A console whose reader may go away (`etude train | head`): it falls silent, where Rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        """Goes quiet, with one log line."""
+        if not self.quiet:
+            self.quiet = True
+            logger.warning("nobody reads the output any more; training goes on")
+
+
+class Display:
+    """A sink of a run's events that shows them, and writes the run's report when it has ended (`trainer.report`)."""
+
+    def __init__(self, console: RunConsole | None = None) -> None:
+        self._console = console or RunConsole()
+        self._state = RunState("", 0)
+        self._enabled = self._broken = False
+        self._live: Live | None = None
+        self._replaced: list[tuple[logging.Handler, logging.Handler]] = []
+        self._lock = threading.RLock()
+        self._step_began = self._line_printed = 0.0
+        self._options = RunOptions()
+
+    def __call__(self, event: Event) -> None:
+        """Shows an event; a fault of the view silences the view instead of ending the training."""
+        if isinstance(event, RunStarted):
+            self._options = event.options
+        if isinstance(event, RunEnded) and isinstance(self._options, TrainerOptions) and self._options.report:
+            self(Notice(write_run_report(self._options)))
+        if not self._broken:
+            try:
+                self._show(event)
+            except Exception as error:
+                self._give_up(error)
+
+    def _show(self, event: Event) -> None:
+        match event:
+            case RunStarted():
+                self._open(event)
+            case RolloutProgress(done, total):
+                with self._lock:
+                    self._state.rollouts = (done, total)
+            case StepFinished():
+                self._step(event)
+            case Notice(text):
+                self._note(" ".join(text.split())[:300])
+            case RunEnded():
+                self._close()
+
+    def _open(self, run: RunStarted) -> None:
+        self._state = RunState(run.title, run.total_steps, validated=run.validation)
+        self._enabled, self._step_began = "console" in run.options.logger, time.monotonic()
+        options = self._console.options
+        if not self._enabled or not self._console.is_terminal or options.ascii_only or self._console.is_dumb_terminal:
+            return
+        self._redirect_logging()  # before the view takes the place of standard output and error
+        self._live = Live(self, console=self._console, refresh_per_second=_REFRESHES_A_SECOND)
+        self._live.start(refresh=True)
+
+    def _step(self, event: StepFinished) -> None:
+        now = time.monotonic()
+        with self._lock:
+            self._state.total_steps = event.total_steps
+            self._state.add(event.step, event.metrics, now - self._step_began)
+        self._step_began = now
+        if self._live is not None:
+            self._live.refresh()
+        elif self._enabled and (_is_telling(event) or now - self._line_printed >= _LINE_SECONDS):
+            self._line_printed = now
+            self._print(plain_line(self._state))
+
+    def _note(self, line: str) -> None:
+        with self._lock:
+            self._state.notice = line
+        if self._live is None and self._enabled:
+            self._print(line)
+
+    def __rich__(self) -> RenderableType:
+        try:
+            with self._lock:
+                return render(self._state, self._console.width)
+        except Exception as error:  # in the refresh thread nobody else would catch it
+            return Text(f"(the view failed: {type(error).__name__})", style="dim")
+
+    def _redirect_logging(self) -> None:
+        """Sends what the root logger prints on the terminal through the live view, which keeps the panel whole."""
+        root = logging.getLogger()
+        streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
+        for handler in list(root.handlers):
+            if isinstance(handler, logging.StreamHandler) and handler.stream in streams:
+                shown = RichHandler(console=self._console, show_path=False, markup=False, level=handler.level)
+                shown.filters = list(handler.filters)
+                root.removeHandler(handler)
+                root.addHandler(shown)
+                self._replaced.append((handler, shown))
+
+    def _close(self) -> None:
+        root = logging.getLogger()
+        for handler, shown in self._replaced:
+            root.removeHandler(shown)
+            root.addHandler(handler)
+        self._replaced.clear()
+        live, self._live = self._live, None
+        if live is not None:
+            live.stop()
+
+    def _give_up(self, error: Exception) -> None:
+        self._broken = True
+        try:
+            self._close()
+        except Exception:
+            logger.debug("the live view could not be stopped", exc_info=True)
+        logger.warning("the display stopped (%s: %s); training goes on", type(error).__name__, error)
+
+    def _print(self, line: str) -> None:
+        self._console.print(Text(line), soft_wrap=True)
+
+
+def _is_telling(event: StepFinished) -> bool:
+    """Whether a step deserves a plain line whenever it comes: rewards, a validation, or the end of the run."""
+    names = event.metrics
+    return event.step >= event.total_steps or any(key in names for key in REWARD_KEYS) or any(map(is_validation, names))
+
+
+def write_run_report(options: TrainerOptions) -> str:
+    """Writes the report of a run that has ended; returns what to say of it: a failure must hide no other error."""
+    from etude.viewer.report import write_report  # draws charts: nothing before the end waits for them
+
+    try:
+        page = write_report(
+            options.default_local_dir, rollouts=options.rollout_data_dir, validation=options.validation_data_dir
+        )
+    except (EtudeError, OSError) as error:
+        return f"no report: {one_line(error)}"
+    except Exception as error:
+        return f"no report: {describe_error(error)}"
+    return f"report: {page}"
+
+
+class RolloutBar:
+    """A sink that shows how far a rollout is that belongs to no training step, such as an evaluation's: a bar on a
+    terminal, elsewhere a line every few seconds, both on stderr."""
+
+    def __init__(self, console: RunConsole | None = None) -> None:
+        self._console = console or RunConsole(stderr=True)
+        self._title, self._enabled = "", False
+        self._began = self._line_printed = 0.0
+        self._live: Progress | None = None
+
+    def __call__(self, event: Event) -> None:
+        """Shows an event; a reader that goes away disturbs nothing."""
+        with suppress(OSError):
+            match event:
+                case RunStarted():
+                    self._open(event)
+                case RolloutProgress(done, total):
+                    self._update(done, total)
+                case RunEnded() if self._live is not None:
+                    self._live.stop()
+
+    def _open(self, run: RunStarted) -> None:
+        self._title, self._enabled = run.title, "console" in run.options.logger
+        self._began = self._line_printed = time.monotonic()
+        if self._enabled and self._console.is_terminal:
+            columns = (*Progress.get_default_columns(), MofNCompleteColumn())
+            self._live = Progress(*columns, console=self._console, transient=True)
+            self._task = self._live.add_task(self._title, total=None)
+            self._live.start()
+
+    def _update(self, done: int, total: int) -> None:
+        if self._live is not None:
+            self._live.update(self._task, completed=done, total=total)
+        elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
+            self._line_printed = now
+            left = (now - self._began) * (total - done) / max(done, 1)
+            eta = f" · {duration(left)} left" if 10 * done >= total else ""  # the first few say little of the rest
+            self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)
