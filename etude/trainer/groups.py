@@ -15,7 +15,7 @@ from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
 from etude.events import EventSink, RolloutProgress
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker
 
-_SECONDS = 0.5  # between two looks at the progress of a rollout
+_POLL_SECONDS = 0.5  # between two looks at how far a rollout is
 
 
 @dataclass(frozen=True)
@@ -34,24 +34,28 @@ class Groups:
         return sum(done for done, _ in ranks), sum(total for _, total in ranks)
 
     @contextmanager
-    def watched(self, emit: EventSink) -> Iterator[None]:
-        """Reports, twice a second, how far the rollouts are that run within the block."""
-        over = threading.Event()
+    def report_progress(self, emit: EventSink) -> Iterator[None]:
+        """Emits `RolloutProgress` from a thread of its own as trajectories end, and at the end what it came to."""
+        over, seen = threading.Event(), (0, 0)
 
-        def watch() -> None:
-            before = self.progress()
-            while not over.wait(_SECONDS):
-                if (now := self.progress()) != before:
-                    emit(RolloutProgress(*now))
-                before = now
+        def report() -> None:
+            nonlocal seen
+            if (now := self.progress()) != seen:
+                seen = now
+                emit(RolloutProgress(*now))
 
-        thread = threading.Thread(target=watch, name="etude-progress", daemon=True)
+        def poll() -> None:
+            while not over.wait(_POLL_SECONDS):
+                report()
+
+        thread = threading.Thread(target=poll, name="etude-progress", daemon=True)
         thread.start()
         try:
             yield
         finally:
             over.set()
             thread.join()
+            report()
 
     def close(self) -> None:
         """Ends the workers; what they hold, their models above all, is free again."""

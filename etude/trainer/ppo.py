@@ -74,7 +74,7 @@ class PPOTrainer:
     def _warn_of_judges(self, train: RLDataset) -> None:
         reward, catalogue = self.setup.roles.reward, self.setup.catalogue
         scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
-        if not (scored or self.setup.config.plugins or catalogue.judges):
+        if not (scored or self.setup.roles.plugins or catalogue.judging_tools):
             logger.warning(
                 "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
                 "call returns a reward, every answer earns 0",
@@ -128,7 +128,7 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
-                with run_record(self.run_dir), self.groups.watched(emit):
+                with run_record(self.run_dir), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()

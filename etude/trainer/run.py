@@ -83,7 +83,7 @@ def evaluate(
         groups.rollout.update_weights(0)
         emit(RunStarted("evaluating", 0, setup.trainer))
         try:
-            with groups.watched(emit):
+            with groups.report_progress(emit):
                 batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
         finally:
             emit(RunEnded())

@@ -168,7 +168,8 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
-                return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
+                with self.groups.report_progress(emit):
+                    return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
             finally:

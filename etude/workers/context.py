@@ -28,14 +28,14 @@ from etude.workers.reading import Reading
 class ToolCatalogue:
     """What is configured: OpenAI schemas of the tools by name, names of interactions and of registered agent loops.
 
-    `judges`: the tools that have a `calc_reward` of their own. `tool_messages`: whether the default agent loop shows what
+    `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop shows what
     tools answer by the chat template; a user's own, or an environment, may do that in its own way.
     """
 
     schemas: Mapping[str, dict[str, Any]]
     interactions: tuple[str, ...]
     agent_loops: tuple[str, ...]
-    judges: tuple[str, ...]
+    judging_tools: tuple[str, ...]
     has_environment: bool
     tool_messages: bool
 
