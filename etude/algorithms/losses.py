@@ -79,8 +79,8 @@ def vanilla(
     losses = torch.where(advantages < 0, dual, pessimistic)
     with torch.no_grad():
         metrics = {
-            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).float(), mask)),
-            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).float(), mask)),
+            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).double(), mask)),
+            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).double(), mask)),
             "actor/ppo_kl": float(masked_mean(-log_ratio, mask)),
         }
     return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
@@ -105,7 +105,7 @@ def value_loss(
     loss = 0.5 * agg_loss(torch.maximum(plain, bounded), response_mask, loss_agg_mode, **scaling)
     with torch.no_grad():
         metrics = {
-            "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), mask)),
+            "critic/vf_clipfrac": float(masked_mean((bounded > plain).double(), mask)),
             "critic/vpred_mean": float(masked_mean(vpreds, mask)),
         }
     return loss, metrics

@@ -1,7 +1,7 @@
 """`Abilities`: which messages a template can write behind an assistant turn, tried at start-up.
 
 Invariant: what is said to be possible was rendered and encoded behind a stub turn, and its ids compared with those of the
-whole conversation (`Tails.check`). A template that cannot even be continued by a user's message is refused.
+whole conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user's message is refused.
 """
 
 from __future__ import annotations
@@ -9,8 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from etude.chat.contents import Message
+from etude.chat.incremental import IncrementalRenderer
 from etude.chat.placeholders import IMAGE_PROBE, Placeholders
-from etude.chat.tails import Tails
 from etude.chat.turns import PROBE, USER_STUB, Stub
 from etude.errors import ConfigError
 
@@ -37,33 +37,33 @@ class Abilities:
     image_roles: frozenset[str]
 
     @classmethod
-    def of(cls, tails: Tails, images: Placeholders | None) -> Abilities:
+    def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> Abilities:
         """Those of one template; `images` is None for a text model.
 
         Raises:
             ConfigError: it cannot be continued by a user's message.
         """
-        tails.check(Stub.ANSWER, [_USER])
-        tool_stub, problem = _tool_stub(tails)
-        names_calls = tool_stub is not None and _shows_names(tails, tool_stub)
+        incremental.check(Stub.ANSWER, [_USER])
+        tool_stub, problem = _tool_stub(incremental)
+        names_calls = tool_stub is not None and _shows_names(incremental, tool_stub)
         image_roles: list[str] = []
         if images is not None:
             stubs = [("user", Stub.ANSWER), ("tool", tool_stub)]
             image_roles = [
-                role for role, stub in stubs if stub is not None and _shows_images(tails, images, stub, role)
+                role for role, stub in stubs if stub is not None and _shows_images(incremental, images, stub, role)
             ]
-        return cls(_repeats_users(tails), tool_stub, problem, names_calls, frozenset(image_roles))
+        return cls(_repeats_users(incremental), tool_stub, problem, names_calls, frozenset(image_roles))
 
 
-def _repeats_users(tails: Tails) -> bool:
+def _repeats_users(incremental: IncrementalRenderer) -> bool:
     try:
-        tails.check(Stub.ANSWER, [_USER, _USER])
+        incremental.check(Stub.ANSWER, [_USER, _USER])
     except ConfigError:
         return False
     return True
 
 
-def _tool_stub(tails: Tails) -> tuple[Stub | None, str]:
+def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
     """The stub turn that tool messages may follow, best two of them at once, or None and the reason why there is none.
 
     Some templates want each to answer a call of its own, some write one call at most, others cannot write calls.
@@ -71,9 +71,9 @@ def _tool_stub(tails: Tails) -> tuple[Stub | None, str]:
     found, reason = None, ""
     for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):
         try:
-            tails.check(stub, [_TOOL])
+            incremental.check(stub, [_TOOL])
             found = found or stub
-            tails.check(stub, [_TOOL, _TOOL])
+            incremental.check(stub, [_TOOL, _TOOL])
         except ConfigError as error:
             reason = str(error)
             continue
@@ -81,26 +81,26 @@ def _tool_stub(tails: Tails) -> tuple[Stub | None, str]:
     return found, reason
 
 
-def _shows_names(tails: Tails, stub: Stub) -> bool:
+def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:
     texts = []
     for name in ({}, {"name": "one"}, {"name": "two"}):
         try:
-            runs = tails.runs(stub, [{**_TOOL, **name}])
+            runs = incremental.runs(stub, [{**_TOOL, **name}])
         except ConfigError:
             return False
         texts.append([number for ids, _ in runs for number in ids])
     return texts[0] != texts[1] or texts[1] != texts[2]
 
 
-def _shows_images(tails: Tails, images: Placeholders, stub: Stub, role: str) -> bool:
+def _shows_images(incremental: IncrementalRenderer, images: Placeholders, stub: Stub, role: str) -> bool:
     """Whether messages of `role` may have images: the ids that follow a turn are those of the whole conversation,
     and do not depend on images before it (a template may number them)."""
     message = {"role": role, "content": IMAGE_PROBE}
     try:
-        tails.check(stub, [message])
-        runs = tails.runs(stub, [message])
+        incremental.check(stub, [message])
+        runs = incremental.runs(stub, [message])
         before = [USER_STUB, {"role": "user", "content": IMAGE_PROBE}]
-        texts = {tails.text(stub, [message], first) for first in before}
+        texts = {incremental.text(stub, [message], first) for first in before}
     except ConfigError:
         return False
     return len(texts) == 1 and sum(ids.count(images.id) for ids, _ in runs) == 1

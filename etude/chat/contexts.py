@@ -1,9 +1,7 @@
 """`Contexts`: new tool and user messages to the ids that a policy reads between two of its turns.
 
-Invariant: the ids and labels are those of `Tails.runs`, whether they come from there, from what the template wrote for
-messages of the same shape (`forms`, `continuation`), or from what is kept of the very same messages; only white space at
-the ends of a content, which a rendering cannot tell from the template's own, is the content's where a form says so. A
-rendering is needed for contents that have parts or marks, and where a template takes a content apart.
+Invariant: the ids and labels are those of `IncrementalRenderer.runs`, which are kept for messages that come again, such as
+an answer whose tokens were counted before it is shown.
 """
 
 from __future__ import annotations
@@ -11,34 +9,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from etude.chat.abilities import Abilities
-from etude.chat.contents import Message, has_marks
-from etude.chat.continuation import Continuation, boundary_tokens
-from etude.chat.forms import Forms
+from etude.chat.cache import LRUCache, rendering_key
+from etude.chat.contents import Message
+from etude.chat.incremental import IncrementalRenderer, owner_of
 from etude.chat.labelled import Run
 from etude.chat.placeholders import Placeholders, image_count
-from etude.chat.recent import Recent, rendering_key
-from etude.chat.rendering import STAND_IN, Renderer
-from etude.chat.symbolic import Form
-from etude.chat.tails import Tails, owner_of
-from etude.chat.turns import ANCHOR, Stub, TurnEnd, Turns
+from etude.chat.turns import Stub, TurnEnd, Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
 
 _CONTEXTS_KEPT = 1024
-_LONGEST_KEPT = 4096  # characters of messages whose ids are kept: a longer tool's answer is rarely met again
+_LONGEST_KEPT = 4096  # characters of messages whose ids are kept
 
 
 class Contexts:
     """Those of one template, which can do what `abilities` says; `images` is None for a text model."""
 
     def __init__(
-        self, renderer: Renderer, turns: Turns, tails: Tails, abilities: Abilities, images: Placeholders | None
+        self, turns: Turns, incremental: IncrementalRenderer, abilities: Abilities, images: Placeholders | None
     ) -> None:
-        self._renderer, self._turns, self._tails = renderer, turns, tails
-        self._abilities, self._images = abilities, images
-        self._boundaries = boundary_tokens(renderer.tokenizer)
-        self._kept = Recent[list[Run]](_CONTEXTS_KEPT)
-        self.continuations = Forms[Continuation](renderer, self._continuation)
+        self._turns, self._incremental, self._abilities, self._images = turns, incremental, abilities, images
+        self._kept = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
         """As `ChatTemplate.context_ids`."""
@@ -49,11 +40,11 @@ class Contexts:
         stub = self._stub(roles)
         end = self._turns.end(stub, roles[0])
         key = rendering_key(messages)
-        if key is not None and sum(map(len, key)) > _LONGEST_KEPT:
+        if key is not None and len(key) > _LONGEST_KEPT:
             key = None
         found = self._kept.get(key)
         if found is None:
-            found = self._continued(stub, messages)
+            found = self._incremental.runs(stub, messages)
             self._kept.put(key, found)
         if self._images is not None:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
@@ -66,7 +57,7 @@ class Contexts:
 
     def whole(self, messages: Sequence[Message]) -> list[int]:
         """As `ChatTemplate.continued_whole`."""
-        return self._tails.whole(self.stub_for(messages), self._taken(messages))
+        return self._incremental.whole(self.stub_for(messages), self._taken(messages))
 
     def end_before(self, messages: Sequence[Message]) -> TurnEnd:
         """The end of a turn that `messages` follow.
@@ -93,22 +84,6 @@ class Contexts:
 
     def _taken(self, messages: Sequence[Message]) -> Sequence[Message]:
         return messages if self._abilities.repeats_users or len(messages) < 2 else _with_users_joined(messages)
-
-    def _continued(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
-        """What `Tails.runs` gives, from what the template wrote for messages of the same shape, where that is exact."""
-        answers = stub.answers_to(messages)
-        found = self.continuations.find(answers, (stub.value,), stub.before, self._renderer.stand_in_for(answers))
-        if found is None or any(map(has_marks, found[1])):
-            return self._tails.runs(stub, messages)
-        return found[0].runs(found[1])
-
-    def _continuation(self, form: Form, messages: Sequence[Message]) -> Continuation | None:
-        named = [(key, owner_of(message)) for message in messages for key in message if key != "role"]
-        owners = [owner if key == "content" else None for key, owner in named]
-        end = self.end_before(messages)
-        made = Continuation.of(form, (ANCHOR, end.text), owners, end.encoder, self._boundaries)
-        listed = made is not None and any(isinstance(part, str) and STAND_IN in part for part in made.parts)
-        return None if listed else made
 
 
 def _with_users_joined(messages: Sequence[Message]) -> list[Message]:

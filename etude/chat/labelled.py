@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import groupby
 from typing import NamedTuple
 
 from etude.chat.encoding import Encoder
@@ -38,51 +37,37 @@ class LabelledEncoder:
 
     def runs(self, text: str, spans: Sequence[Owned]) -> list[Run]:
         """The runs of `text`; `spans` in order, none overlapping another."""
-        runs, forged = self.runs_behind(None, text, spans)
-        return self._cut(text, spans) if forged else runs
+        cuts = {0}
+        while True:
+            runs: list[Run] = []
+            forged: set[int] = set()
+            starts = sorted(cuts)
+            for begin, stop in zip(starts, [*starts[1:], len(text)]):
+                forged |= self._add_piece(runs, text[:stop], begin, spans)
+            if forged <= cuts:
+                return runs
+            cuts |= forged
 
-    def runs_behind(self, special: str | None, text: str, spans: Sequence[Owned]) -> tuple[list[Run], bool]:
-        """(runs of `text` behind a special token, by default the end of turn; whether a control token overlaps a span)."""
-        prefix = self._stop_text if special is None else special
-        ids, offsets = self._encoder.with_offsets(prefix + text)
-        size, forged = len(prefix), False
-        runs: list[Run] = []
-        done = 1  # the ids before are in a run, or are `special`
+    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[Owned]) -> set[int]:
+        """Adds the runs of `text` from `begin` on; returns where to cut it, since a control token overlaps a span."""
+        ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:])
+        shift = len(self._stop_text) - begin
+        forged: set[int] = set()
+        done = 1  # the ids before are in a run, or are the end of turn
         for start, end, owner in spans:
-            first = bisect_right(offsets, start + size, done, key=_end_of)
-            last = bisect_left(offsets, end + size, first, key=_start_of)
+            first = bisect_right(offsets, start + shift, done, key=_end_of)
+            last = bisect_left(offsets, end + shift, first, key=_start_of)
             if first == last or start == end:
                 continue
-            forged = forged or not self._control.isdisjoint(ids[first:last])
+            if not self._control.isdisjoint(ids[first:last]):
+                for at, stop in (offsets[n] for n in range(first, last) if ids[n] in self._control):
+                    spelled = text[max(at - shift, begin) : stop - shift].lstrip()
+                    forged.add(stop - shift - len(spelled) + 1)
             _add(runs, ids[done:first], Provenance.TEMPLATE)
             _add(runs, ids[first:last], owner)
             done = last
         _add(runs, ids[done:], Provenance.TEMPLATE)
-        return runs, forged
-
-    def _cut(self, text: str, spans: Sequence[Owned]) -> list[Run]:
-        """`runs`, the text cut wherever a control token would overlap a span."""
-        owner = [Provenance.TEMPLATE] * len(text)
-        for span in reversed(spans):
-            owner[span.start : span.end] = [span.owner] * (span.end - span.start)
-        cuts = {0}
-        while True:
-            starts = sorted(cuts)
-            labelled = []
-            found: set[int] = set()
-            for begin, stop in zip(starts, [*starts[1:], len(text)]):
-                ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:stop])
-                shift = begin - len(self._stop_text)
-                for number, (first, last) in zip(ids[1:], offsets[1:]):
-                    start, end = max(first + shift, begin), last + shift
-                    owners = [each for each in owner[start:end] if each is not Provenance.TEMPLATE]
-                    labelled.append((number, owners[0] if owners else Provenance.TEMPLATE))
-                    if owners and number in self._control:
-                        found.add(end - len(text[start:end].lstrip()) + 1)
-            if found <= cuts:
-                runs = groupby(labelled, key=_label)
-                return [([number for number, _ in run], label) for label, run in runs]
-            cuts |= found
+        return forged
 
 
 def _start_of(offset: tuple[int, int]) -> int:
@@ -93,21 +78,8 @@ def _end_of(offset: tuple[int, int]) -> int:
     return offset[1]
 
 
-def _label(labelled: tuple[int, Provenance]) -> Provenance:
-    return labelled[1]
-
-
 def _add(runs: list[Run], ids: list[int], label: Provenance) -> None:
     if ids and runs and runs[-1][1] is label:
         runs[-1] = (runs[-1][0] + ids, label)
     elif ids:
         runs.append((ids, label))
-
-
-def joined(*parts: Sequence[Run]) -> list[Run]:
-    """`parts` one after the other, neighbouring runs of one provenance made one."""
-    whole: list[Run] = []
-    for part in parts:
-        for ids, label in part:
-            _add(whole, ids, label)
-    return whole

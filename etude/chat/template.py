@@ -1,9 +1,9 @@
 """`ChatTemplate`: messages to token ids, one turn at a time and never twice.
 
 Invariant: ids that were sampled are never decoded and encoded again, and earlier turns are never rendered again. What
-follows an assistant turn is rendered by difference (`tails`), which gives the very ids that encoding the whole conversation
-gives; the constructor proves that on a probe for the tokenizer at hand. A template that rewrites earlier assistant turns
-(one that drops old reasoning) is therefore used without harm.
+follows an assistant turn is rendered after a stub turn (`incremental`), which gives the very ids that encoding the whole
+conversation gives; the constructor proves that on a probe for the tokenizer at hand. A template that rewrites earlier
+assistant turns (one that drops old reasoning) is therefore used without harm.
 
 Untrusted text: in `context_ids` a control token (every special token, and every other added token that the template
 itself writes, such as a tool-response tag) never comes out of a message's content. Such a string in a tool's answer
@@ -24,13 +24,13 @@ from etude.chat.contexts import Contexts
 from etude.chat.control import ControlTokens
 from etude.chat.decoding import Decoder
 from etude.chat.encoding import Encoder
+from etude.chat.incremental import IncrementalRenderer
 from etude.chat.labelled import Run
 from etude.chat.lost_parts import LostParts
 from etude.chat.placeholders import Placeholders
 from etude.chat.prompts import Prompts
 from etude.chat.rendering import Renderer
 from etude.chat.sampled import SampledTurns
-from etude.chat.tails import Tails
 from etude.chat.turns import Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
@@ -67,15 +67,15 @@ class ChatTemplate:
         images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = SampledTurns(renderer, encoder, turns, images)
         self._sampled.check()
-        tails = Tails(renderer, encoder, turns)
-        abilities = Abilities.of(tails, images)
+        incremental = IncrementalRenderer(renderer, encoder, turns)
+        abilities = Abilities.of(incremental, images)
         if abilities.tool_stub is not None:
             turns.use(abilities.tool_stub, "tool")
         self.answers_tools = abilities.tool_stub is not None
         self.names_calls, self.image_roles = abilities.names_calls, abilities.image_roles
         self._prompts = Prompts(renderer, encoder, turns.answered, images)
         self._lost = LostParts(renderer)
-        self._contexts = Contexts(renderer, turns, tails, abilities, images)
+        self._contexts = Contexts(turns, incremental, abilities, images)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:

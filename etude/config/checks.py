@@ -27,16 +27,16 @@ _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
 
 def problems_with(
+    tree: type[Options],
     values: Mapping[str, Any],
     raw: Mapping[str, Any],
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options, a line for each thing that is wrong).
+    """(`values` as options of the class `tree`, a line for each thing that is wrong).
 
     `raw` are the leaves before they were filled in; `more` finds what else is wrong with options that fit their types.
     """
-    tree: type[Options] = TrainOptions if _POLICY in values else SFTOptions
     options, wrong = build(tree, values)
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
@@ -61,10 +61,13 @@ def shown_value(options: Any, key: str) -> str:
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
     """A line for each of `keys`, which the user set, that has no effect, and for what is allowed and seldom meant."""
     yield from inert(options, keys, sources)
-    for key in (f"{_POLICY}.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
-        if isinstance(options, TrainOptions) and key in keys and value_of(options, key) > options.data.train_batch_size:
-            batch = f"data.train_batch_size={options.data.train_batch_size}"
-            yield f"{key}={value_of(options, key)} ({sources[key]}) is more than {batch}: each batch is one update"
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        if name == "betas" and value_of(options, section).name == "muon":
+            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect on weight matrices: {section}.name=muon"
+        elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
+            more = f"is more than data.train_batch_size={prompts}: each batch is one update"
+            yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:

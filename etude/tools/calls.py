@@ -13,6 +13,7 @@ broken infrastructure, or to the end of the run. Lifecycle and time limits are t
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import inspect
 import logging
 import time
@@ -32,7 +33,7 @@ from etude.errors import (
     is_infrastructure,
     one_line,
 )
-from etude.limits import Limit, LocalLimiter
+from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
 from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
@@ -42,7 +43,7 @@ from etude.tools.base import BaseTool
 from etude.tools.cache import AnswerCache
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
 from etude.tools.outcome import Answer, Source, read_execution
-from etude.tools.policy import POLICY_KEYS, CallPolicy, OnException
+from etude.tools.policy import POLICY_KEYS, CallPolicy, LimitScope, OnException
 from etude.tools.recording import Recorder
 from etude.tools.replay import Replay
 from etude.tools.truncation import TokenLimit
@@ -131,9 +132,17 @@ class ToolCalls:
         self._plain = not (policy.cache or policy.record or policy.faults)
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
         self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
-        self._limiter: LocalLimiter | None = None
-        if policy.max_concurrent_calls or policy.calls_per_second:
-            self._limiter = LocalLimiter(Limit(policy.max_concurrent_calls, policy.calls_per_second))
+        self._process_limiter: Limiter | None = None
+        self._cluster_limiter: Limiter | None = None  # opened by the first call: connecting takes a while
+        self._cluster_limit: Limit | None = None
+        scope, at_once = LimitScope.PROCESS, None
+        if policy.max_concurrent_calls is not None:
+            scope, at_once = policy.max_concurrent_calls.scope, policy.max_concurrent_calls.limit
+        if scope is LimitScope.CLUSTER:
+            require_ray(f"tool '{tool.name}': config.max_concurrent_calls of scope cluster")
+            self._cluster_limit, at_once = Limit(at_once), None
+        if at_once or policy.calls_per_second:
+            self._process_limiter = LocalLimiter(Limit(at_once, policy.calls_per_second))
         self._cache = None if policy.cache is None else AnswerCache(policy.cache)
         if policy.cache is not None and overrides(tool, "calc_reward"):
             raise ConfigError(
@@ -243,15 +252,21 @@ class ToolCalls:
         self.recorder.execute(question.place, question.kwargs, question.arguments, answer, seconds, cause)
 
     async def _live(self, execute: Callable[[], Awaitable[object]]) -> Answer:
-        permit = None if self._limiter is None else await self._limiter.acquire()
-        try:
-            response, reward, metrics = read_execution(await execute())
-        except Exception as raised:
-            return self._told(raised)
-        finally:
-            if permit is not None:
-                permit.release()
+        with contextlib.ExitStack() as permits:
+            for limiter in await self._limiters():
+                permits.enter_context(await limiter.acquire())
+            try:
+                response, reward, metrics = read_execution(await execute())
+            except Exception as raised:
+                return self._told(raised)
         return Answer(response, as_reward(reward, "it"), metrics)
+
+    async def _limiters(self) -> list[Limiter]:
+        """What a call needs a permit of. The cluster's comes last: it is not held while another is waited for."""
+        if self._cluster_limit is not None and self._cluster_limiter is None:
+            name = f"tool:{self.name}"
+            self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
+        return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _told(self, raised: Exception) -> Answer:
         """What the model is told of an exception; raises what ends the trajectory or the run."""

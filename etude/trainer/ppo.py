@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
@@ -30,10 +29,11 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.tracking import Tracking
+from etude.trajectory import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -124,7 +124,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
+        with Interrupts(emit) as interrupts:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
@@ -240,14 +240,14 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        results: list[RolloutResult] = []
-        baselines: list[RolloutResult] = []
+        results: list[Rollout] = []
+        baselines: list[Rollout] = []
         engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
             rows, step = next(self._batches), self.global_step + 1
-            rolled, sampling = self.rollouts.training(rows, step, attempt)
-            results += results_of(rolled)
+            rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
+            results += rollouts_of(rolled)
             engine.append(sampling)
             if "reward_baselines" in self.setup.needs:
                 greedy, sampling = self.rollouts.add_baselines(rolled, rows, step, attempt)

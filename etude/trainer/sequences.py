@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.agents import RolloutResult, to_batch
+from etude.agents import to_batch
 from etude.agents.batch import IMAGES
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
-from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, results_of
+from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, rollouts_of
+from etude.trajectory import Rollout
 
 
 def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
@@ -31,13 +32,13 @@ def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
     The added rows carry their rollout's object columns and no `token_level_scores`: a reward is there once.
     """
     owners, earlier = [], []
-    for row, result in enumerate(results_of(batch)):
+    for row, result in enumerate(rollouts_of(batch)):
         sampled = [sequence for sequence in result.earlier if any(sequence.response_mask)]
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
         return batch
-    added = to_batch([RolloutResult(sequence) for sequence in earlier], pad_token_id)
+    added = to_batch([Rollout([sequence]) for sequence in earlier], pad_token_id)
     added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"], dtype=torch.float64)
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name != IMAGES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}

@@ -99,16 +99,17 @@ class PolicyEngine:
 
     @torch.no_grad()
     def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU, 0 where
-        `response_mask` is 0."""
+        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU,
+        0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        shape = batch.batch["response_mask"].shape
-        result = tuple(torch.zeros(shape, dtype=torch.float32) for _ in range(2 + sum_pi_squared))
+        shape, kind = batch.batch["response_mask"].shape, next(self.model.parameters()).dtype
+        kind = torch.promote_types(kind, torch.float32)
+        result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
 
         def step(rows: list[int]) -> Metrics:
             packed = pack(batch, rows, self._device, self._vision)
-            squares = torch.empty(packed.labels.shape, device=self._device) if sum_pi_squared else None
+            squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
             found = self._forward(packed, temperature, squares=squares)
             for column, values in zip(result, found if squares is None else (*found, squares)):
                 column[rows] = packed.scatter(values).cpu()

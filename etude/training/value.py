@@ -34,7 +34,7 @@ class ValueEngine:
         """(batch, response_len) values on the CPU; 0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+        result = torch.zeros(batch.batch["response_mask"].shape, dtype=self.model.head.weight.dtype)
 
         def step(rows: list[int]) -> Metrics:
             result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()

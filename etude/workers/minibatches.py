@@ -13,6 +13,7 @@ import numpy as np
 
 from etude.metrics import Metrics, add_metrics
 from etude.protocol import DataProto
+from etude.seeds import mini_batch_order
 
 
 def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> Iterator[DataProto]:
@@ -23,7 +24,7 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
     members = list(order.values())
     numbers = np.arange(len(members))
     if shuffle:
-        np.random.default_rng(list(seed)).shuffle(numbers)
+        numbers = mini_batch_order(seed, len(members))
     for part in np.array_split(numbers, max(1, -(-len(members) // groups))):
         rows = [row for number in part for row in members[number]]
         if rows:

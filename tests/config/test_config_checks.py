@@ -14,6 +14,7 @@ from etude.config import compose, compose_with_sources
 from etude.config.checks import check_names, check_records, effective_keys, problems_with
 from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
+from etude.config.preflight import start_problems
 from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
@@ -25,6 +26,7 @@ from etude.registry import import_object, load_plugins
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo",)
 TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
+COMMANDS = {"ppo_trainer": "train", "sft": "sft"}
 HOSTILE = [
     *(None, True, False, 0, 1, -1, -2, 10**30, -(10**30), 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308),
     *(
@@ -67,7 +69,8 @@ def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
     raw, sources = dict(flatten(tree)), dict.fromkeys(declarations(TREES[root]), "command line")
     for key in declarations(TREES[root]):
         for value in HOSTILE:
-            _, lines = problems_with(changed(tree, key, value), raw, sources)
+            options, lines = problems_with(TREES[root], changed(tree, key, value), raw, sources)
+            assert all("\n" not in text for _, text in start_problems(options, COMMANDS[root]))
             assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
             numbers = value if isinstance(value, list) else [value]
             unbounded = any(
@@ -392,6 +395,13 @@ def test_nothing_is_said_of_what_has_an_effect(caplog):
     assert notices(caplog, *GRPO, "algorithm.gamma=1.0") == []  # what it is anyway
     for root in ("quickstart", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
         assert notices(caplog, root=root) == []
+
+
+def test_what_muon_does_not_take_of_betas_is_said(caplog):
+    [line] = notices(caplog, f"{ACTOR}.optim.name=muon", f"{ACTOR}.optim.betas=[0.8,0.9]")
+    assert line.startswith(f"{ACTOR}.optim.betas=[0.8, 0.9] (command line) has no effect on weight matrices")
+    assert len(notices(caplog, "optim.name=muon", "optim.betas=[0.8,0.9]", root="sft")) == 1
+    assert notices(caplog, f"{ACTOR}.optim.betas=[0.8,0.9]") == []
 
 
 def test_a_mini_batch_beyond_the_batch_is_said(caplog):

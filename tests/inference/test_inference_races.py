@@ -88,7 +88,7 @@ def test_new_weights_in_the_middle_of_a_step(model):
 def test_an_error_of_the_scheduler_fails_requests_instead_of_leaving_them_waiting(model, monkeypatch):
     engine = NativeEngine(model)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_plan", lambda: 1 / 0)
+        patch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             asyncio.run(asyncio.wait_for(engine.generate("a", PROMPT, SamplingParams(max_tokens=3)), 30))
     out = asyncio.run(asyncio.wait_for(engine.generate("a", PROMPT, SamplingParams(max_tokens=3)), 30))

@@ -14,7 +14,7 @@ from house_stage import ACTOR, ROLLOUT
 from etude.errors import TrainingStopped
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import Rollouts, results_of
+from etude.trainer.rollouts import Rollouts, rollouts_of
 from etude.trainer.setup import prepare
 
 LENGTH = 72  # data.max_response_length of the tiny runs
@@ -38,14 +38,14 @@ class Step:
             drift_apart(critic.model, 0.05)
             self.critic_batches, self.critic_steps = watch(self.trainer.groups.critic, "update_critic", critic._engine)
         rollouts = self.trainer.rollouts
-        training = rollouts.training
+        generate = rollouts.generate
 
-        def with_error(*arguments):
-            rolled, engine = training(*arguments)
+        def with_error(prompts):
+            rolled, engine = generate(prompts)
             rolled.batch["rollout_log_probs"] += engine_error
             return rolled, engine
 
-        rollouts.training = with_error
+        rollouts.generate = with_error
         self.figures = self.trainer.training_step(Interrupts(lambda text: None))
 
 
@@ -245,7 +245,7 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     log_probs, entropy = outputs(model, batch)
-    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in results_of(batch)])
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in rollouts_of(batch)])
     torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
     losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
     assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)
@@ -428,7 +428,7 @@ def test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt(tiny, tmp
     losses, _ = objective(batch, log_probs, entropy, log_probs.detach(), None)
     aggregate(losses, mask, "token-mean").backward()
     assert_gradients(gradients, model)
-    scores = [result.trajectory.rewards.total() for result in results_of(batch)]
+    scores = [result.trajectory.rewards.total() for result in rollouts_of(batch)]
     assert step.figures["baseline/reward/total/mean"] == pytest.approx(sum(baselines) / 2)
     assert step.figures["reward/total/mean"] == pytest.approx(sum(scores) / 8)  # of what is trained on alone
     assert len((tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()) == len(batch) == 8

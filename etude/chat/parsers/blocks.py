@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, json_end
+from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end
 from etude.schemas import FunctionCall
+
+KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
+LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # JSON; what may follow is the parser's to judge
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,22 @@ class BlockParser(ToolParser):
     def _holds_a_block(self, text: str, start: int) -> bool:
         tag = self._tags.search(text, start)
         return tag is not None and tag.group() in self.opening
+
+
+class BareParser(BlockParser):
+    """Formats whose calls need no tag where they begin a turn or follow a thought: what matches `bare` there is a call or
+    an error, never text."""
+
+    bare: ClassVar[re.Pattern[str]]
+
+    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_bare`; several that follow each other are one."""
+        found: list[Piece] = []
+        end = start
+        while self.bare.match(text, end) and (block := self.read_block(text, "", end, tools)) is not None:
+            found += block.found
+            end = block.end
+        return Block(end, found) if found else None
 
 
 class JsonBlockParser(BlockParser):

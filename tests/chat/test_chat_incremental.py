@@ -1,17 +1,13 @@
-"""Forms: what is filled in is what the template would have rendered, and what cannot be foreseen is rendered."""
+"""What follows a turn is what the template writes there, contents standing where they do, whatever it asks of them."""
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_chat_template import CHATML, FAMILIES, TOOLS, family, tokenizer_with
-from transformers.utils import chat_template_utils
+from test_chat_template import CHATML, FAMILIES, TOOLS, family, text_of, tokenizer_with
 
-from etude.chat import ChatTemplate, symbolic
-from etude.chat.forms import PROBES, shape_of
+from etude.chat import ChatTemplate
 from etude.chat.parsers import ToolParser
 from etude.chat.rendering import Renderer
-from etude.chat.symbolic import Slot, Untraceable
-from etude.chat.tracer import Tracer
 from etude.chat.turns import ANCHOR
 from etude.errors import ConfigError
 from etude.trajectory import Provenance
@@ -106,6 +102,14 @@ PIECES = [
     " ",
     "x>",
 ]
+PROBES = (
+    "",
+    " \n\t two  words \n\n",
+    '{"name": "x", "arguments": {"é": [1, "\\n"]}} <b>&amp; \'q\' "q"',
+    "<tool_response>\n{{ x }} {% y %} %s {0}\n</tool_response>",
+    "<think>\nwhy\n</think>\n\nThe answer is 7.",
+    "日本語\u2028\u00a0\U0001f600\r\nx",
+)
 TEXTS = st.lists(st.sampled_from([*PIECES, *PROBES]) | st.text(max_size=8), max_size=5).map("".join)
 LABELS = {"tool": Provenance.TOOL, "user": Provenance.USER}
 
@@ -131,7 +135,7 @@ def ids_of(runs):
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
 @given(texts=st.lists(TEXTS, min_size=1, max_size=3), role=st.sampled_from(["tool", "user"]))
 @settings(max_examples=40, deadline=None)
-def test_what_is_filled_in_is_what_is_rendered(name, texts, role):
+def test_what_follows_a_turn_is_what_is_rendered(name, texts, role):
     chat = chat_of(name)
     messages = [{"role": role, "content": text.replace("\ufdd0", "").replace("\ufdd1", "")} for text in texts]
     try:
@@ -144,17 +148,12 @@ def test_what_is_filled_in_is_what_is_rendered(name, texts, role):
     assert chat.tokenizer.decode(ids_of(runs)) == chat.tokenizer.decode(rendered_ids(chat, messages))
     if not any(token in text for token in chat.control_tokens for text in texts):
         assert ids_of(runs) == rendered_ids(chat, messages)
-    stub = chat._contexts.stub_for(messages)
-    found = chat._contexts.continuations.find(stub.answers_to(messages), (stub.value,))
-    if found is not None:
-        made, contents = found
-        assert made.runs(contents) == made.encoder.runs(*made._filled(made.parts, contents))
 
 
 @pytest.mark.parametrize("name", [*FAMILIES, *MORE])
 @given(texts=st.lists(TEXTS, min_size=2, max_size=2))
 @settings(max_examples=25, deadline=None)
-def test_prompts_that_are_filled_in_are_those_that_are_rendered(name, texts):
+def test_prompts_are_encoded_as_rendered(name, texts):
     chat = chat_of(name)
     messages = [{"role": role, "content": text} for role, text in zip(("system", "user"), texts)]
     for tools in (None, TOOLS):
@@ -164,178 +163,73 @@ def test_prompts_that_are_filled_in_are_those_that_are_rendered(name, texts):
             )
         except Exception:
             continue
-        chat._prompts.forms.find(messages, (str(tools),), tools=tools)  # traced when it comes again
-        form, contents = chat._prompts.forms.find(messages, (str(tools),), tools=tools) or (None, [])
-        assert form is None or form.filled(contents) == whole
         assert chat.initial_ids(messages, tools) == chat.tokenizer(whole, add_special_tokens=False)["input_ids"]
 
 
+def renderings(monkeypatch):
+    """The conversations that are rendered from now on."""
+    made, text = [], Renderer.text
+    monkeypatch.setattr(
+        Renderer, "text", lambda self, messages, *a, **k: made.append(messages) or text(self, messages, *a, **k)
+    )
+    return made
+
+
 @pytest.mark.parametrize("name", ["tiny", "chatml", "qwen", "llama3", "reasoning", *MORE])
-def test_families_are_not_rendered_twice(name, monkeypatch):
-    """The second message of a shape costs no rendering: else nothing is gained."""
+def test_messages_of_a_known_shape_are_rendered_once(name, monkeypatch):
     chat = ChatTemplate(MORE[name]() if name in MORE else family(name))
-    ids = "functions.add:0" if name == "kimi" else "abcdefgh0"
-    for round in range(3):
-        if round == 2:
-            monkeypatch.setattr(Renderer, "text", None)
-        message = {"role": "tool", "content": f"1{round} apples", "tool_call_id": f"{ids[:-1]}{round}"}
-        assert chat.context_ids([message])
-        assert chat.context_ids([{key: message[key] for key in ("role", "content")}])
-        assert chat.initial_ids([{"role": "user", "content": f"1 + {round}?"}], TOOLS)
+    message = {"role": "tool", "content": "12 apples"}
+    chat.context_ids([message])
+    made = renderings(monkeypatch)
+    chat.context_ids([{**message, "content": "13 pears"}])
+    assert len(made) == 1
+    chat.context_ids([{**message, "content": "13 pears"}])
+    assert len(made) == 1
 
 
-def test_a_prompts_shape_is_traced_when_it_comes_again(monkeypatch):
-    """Where every row has tools of its own, a trace would cost several renderings and never be used."""
-    chat = ChatTemplate(family("qwen"))
-    traced = []
-    trace = Tracer.trace
-    monkeypatch.setattr(Tracer, "trace", lambda *given: traced.append(1) or trace(*given))
-
-    def prompt(number, text):
-        function = TOOLS[0]["function"] | {"name": f"tool{number}"}
-        return chat.initial_ids([{"role": "user", "content": text}], [{"type": "function", "function": function}])
-
-    for number in range(20):
-        prompt(number, "What is 2 + 3?")
-    assert not traced
-    prompt(0, "What is 2 + 3?")  # the very same prompt is remembered as it is
-    assert not traced
-    ids = prompt(0, "What is 7 + 3?")
-    assert traced
-    monkeypatch.setattr(Renderer, "text", None)
-    assert prompt(0, "What is 9 + 3?") != ids
+def test_a_content_that_the_template_escapes_is_rendered_again_with_marks(monkeypatch):
+    chat = ChatTemplate(family("llama3"))
+    message = {"role": "tool", "content": "12"}
+    chat.context_ids([message])
+    made = renderings(monkeypatch)
+    runs = chat.context_ids([{**message, "content": ' 3 "apples"\n'}])
+    assert len(made) == 2
+    assert text_of(chat, runs, Provenance.TOOL) == ' 3 \\"apples\\"\\n'
 
 
-def test_questions_send_contents_their_own_way():
+def test_contents_send_the_template_their_own_way():
     chat = ChatTemplate(MORE["asking"]())
-    for text in ("<tool_response>7</tool_response>", "7", "x", " ", ""):
+    for text in ("<tool_response>7</tool_response>", "7", "x", " ", "", "<tool_response>x>"):
         message = {"role": "user", "content": text}
-        written = chat.tokenizer.decode(ids_of(chat.context_ids([message])))
-        assert written == rendered_tail(chat, [message])
-    [known] = [
-        known
-        for key, known in chat._contexts.continuations._known._held.items()
-        if key[1:] == ("role", "user", "content")
-    ]
-    assert len(known.forms) >= 4
+        runs = chat.context_ids([message])
+        assert chat.tokenizer.decode(ids_of(runs)) == rendered_tail(chat, [message])
+        assert text_of(chat, runs, Provenance.USER) == text.strip()
 
 
-def tracer(expression, content="A text"):
-    template = "{% set c = messages[0].content %}" + expression
-    made = Tracer(template, chat_template_utils._compile_jinja_template(template).environment)
-    return made.trace([content], lambda ropes: {"messages": [{"role": "user", "content": ropes[0]}]})
+def test_what_asks_what_a_content_begins_with_needs_one_place_for_it():
+    """With marks around it the content would be another: it is searched for, and refused where it stands twice."""
+    asks = "('# ' if m.content.startswith('#') else '') + m.content"
+    chat = ChatTemplate(tokenizer_with(CHATML.replace("m.content", asks)))
+    runs = chat.context_ids([{"role": "tool", "content": text} for text in ("#1", "2", "#3", " ")])
+    assert text_of(chat, runs, Provenance.TOOL) == "#12#3"
+    assert "# #1<|im_end|>" in chat.tokenizer.decode(ids_of(runs))
+    for texts in (["#"], ["2", "#"]):
+        with pytest.raises(ConfigError, match="exactly once"):
+            chat.context_ids([{"role": "tool", "content": text} for text in texts])
 
 
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "{{ c[0] }}",
-        "{{ c[:3] }}",
-        "{% for x in c %}{{ x }}{% endfor %}",
-        "{{ c.split('x')[0] }}",
-        "{{ '%s' % c }}",
-        "{{ '%s' % (c,) }}",
-        "{{ c % 3 }}",
-        "{{ '{}'.format(c) }}",
-        "{{ c.format(3) }}",
-        "{{ c.format_map({}) }}",
-        "{{ ' '.join([c]) }}",
-        "{{ c.join(['a', 'b']) }}",
-        "{{ c * 2 }}",
-        "{{ 2 * c }}",
-        "{{ c | title }}",
-        "{{ [c] | tojson }}",
-        "{{ c | tojson(indent=2) }}",
-        "{{ {c: 1} }}",
-        "{{ 1 if c < 'b' }}",
-        "{{ 1 if c == messages[0].content }}",
-        "{{ 1 if c in {'a': 1} }}",
-        "{{ c | e }}",
-        "{{ c | urlencode }}",
-        "{{ c | int }}",
-        "{{ c | list }}",
-        "{{ c.encode() }}",
-        "{{ ('a' + c).strip() }}",
-        "{{ c.strip(c) }}",
-        "{{ 'a'.replace('a', c) }}",
-        "{{ [c, 'b'] | sort | first }}",
-        "{{ strftime_now('%d') + c }}",
-        "{{ [c, c] | unique | first }}",
-        "{{ messages | map(attribute='content') | join('') | upper | e }}",
-        "{{ c ~ 1 | string | wordcount }}{{ c | wordcount }}",
-    ],
-)
-def test_what_takes_a_content_apart_is_not_foreseen(expression):
-    with pytest.raises(Untraceable):
-        tracer(expression)
+def test_a_content_that_spells_the_probe_is_found():
+    chat = ChatTemplate(family("chatml"))
+    for text in ("Words of probe number 0.", "Words of probe number 1.", ANCHOR):
+        runs = chat.context_ids([{"role": "tool", "content": text}, {"role": "user", "content": text}])
+        assert text_of(chat, runs, Provenance.TOOL) == text_of(chat, runs, Provenance.USER) == text
 
 
-@pytest.mark.parametrize(
-    ("expression", "changes"),
-    [
-        ("{{ c }}", ()),
-        ("{{ 'a' ~ c ~ 1 }}", ()),
-        ("{{ c | string }}", ()),
-        ("{{ [c, 'b'] | join(', ') }}", ()),
-        ("{{ c or 'none' }}", ()),
-        ("{{ c | default('none', true) }}", ()),
-        ("{% set ns = namespace(x=c) %}{{ ns.x }}", ()),
-        ("{% macro m(x) %}<{{ x }}>{% endmacro %}{{ m(c) }}", ()),
-        ("{% macro m() %}{{ caller() }}{% endmacro %}{% call m() %}{{ c }}{% endcall %}", ()),
-        ("{% filter trim %}{{ c }}{% endfilter %}", (("strip", (None,)),)),
-        ("{% generation %}{{ c }}{% endgeneration %}", ()),
-        ("{% if c is string and c is iterable and c is not mapping %}{{ c }}{% endif %}", ()),
-        ("{% for m in messages if m.role == 'user' %}{{ m['content'] }}{% endfor %}", ()),
-        ("{{ (messages | selectattr('role', 'equalto', 'user') | first).content }}", ()),
-        ("{{ c.strip() }}", (("strip", ()),)),
-        ("{{ c | trim | upper }}", (("strip", (None,)), ("upper", ()))),
-        ("{{ c | replace('a', 'b') }}", (("replace", ("a", "b", -1)),)),
-        ("{{ c | tojson }}", (("tojson", ()),)),
-    ],
-)
-def test_where_a_content_stands_is_known(expression, changes):
-    form = tracer(expression)
-    assert [part for part in form.parts if isinstance(part, Slot)] == [Slot(0, changes)]
-    template = "{% set c = messages[0].content %}" + expression
-    plain = chat_template_utils._compile_jinja_template(template)
-    for probe in PROBES:
-        if form.holds([probe]):
-            assert form.filled([probe]) == plain.render(messages=[{"role": "user", "content": probe}])
-
-
-def test_a_form_that_is_wrong_is_not_kept(monkeypatch):
-    """Whatever tracing overlooks, the comparison with the template finds."""
-    chat = ChatTemplate(tokenizer_with(CHATML.replace("m.content +", "(m.content | replace('é', 'e')) +")))
-    monkeypatch.setitem(symbolic._CHANGES, "replace", lambda text, *_: text)
-    assert chat._contexts.continuations.find([{"role": "user", "content": "x"}], ("an answer",)) is None
-    assert chat._prompts.forms.find([{"role": "user", "content": "x"}], ("",)) is None
-
-
-def test_shapes_and_forms_are_bounded():
+def test_shapes_are_bounded():
     chat = ChatTemplate(family("chatml"))
     for count in range(1, 80):
         chat.context_ids([{"role": "user", "content": "x"}] * count)
-    assert len(chat._contexts.continuations._known) == 64
-    asking = ChatTemplate(MORE["asking"]())
-    for number in range(16):
-        messages = [{"role": "user", "content": "xy"[number >> place & 1]} for place in range(4)]
-        assert ids_of(asking.context_ids(messages)) == rendered_ids(asking, messages)
-    [known] = asking._contexts.continuations._known._held.values()
-    assert len(known.forms) == known.tried == 8
-
-
-def test_messages_with_more_than_texts_have_no_shape():
-    assert shape_of([{"role": "user", "content": "a", "name": "b"}]) == (
-        ["role", "user", "content", "name"],
-        ["a", "b"],
-    )
-    for message in (
-        {"role": "user", "content": None},
-        {"role": "user", "content": [{"type": "text", "text": "a"}]},
-        {"role": "assistant", "content": "", "tool_calls": []},
-        {"role": "user", "content": "a", "more": 1},
-    ):
-        assert shape_of([message]) is None
+    assert len(chat._contexts._incremental._glue) == 64
 
 
 @pytest.mark.parametrize(

@@ -1,8 +1,9 @@
-"""`Line`: one live session with an MCP server, from connecting to its end.
+"""`McpSession`: one live session with an MCP server, from connecting to its end, over the SDK's transports.
 
-Invariant: a line is opened and closed inside one task, as the SDK's cancel scopes require; requests run in tasks of
-their own and fail at once when the line ends, for whatever reason: the server died, the stream closed, `close` was
-called. A line that has ended is never used again; opening the next one is `McpConnection`'s business.
+Invariants: a session is opened and closed inside one task, as the SDK's cancel scopes require; requests run in tasks of
+their own and fail at once when the session ends, for whatever reason: the server died, the stream closed, `close` was
+called. A message of more than `max_message_bytes` ends the session. A session that has ended is never used again; opening
+the next one is `McpConnection`'s business.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from urllib.parse import urlsplit
 from etude.bounded import settle
 from etude.errors import MissingExtraError, one_line
 from etude.tools.mcp.options import McpServer, McpTransport
-from etude.tools.mcp.streams import bounded_stream, subprocess_streams
+from etude.tools.mcp.stdio import subprocess_streams
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -34,11 +35,11 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 logger = logging.getLogger(__name__)
 
 
-class LineLostError(ConnectionError):
+class SessionLostError(ConnectionError):
     """The session with the server ended while, or before, a request was under way."""
 
 
-class Line:
+class McpSession:
     """Begins to connect when it is made, in the running event loop; `opened` tells how that went."""
 
     def __init__(self, server: McpServer) -> None:
@@ -48,7 +49,7 @@ class Line:
         self.status = 0  # of the last HTTP response, 0 where there was none
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = loop.create_future()
-        self._said: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
         self._owner = asyncio.ensure_future(self._own())
 
     async def opened(self) -> None:
@@ -66,16 +67,16 @@ class Line:
         if not self._owner.done():
             raise TimeoutError(f"no answer within {self.server.connect_timeout:g} s")
         error = None if self._owner.cancelled() else self._owner.exception()
-        raise LineLostError("the connection closed") if error is None else root_cause(error)
+        raise SessionLostError("the connection closed") if error is None else root_cause(error)
 
     async def request(self, make: Callable[[Client], Awaitable[R]]) -> R:
         """What `make(client)` returns.
 
         Raises:
-            LineLostError: the line has ended, before or meanwhile.
+            SessionLostError: the session has ended, before or meanwhile.
         """
         if self.lost.done():
-            raise LineLostError("the connection closed")
+            raise SessionLostError("the connection closed")
         task: asyncio.Future[R] = asyncio.ensure_future(make(self._ready.result()))
         either: set[asyncio.Future[Any]] = {task, self.lost}
         try:
@@ -83,7 +84,7 @@ class Line:
             if not task.done():
                 await asyncio.wait({task}, timeout=_LAST_ANSWER_SECONDS)
             if not task.done():
-                raise LineLostError("the connection closed during the call")
+                raise SessionLostError("the connection closed during the call")
             return task.result()
         finally:
             if not task.done():
@@ -91,14 +92,14 @@ class Line:
                 task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     def hint(self) -> str:
-        """What may explain a failure: the last HTTP status of 400 or more, or the subprocess's last words."""
+        """What may explain a failure: the last HTTP status of 400 or more, or the subprocess's last line."""
         if self.status >= 400:
             return f" (HTTP {self.status})"
-        words = [line for line in self._said if line.strip()]
-        return f" (it said: {words[-1]})" if words else ""
+        lines = [line for line in self._logged if line.strip()]
+        return f" (it said: {lines[-1]})" if lines else ""
 
     async def close(self) -> None:
-        """Ends the line; returns when the transport is closed and a subprocess is gone, or was given up."""
+        """Ends the session; returns when the transport is closed and a subprocess is gone, or was given up."""
         self._end()
         if not self._ready.done():
             self._owner.cancel()  # it waits for the server, not for us; the transport is closed all the same
@@ -133,14 +134,14 @@ class Line:
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
-        """The SDK's transport, watched: when its stream of messages ends, so does the line."""
+        """The SDK's transport, watched: when its stream of messages ends, so does the session."""
         async with self._raw_transport() as (read, write):
             yield _Watched(read, self._end), write
 
     def _raw_transport(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
         server = self.server
         if server.transport is McpTransport.STDIO:
-            return subprocess_streams(server, self._hear)
+            return subprocess_streams(server, self._log_line)
         if server.transport is McpTransport.SSE:
             from mcp.client.sse import sse_client
 
@@ -178,11 +179,11 @@ class Line:
         """Notes the status, and has a JSON body end where it becomes too long; events are bounded by the transport."""
         self.status = response.status_code
         if response.headers.get("content-type", "").lower().startswith("application/json"):
-            response.stream = bounded_stream(response.stream, self.server.max_message_bytes)
+            response.stream = _bounded_stream(response.stream, self.server.max_message_bytes)
 
-    def _hear(self, words: str) -> None:
-        self._said.append(words)
-        logger.debug("%s says: %s", self.server, words)
+    def _log_line(self, line: str) -> None:
+        self._logged.append(line)
+        logger.debug("%s says: %s", self.server, line)
 
 
 class _Watched:
@@ -212,6 +213,25 @@ class _Watched:
         except BaseException:
             self._ended()
             raise
+
+
+def _bounded_stream(stream: Any, limit: int) -> Any:
+    """The body of an HTTP response, which fails once more than `limit` bytes of it have arrived."""
+    import httpx2
+
+    class Bounded(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for piece in stream:
+                size += len(piece)
+                if size > limit:
+                    raise httpx2.StreamError(f"an answer of more than {limit} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
 
 
 def root_cause(error: BaseException) -> BaseException:

@@ -1,4 +1,4 @@
-"""`Crew`: tasks that may start further ones, and that succeed or end together.
+"""`TaskGroup`: tasks that may start further ones, and that succeed or end together.
 
 Invariant: `finish` returns once every task has ended well; on the first exception, or when its caller is cancelled, all
 others are cancelled, have had time to clean up, and nothing is left running unobserved.
@@ -13,7 +13,7 @@ from typing import Any
 from etude.bounded import settle
 
 
-class Crew:
+class TaskGroup:
     """Made and used inside one event loop."""
 
     def __init__(self) -> None:
@@ -21,7 +21,7 @@ class Crew:
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task; a crew that is over starts nothing more."""
+        """Starts a task; a group that is over starts nothing more."""
         if self._over.done():
             work.close()
             return

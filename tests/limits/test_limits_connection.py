@@ -1,4 +1,4 @@
-"""A link and a real keeper in this process, over a way between them that the test breaks and mends."""
+"""The limiter of a process and a real `LeaseActor` beside it, over a way between them that the test breaks and mends."""
 
 import asyncio
 import threading
@@ -9,35 +9,33 @@ import pytest
 from etude.bounded import background_loop
 from etude.errors import InfrastructureError
 from etude.limits import Limit
-from etude.limits.holder import Holder
-from etude.limits.keeper import Keeper
-from etude.limits.limiter import Limiter
-from etude.limits.link import Link
+from etude.limits.cluster import ClusterLimiter
+from etude.limits.lease_server import LeaseActor
 
 WAIT = 30
 
 
 class Way:
-    """Leads to `keeper` while it is open."""
+    """Leads to `actor` while it is open."""
 
     def __init__(self, limit, lease):
         self.limit, self.lease = limit, lease
         self.open = True
-        self.turns = self.listens = self.reconnects = 0
+        self.calls = self.reconnects = 0
         self.hangs = False
-        self.keeper = self._on_loop(self._new_keeper())
+        self.actor = self._on_loop(self._new_actor())
 
-    async def _new_keeper(self, settling=False):
-        return Keeper(self.limit, self.lease, settling)
+    async def _new_actor(self, settling=False):
+        return LeaseActor(self.limit, self.lease, settling)
 
     def _on_loop(self, work):
         return asyncio.run_coroutine_threadsafe(work, background_loop("etude-limits")).result(WAIT)
 
     def replace(self):
-        self.keeper = self._on_loop(self._new_keeper(settling=True))
+        self.actor = self._on_loop(self._new_actor(settling=True))
 
     def info(self):
-        return self._on_loop(self.keeper.info())
+        return self._on_loop(self.actor.info())
 
     async def _pass(self):
         if self.hangs:
@@ -45,48 +43,27 @@ class Way:
         if not self.open:
             raise ConnectionError("the way is closed")
 
-    async def turn(self, turn):
-        self.turns += 1
+    async def sync(self, report, seconds):
+        self.calls += 1
         await self._pass()
-        return await self.keeper.turn(turn)
-
-    async def listen(self, owner, heard, seconds):
-        self.listens += 1
-        await self._pass()
-        return await self.keeper.listen(owner, heard, seconds)
+        return await self.actor.sync(report, seconds)
 
     async def reconnect(self):
         self.reconnects += 1
         await self._pass()
 
 
-class LinkedLimiter(Limiter):
-    """One process's part of a limiter, as `ClusterLimiter` builds it, over a `Way`."""
-
-    names = iter(range(10**9))
-
-    def __init__(self, way, patience=WAIT):
-        self.holder = Holder(way.limit, way.lease, lambda: f"holder-{next(self.names)}")
-        super().__init__(self.holder)
-        self.link = None
-        self.link = Link(self.holder, self._lock, self._deliver, way, way.lease, patience)
-
-    def _after(self):
-        if self.link is not None and self.holder.has_mail:
-            self.link.post()
-
-
 @pytest.fixture
 def join():
     made = []
 
-    def make(way, **options):
-        made.append(LinkedLimiter(way, **options))
+    def make(way, patience=WAIT):
+        made.append(ClusterLimiter("linked", way.limit, way.lease, patience, way))
         return made[-1]
 
     yield make
     for limiter in made:
-        limiter.link.close()
+        limiter.close()
 
 
 async def until(condition, message="it did not happen"):
@@ -104,17 +81,17 @@ async def test_two_processes_share_a_limit_and_recall_each_others_idle_permits(j
         assert way.info().held == 2
         for permit in permits:
             permit.release()
-    assert first.holder.held == second.holder.held == 0
+    assert first.held == second.held == 0
 
 
 async def test_a_process_with_nothing_to_do_is_silent_and_forgotten(join):
     way = Way(Limit(max_concurrent=2), 0.3)
     limiter = join(way)
     (await limiter.acquire(WAIT)).release()
-    await until(lambda: way.info().owners == 0, "it still talks")
-    turns, listens = way.turns, way.listens
+    await until(lambda: way.info().clients == 0, "it still talks")
+    calls = way.calls
     await asyncio.sleep(0.5)
-    assert (way.turns, way.listens) == (turns, listens)
+    assert way.calls == calls
     (await limiter.acquire(WAIT)).release()
 
 
@@ -145,7 +122,7 @@ async def test_waiters_fail_when_patience_ends_and_later_ones_are_served_again(j
     (await limiter.acquire(WAIT)).release()
 
 
-async def test_a_keeper_that_does_not_answer_is_a_keeper_that_is_lost(join):
+async def test_an_actor_that_does_not_answer_is_lost(join):
     way = Way(Limit(max_concurrent=1), 0.1)
     limiter = join(way, patience=0.1)
     way.hangs = True
@@ -153,14 +130,14 @@ async def test_a_keeper_that_does_not_answer_is_a_keeper_that_is_lost(join):
         await limiter.acquire(WAIT)
 
 
-async def test_a_new_keeper_takes_over_what_is_held(join):
+async def test_a_new_actor_takes_over_what_is_held(join):
     way = Way(Limit(max_concurrent=2), 1.5)
     first, second = join(way), join(way)
     held = [await first.acquire(WAIT), await first.acquire(WAIT)]
     way.replace()
     with pytest.raises(TimeoutError):
         await second.acquire(timeout=2.0)
-    assert first.holder.held == 2
+    assert first.held == 2
     assert way.info().held == 2
     held[0].release()
     (await second.acquire(WAIT)).release()
@@ -171,13 +148,13 @@ async def test_a_stopped_process_loses_its_permits_and_finds_out(join):
     way = Way(Limit(max_concurrent=1), 1.0)
     first, second = join(way), join(way)
     held = await first.acquire(WAIT)
-    first._lock.acquire()  # its link cannot speak: as good as stopped
+    first._lock.acquire()  # it cannot report: as good as stopped
     releaser = threading.Timer(3.0, first._lock.release)
     releaser.start()
     theirs = await second.acquire(WAIT)
     releaser.join()
     held.release()
-    await until(lambda: first.holder.held == 0)
+    await until(lambda: first.held == 0)
     assert way.info().held == 1
     with pytest.raises(TimeoutError):
         await first.acquire(timeout=0.05)
@@ -191,7 +168,7 @@ async def test_closing_gives_back_and_fails_waiters(join):
     await first.acquire(WAIT)
     waiting = asyncio.create_task(first.acquire(WAIT))
     await asyncio.sleep(0.05)
-    await asyncio.to_thread(first.link.close)
+    await asyncio.to_thread(first.close)
     with pytest.raises(InfrastructureError, match="it was closed"):
         await waiting
     with pytest.raises(InfrastructureError, match="it was closed"):

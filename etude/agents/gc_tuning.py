@@ -26,7 +26,7 @@ _unseen = 0
 
 
 @contextmanager
-def calm_collector() -> Iterator[None]:
+def relaxed_gc() -> Iterator[None]:
     """Blocks may overlap, in one event loop or in several."""
     _enter()
     try:

@@ -1,10 +1,4 @@
-"""The format of DeepSeek-V3 and R1 (`｜` and `▁` are no ASCII; the documents write `|`, which is read, too):
-
-<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
-```json
-{"city": "Beijing"}
-```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
-"""
+"""The formats of DeepSeek: V3 and R1, and V3.1 (`｜` and `▁` are no ASCII)."""
 
 from __future__ import annotations
 
@@ -60,4 +54,24 @@ def _read_call(name: str, arguments: str) -> FunctionCall:
 
 @ToolParser.register("deepseek_v3", "deepseek_r1", "deepseek")
 class DeepseekV3ToolParser(DeepseekToolParser):
-    """Parser of named, fenced JSON arguments."""
+    """The format of DeepSeek-V3 and R1 (`｜` and `▁` are no ASCII; the documents write `|`, which is read, too):
+
+    <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather
+    ```json
+    {"city": "Beijing"}
+    ```<｜tool▁call▁end｜><｜tool▁calls▁end｜>
+    """
+
+
+@ToolParser.register("deepseek_v31", "deepseek_v3.1")
+class DeepseekV31ToolParser(DeepseekToolParser):
+    """The format of DeepSeek-V3.1 (`｜` and `▁` are no ASCII):
+
+        <｜tool▁calls▁begin｜><｜tool▁call▁begin｜>get_weather<｜tool▁sep｜>{"city": "Beijing"}<｜tool▁call▁end｜>
+        <｜tool▁calls▁end｜>
+
+    The documents write it with `|` and line breaks, which is read, too.
+    """
+
+    head = re.compile(r"([^`{<]*)<[｜|]tool▁sep[｜|]>")
+    fence = ""

@@ -7,8 +7,8 @@ import weakref
 
 import pytest
 
-from etude.agents import collector
-from etude.agents.collector import calm_collector
+from etude.agents import gc_tuning
+from etude.agents.gc_tuning import relaxed_gc
 
 
 @pytest.fixture(autouse=True)
@@ -21,7 +21,7 @@ def as_found():
 
 def test_blocks_may_overlap_and_the_last_one_restores():
     found = gc.get_threshold()
-    first, second = calm_collector(), calm_collector()
+    first, second = relaxed_gc(), relaxed_gc()
     first.__enter__()
     second.__enter__()
     assert gc.get_threshold() > found
@@ -37,9 +37,9 @@ def test_a_fresh_interpreter_is_calmed():
     """Also one that freezes objects of its own when it starts, as Python 3.12 does."""
     program = (
         "import gc\n"
-        "from etude.agents.collector import calm_collector\n"
+        "from etude.agents.gc_tuning import relaxed_gc\n"
         "found = gc.get_threshold()\n"
-        "with calm_collector():\n"
+        "with relaxed_gc():\n"
         "    print(gc.get_threshold() > found)"
     )
     assert subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout == "True\n"
@@ -47,7 +47,7 @@ def test_a_fresh_interpreter_is_calmed():
 
 def test_an_exception_restores_too():
     found = gc.get_threshold()
-    with pytest.raises(ValueError, match="inside"), calm_collector():
+    with pytest.raises(ValueError, match="inside"), relaxed_gc():
         raise ValueError("inside")
     assert gc.get_threshold() == found
 
@@ -60,7 +60,7 @@ class Ring:
 
 
 def test_garbage_in_cycles_is_still_collected_inside():
-    with calm_collector():
+    with relaxed_gc():
         first = weakref.ref(Ring())
         assert first() is not None
         rings = gc.get_threshold()[0] + 50_000
@@ -77,7 +77,7 @@ def test_what_a_rollout_made_is_not_looked_at_when_it_ends():
         passes.append(info["generation"])
 
     try:
-        with calm_collector():
+        with relaxed_gc():
             kept = [[n] for n in range(5_000)]
             gc.callbacks.append(note)
         young = gc.get_count()[0]
@@ -88,22 +88,22 @@ def test_what_a_rollout_made_is_not_looked_at_when_it_ends():
 
 
 def test_objects_that_passes_inside_a_rollout_have_seen_are_counted_too(monkeypatch):
-    monkeypatch.setattr(collector, "_THRESHOLDS", (1_000, 20, 20))
-    monkeypatch.setattr(collector, "_unseen", 0)
-    with calm_collector():
+    monkeypatch.setattr(gc_tuning, "_THRESHOLDS", (1_000, 20, 20))
+    monkeypatch.setattr(gc_tuning, "_unseen", 0)
+    with relaxed_gc():
         kept = [[n] for n in range(5_010)]
-    assert 4_000 < collector._unseen < 10_000
+    assert 4_000 < gc_tuning._unseen < 10_000
     assert len(kept) == 5_010
 
 
 def test_garbage_that_rollouts_left_is_collected_before_a_later_one(monkeypatch):
-    monkeypatch.setattr(collector, "_UNSEEN", 1_000)
-    monkeypatch.setattr(collector, "_unseen", 0)
-    with calm_collector():
+    monkeypatch.setattr(gc_tuning, "_UNSEEN", 1_000)
+    monkeypatch.setattr(gc_tuning, "_unseen", 0)
+    with relaxed_gc():
         left = weakref.ref(Ring())
         kept = [[n] for n in range(2_000)]
     assert left() is not None
-    with calm_collector():
+    with relaxed_gc():
         assert left() is None
         assert len(kept) == 2_000
 
@@ -111,13 +111,13 @@ def test_garbage_that_rollouts_left_is_collected_before_a_later_one(monkeypatch)
 def test_a_program_that_arranged_its_collector_is_left_alone():
     gc.freeze()
     found = gc.get_threshold()
-    with calm_collector():
+    with relaxed_gc():
         assert gc.get_threshold() == found
     assert gc.get_freeze_count() > 0
     gc.unfreeze()
     gc.disable()
     try:
-        with calm_collector():
+        with relaxed_gc():
             assert gc.get_threshold() == found
     finally:
         gc.enable()
