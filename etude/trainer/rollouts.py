@@ -62,9 +62,8 @@ class Rollouts:
         Raises:
             TrainingStopped: too large a share of them fell to infrastructure.
         """
-        n, reward = self._setup.roles.rollout.n, self._setup.roles.reward
-        first = len(rows) * n  # numbered after the rollouts that are trained on
-        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
+        rollout, reward = self._setup.roles.rollout, self._setup.roles.reward
+        first, seed = len(rows) * rollout.n, batch_seed(rollout.seed, step, attempt)  # numbered after the trained ones
         prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
         prompts.meta_info |= {"step": step, "greedy": True}
         greedy, engine = self.generate(prompts)
@@ -72,7 +71,7 @@ class Rollouts:
         results = rollouts_of(greedy)
         rewards = [None if result.trajectory is None else result.trajectory.rewards for result in results]
         totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
-        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(n)])
+        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(rollout.n)])
         return results, engine
 
     def validation(self, dataset: RLDataset) -> DataProto:

@@ -103,8 +103,8 @@ class PolicyEngine:
         0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        shape, kind = batch.batch["response_mask"].shape, next(self.model.parameters()).dtype
-        kind = torch.promote_types(kind, torch.float32)
+        kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        shape = batch.batch["response_mask"].shape
         result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
 
         def step(rows: list[int]) -> Metrics:
