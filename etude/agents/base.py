@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from etude.agents.client import TrajectoryClient
+from etude.agents.images import read_row
 from etude.agents.interactions import BaseInteraction
-from etude.agents.pictures import read_row
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError

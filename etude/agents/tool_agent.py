@@ -42,14 +42,14 @@ from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
-from etude.agents.answers import TurnAnswers, malformed_record, unseen, written
 from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
+from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
-from etude.agents.pictures import Answer, answer_of, read_all, shown_text
+from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written
 from etude.bounded import called, settle
 from etude.chat import ToolParser
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
@@ -206,7 +206,7 @@ class ToolAgentLoop(AgentLoopBase):
             append_to_last_user(trajectory.messages, self.chat.disarmed(text))
             return
         answer = await answer_of(response, reader, data.token_limit)
-        images = await read_all(reader, answer.pictures)
+        images = await read_all(reader, answer.images)
         place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
         trajectory.images[place:place] = images
 
@@ -270,21 +270,21 @@ class ToolAgentLoop(AgentLoopBase):
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
-        pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
+        with_images = {} if self.context.images is None else await self._answers_with_images(data, outcomes)
         texts = [
-            pictured[n].text if n in pictured else shown_text(each.response, data.token_limit)
+            with_images[n].text if n in with_images else shown_text(each.response, data.token_limit)
             for n, each in enumerate(outcomes)
         ]
         texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
-        answers = TurnAnswers(data.parsed, outcomes, pictured, [*texts, *data.parsed.errors], self.chat.names_calls)
+        answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
         if state is AgentState.GENERATING and self.context.images is not None:  # pixels are read only where answers fit
-            for answer in pictured.values():
-                trajectory.images += await read_all(self.context.images, answer.pictures)
+            for answer in with_images.values():
+                trajectory.images += await read_all(self.context.images, answer.images)
         trajectory.tool_calls += answers.records(turn)
         for each in outcomes:
             if each.error is None or each.reward:
@@ -347,7 +347,9 @@ class ToolAgentLoop(AgentLoopBase):
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
-    async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:
+    async def _answers_with_images(
+        self, data: Conversation, outcomes: Sequence[ToolOutcome]
+    ) -> dict[int, ShownResponse]:
         """The outcomes that are not text alone, by their number; none where the model is not shown images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:

@@ -26,12 +26,12 @@ import torch
 
 from etude.errors import ConfigError, EngineError, EtudeError, one_line
 from etude.inference.cache import KVShape, SlabCache, most_tokens
-from etude.inference.figures import EngineFigures
 from etude.inference.layout import StepLayout
+from etude.inference.metrics import EngineMetrics
 from etude.inference.prefixes import PrefixStore
-from etude.inference.rows import Request, Row
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.sequence_state import Request, SequenceState
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
@@ -103,7 +103,7 @@ class NativeEngine:
         self._wake: asyncio.Future[None] | None = None
         self._stepping: asyncio.Future[Any] | None = None
         self._computing: Future[Any] | None = None
-        self._figures = EngineFigures()
+        self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
     def _longest(self) -> int:
@@ -134,7 +134,7 @@ class NativeEngine:
         )
 
     @property
-    def _rows(self) -> dict[str, Row]:
+    def _rows(self) -> dict[str, SequenceState]:
         return self._scheduler.rows
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class NativeEngine:
         for place, request_id in enumerate(request_ids):
             if request_id in self._rows:
                 raise ConfigError(f"trajectory '{request_id}' is already open")
-            self._rows[request_id] = Row(rank=(self._admissions, place, request_id))
+            self._rows[request_id] = SequenceState(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
         """Frees what the trajectory holds; closing twice, or what was never opened, does nothing."""
@@ -261,11 +261,11 @@ class NativeEngine:
                 await self.resume()
 
     def metrics(self) -> Metrics:
-        """What was done since the last call; names and units are those of `EngineFigures.report`."""
-        figures, self._figures = self._figures, EngineFigures()
-        figures.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
-        figures.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
-        return figures.report(self.options.max_num_seqs)
+        """What was done since the last call; names and units are those of `EngineMetrics.report`."""
+        metrics, self._metrics = self._metrics, EngineMetrics()
+        metrics.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
+        metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
+        return metrics.report(self.options.max_num_seqs)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -293,13 +293,13 @@ class NativeEngine:
                 if self._paused or (self.options.deterministic and at_point and self._waiting_for()):
                     await self._wait()
                     continue
-                with self._figures.timed("scheduling"):
+                with self._metrics.timed("scheduling"):
                     if at_point or not self.options.deterministic:
                         self._admissions += 1
                         scheduler.admit()
                         steps_since_point = 0
                     plan = scheduler.plan() if scheduler.active else None
-                    self._figures.kv_bytes = max(self._figures.kv_bytes, scheduler.cache.slab_bytes)
+                    self._metrics.kv_bytes = max(self._metrics.kv_bytes, scheduler.cache.slab_bytes)
                 if plan is None or not plan.feeds:
                     continue
                 steps_since_point += 1
@@ -315,7 +315,7 @@ class NativeEngine:
                     continue
                 finally:
                     self._stepping = None
-                with self._figures.timed("scheduling"):
+                with self._metrics.timed("scheduling"):
                     scheduler.fed(plan)
                     for (row, request), token, log_prob in zip(draws, tokens, log_probs):
                         if request is not None and row.request is request:
@@ -325,11 +325,11 @@ class NativeEngine:
         except Exception as error:  # nobody awaits this task: without this its requests would wait for ever
             self._fail(error)
 
-    def _take(self, row: Row, request: Request, token: int, log_prob: float) -> None:
+    def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
         request.tokens.append(token)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
-        self._figures.sampled_tokens += 1
+        self._metrics.sampled_tokens += 1
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
         if request.stops is not None:
@@ -338,7 +338,7 @@ class NativeEngine:
             row.request = None
             request.finish("stop" if stopped else "length")
 
-    def _drop_request(self, row: Row, reason: str) -> None:
+    def _drop_request(self, row: SequenceState, reason: str) -> None:
         request, row.request = row.request, None
         if request is None:
             return
@@ -357,21 +357,21 @@ class NativeEngine:
             if row.request is not None and not row.request.future.done():
                 row.request.future.set_exception(failure)
             row.request = None
-        self._scheduler.rows = {name: Row(rank=row.rank) for name, row in old.rows.items()}
+        self._scheduler.rows = {name: SequenceState(rank=row.rank) for name, row in old.rows.items()}
 
     # -- computing -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         """One forward pass over the plan's tokens; draws one token for each of its drawing rows."""
-        figures = self._figures
-        figures.steps += 1
-        figures.rows += len(plan.feeds)
-        figures.prefilled_tokens += plan.prefill
-        with figures.timed("scheduling"):
+        metrics = self._metrics
+        metrics.steps += 1
+        metrics.rows += len(plan.feeds)
+        metrics.prefilled_tokens += plan.prefill
+        with metrics.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
-        with figures.timed_forward(plan.prefill / layout.tokens):
+        with metrics.timed_forward(plan.prefill / layout.tokens):
             if self._decoder is not None:
                 hidden = self._decoder.hidden(ids, positions, layout)
             elif images is None:
@@ -382,7 +382,7 @@ class NativeEngine:
                 hidden = packed_hidden(self._model, images.token_ids(ids), positions, layout, shown)
         if not plan.drawing:
             return [], []
-        with figures.timed("sampling"):
+        with metrics.timed("sampling"):
             logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]

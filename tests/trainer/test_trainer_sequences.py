@@ -134,7 +134,7 @@ def test_a_dropped_rollout_and_one_without_a_sampled_answer_take_their_sequences
 
 def advantages(name, batch, *, episodes, rewards=None, **options):
     rewards = sequence_scores(batch, episodes=episodes) if rewards is None else rewards
-    return sequence_advantages(name, batch, rewards, episodes=episodes, **options)
+    return sequence_advantages(name, batch, rewards, **options)
 
 
 def test_grpo_compares_rollouts_and_credits_every_sequence():

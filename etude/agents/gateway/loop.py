@@ -21,7 +21,7 @@ from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
-from etude.agents.gateway.pictures import row_for_clients
+from etude.agents.gateway.images import row_for_clients
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import called, settle
 from etude.errors import ConfigError, EtudeError, InfrastructureError, http_status, is_infrastructure, one_line

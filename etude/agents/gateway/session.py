@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
+from etude.agents.gateway.images import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.pictures import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn

@@ -42,7 +42,7 @@ class PlacedImage:
         return self.start + self.image.tokens
 
 
-class PlacedImages:
+class ImagePositions:
     """Images in the order of their places."""
 
     def __init__(self, placed: Sequence[PlacedImage], merge_size: int) -> None:
@@ -52,7 +52,7 @@ class PlacedImages:
         self.shift = placed[-1].shift if placed else 0
 
     @classmethod
-    def of(cls, ids: Sequence[int], images: Sequence[ImageInput], vision: Vision) -> PlacedImages | None:
+    def of(cls, ids: Sequence[int], images: Sequence[ImageInput], vision: Vision) -> ImagePositions | None:
         """Finds where `images` stand among `ids`; None: there are none.
 
         Raises:

@@ -15,7 +15,7 @@ from etude.metrics import Max, Mean, Metrics
 
 
 @dataclass
-class EngineFigures:
+class EngineMetrics:
     """Counters; `rows` adds up the rows of all steps, `asked_tokens` the contexts that were handed in."""
 
     sampled_tokens: int = 0

@@ -1,8 +1,8 @@
-"""Pictures on their way to the model: those of a row's prompt, and those that tools answer with.
+"""Images on their way to the model: those of a row's prompt, and those that tools answer with.
 
-Invariant: a picture is decoded within limits, in a thread; it is read, patch by patch, only when its place in the context
+Invariant: an image is decoded within limits, in a thread; it is read, patch by patch, only when its place in the context
 is certain. What cannot be shown is said in a few words, which count as the answer's own, and the trajectory goes on: a
-tool's broken picture is the tool's. What the system cannot read now is infrastructure.
+tool's broken image is the tool's. What the system cannot read now is infrastructure.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ if TYPE_CHECKING:
 _VIDEO = "(a video, which cannot be shown)"
 _MEDIA = "(the tool returned media that a text model cannot see)"
 
-_threads = BlockingCalls("etude-pictures", limit=4)
+_threads = BlockingCalls("etude-images", limit=4)
 
 
 @dataclass(frozen=True)
-class Answer:
-    """What the model is shown of a tool's response: pictures, how many tokens each stands for, and words."""
+class ShownResponse:
+    """What the model is shown of a tool's response: images, how many tokens each stands for, and words."""
 
     text: str
-    pictures: tuple[Image, ...] = ()
+    images: tuple[Image, ...] = ()
     tokens: tuple[int, ...] = ()
 
     def message(self, message: dict[str, Any]) -> dict[str, Any]:
-        """`message`, whose content is the text, with the pictures in front."""
-        return {**message, "content": content_of(message["content"], len(self.pictures))} if self.pictures else message
+        """`message`, whose content is the text, with the images in front."""
+        return {**message, "content": content_of(message["content"], len(self.images))} if self.images else message
 
 
 async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> list[ImageInput]:
-    """The pictures of a row, as `load_image` takes them.
+    """The images of a row, as `load_image` takes them.
 
     Raises:
         DataError: one cannot be decoded; names it after `where`.
@@ -64,12 +64,12 @@ async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> l
     return [await _threads.run(read, number, source) for number, source in enumerate(sources)]
 
 
-async def read_all(reader: ImageReader, pictures: Sequence[Image]) -> list[ImageInput]:
-    """Decoded pictures as the model reads them."""
-    return [await _threads.run(reader.read, picture) for picture in pictures]
+async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageInput]:
+    """Decoded images as the model reads them."""
+    return [await _threads.run(reader.read, image) for image in images]
 
 
-async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> Answer:
+async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> ShownResponse:
     """What a model that sees images is shown of `response`, whose text the session has cut to `limit`.
 
     Raises:
@@ -80,8 +80,8 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
     faults: list[DataError] = []
     for source in given[:MAX_IMAGES]:
         try:
-            picture = await _threads.run(limited.load, source)
-            shown.append((picture, reader.tokens(picture.size)))
+            image = await _threads.run(limited.load, source)
+            shown.append((image, reader.tokens(image.size)))
         except DataError as error:
             faults.append(error)
     notes = [_VIDEO] if response.video else []
@@ -91,8 +91,8 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
         notes.append(f"({len(faults) - 1} more images that cannot be shown)")
     if len(given) > MAX_IMAGES:
         notes.append(f"(only the first {MAX_IMAGES} images are shown)")
-    pictures, tokens = zip(*shown) if shown else ((), ())
-    return Answer(noted(response.text, notes, limit), pictures, tokens)
+    images, tokens = zip(*shown) if shown else ((), ())
+    return ShownResponse(noted(response.text, notes, limit), images, tokens)
 
 
 def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:

@@ -13,21 +13,21 @@ from etude.inference.cache import SlabCache, Slot
 from etude.inference.prefixes import Prefix, PrefixStore
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import SamplingParams, TokenOutput
-from etude.models.placed_images import PlacedImages
+from etude.models.image_positions import ImagePositions
 
 
 @dataclass
 class Request:
     """What was asked and what has been sampled so far; `limit`: tokens it may get at most.
 
-    `prompt` is keyed where it shows `images`, see `etude.models.placed_images`.
+    `prompt` is keyed where it shows `images`, see `etude.models.image_positions`.
     """
 
     prompt: list[int]
     params: SamplingParams
     limit: int
     future: asyncio.Future[TokenOutput]
-    images: PlacedImages | None = None
+    images: ImagePositions | None = None
     stops: StopTexts | None = None
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -45,7 +45,7 @@ class Request:
 
 
 @dataclass(eq=False)
-class Row:
+class SequenceState:
     """A trajectory. `head` is the length of its first prompt, which others may share."""
 
     rank: tuple[int, int, str]

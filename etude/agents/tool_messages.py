@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
-from etude.agents.pictures import Answer
+from etude.agents.images import ShownResponse
 from etude.chat import ChatTemplate, ParsedResponse
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.errors import ConfigError, DataError
@@ -27,24 +27,24 @@ UNWRITABLE = "(this answer cannot be shown: the chat template does not write it 
 
 
 @dataclass
-class TurnAnswers:
-    """What one turn's calls are answered, a message each: those that ran (`outcomes`), those beyond
+class ToolMessages:
+    """The answers to one turn's calls, a message each: those that ran (`outcomes`), those beyond
     `max_parallel_calls`, and the errors of those that could not be read.
 
-    `texts` are the words of the messages, `pictured` what goes with them by their number, and `names_calls` says whether
+    `texts` are the words of the messages, `with_images` what goes with them by their number, and `names_calls` says whether
     the template writes whom a message answers.
     """
 
     parsed: ParsedResponse
     outcomes: Sequence[ToolOutcome]
-    pictured: Mapping[int, Answer]
+    with_images: Mapping[int, ShownResponse]
     texts: list[str]
     names_calls: bool
 
     @property
     def image_tokens(self) -> list[int]:
         """Of each image, in order."""
-        return [tokens for answer in self.pictured.values() for tokens in answer.tokens]
+        return [tokens for answer in self.with_images.values() for tokens in answer.tokens]
 
     def messages(self) -> list[dict[str, Any]]:
         """The answers as messages."""
@@ -53,7 +53,7 @@ class TurnAnswers:
         made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
         if self.names_calls:
             made[: len(calls)] = [naming(message, call.name) for message, call in zip(made, calls)]
-        for n, answer in self.pictured.items():
+        for n, answer in self.with_images.items():
             made[n] = answer.message(made[n])
         return made
 

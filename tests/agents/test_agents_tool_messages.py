@@ -11,7 +11,7 @@ from tokenizers import AddedToken
 from turn_templates import HARMONY, HARMONY_TOKENS, ROLES, ROLES_TOKENS
 
 from etude.agents import AgentLoopManager
-from etude.agents.answers import UNWRITABLE
+from etude.agents.tool_messages import UNWRITABLE
 from etude.chat import ChatTemplate, ToolParser
 from etude.models import build_tiny_tokenizer
 from etude.trajectory import StopReason
@@ -116,7 +116,7 @@ def test_a_long_answer_of_that_kind_is_counted_as_it_is():
 
 
 def test_a_row_that_cannot_be_told_anything_is_dropped_and_counted(monkeypatch):
-    monkeypatch.setattr("etude.agents.answers.UNWRITABLE", "an x, too")
+    monkeypatch.setattr("etude.agents.tool_messages.UNWRITABLE", "an x, too")
     tool = Echo(respond=lambda arguments: arguments["text"])
     results, _, _ = rolled(REFUSING, [call(text="x") + "<|im_end|>", "5<|im_end|>"], [tool])
     assert [(result.trajectory, result.dropped) for result in results] == [(None, StopReason.CONTEXT_REFUSED)] * 2

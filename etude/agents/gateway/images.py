@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.agents.base import AgentContext
 from etude.agents.gateway.errors import GatewayError
-from etude.agents.pictures import read_row
+from etude.agents.images import read_row
 from etude.bounded import BlockingCalls
 from etude.chat.placeholders import image_count, is_image
 from etude.errors import DataError, one_line
