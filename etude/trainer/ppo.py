@@ -28,6 +28,7 @@ from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
+from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
@@ -307,15 +308,26 @@ class PPOTrainer:
         return batch.select_idxs([row for rows in groups for row in rows])
 
     def _update_critic(self, batch: DataProto) -> Metrics:
-        critic = self.groups.critic
-        return {} if critic is None else finish_metrics(add_metrics(critic.update_critic(batch)))
+        """Epochs of mini-batches towards the returns."""
+        critic, roles = self.groups.critic, self.setup.roles
+        if critic is None:
+            return {}
+        actor, ranks = roles.actor, critic.world_size
+        minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
+        return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     @property
     def _warms_up(self) -> bool:
         return self.groups.critic is not None and self.global_step < self.options.critic_warmup
 
     def _update_actor(self, batch: DataProto) -> Metrics:
-        return {} if self._warms_up else finish_metrics(add_metrics(self.groups.actor.update_actor(batch)))
+        """Epochs of mini-batches along the advantages."""
+        actor, options = self.groups.actor, self.setup.roles.actor
+        if self._warms_up:
+            return {}
+        seed, ranks = options.data_loader_seed, actor.world_size
+        minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
+        return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
     def _update_weights(self) -> Metrics:
         """The engine samples from the new weights, which are called by the number of the step that made them."""

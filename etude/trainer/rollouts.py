@@ -108,7 +108,8 @@ class Rollouts:
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
         batch = prompts.union(rolled)
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
-            batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
+            scored = self._reward.compute_scores(batch.select(batch_keys=()))
+            batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
         return batch, engine

@@ -31,12 +31,12 @@ class Step:
         drift_apart(worker.model, drift)
         self.trainer.groups.rollout.update_weights(0)  # the engine forgets what it cached
         self.policy = plain(worker.model)
-        self.actor_batches, self.actor_steps = watch(self.trainer.groups.actor, "update_actor", worker._actor)
+        self.actor_batches, self.actor_steps = watch(self.trainer, "_update_actor", worker._actor)
         self.critic_batches, self.critic_steps = [], []
         if self.trainer.groups.critic is not None:
             critic = self.trainer.groups.critic._workers[0]
             drift_apart(critic.model, 0.05)
-            self.critic_batches, self.critic_steps = watch(self.trainer.groups.critic, "update_critic", critic._engine)
+            self.critic_batches, self.critic_steps = watch(self.trainer, "_update_critic", critic._engine)
         rollouts = self.trainer.rollouts
         generate = rollouts.generate
 
@@ -63,16 +63,16 @@ def plain(model):
     return made
 
 
-def watch(group, name, engine):
-    """(batches, [(model, gradients) of each optimizer step]) of the group's calls of `name`."""
-    batches, steps, update, step = [], [], getattr(group, name), engine.optimizer.step
+def watch(trainer, name, engine):
+    """(batches, [(model, gradients) of each optimizer step]) of the trainer's calls of `name`."""
+    batches, steps, update, step = [], [], getattr(trainer, name), engine.optimizer.step
 
     def stepping():
         gradients = {n: p.grad.clone() for n, p in engine.model.named_parameters() if p.grad is not None}
         steps.append((plain(engine.model), gradients))
         return step()
 
-    setattr(group, name, lambda data: batches.append(data) or update(data))
+    setattr(trainer, name, lambda data: batches.append(data) or update(data))
     engine.optimizer.step = stepping
     return batches, steps
 
