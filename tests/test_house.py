@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import etude
+from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 PACKAGE = Path(etude.__file__).parent
 ROOT = PACKAGE.parent
@@ -169,6 +170,19 @@ def test_no_modules_import_each_other():
 def test_one_file_knows_where_workers_run():
     named = {module_name(path) for path in MODULES if "InProcessWorkerGroup" in path.read_text(encoding="utf-8")}
     assert {name for name in named if room_of(name) != "distributed"} == {"etude.trainer.groups"}
+
+
+def test_no_estimator_or_loss_is_named_above_the_algorithms():
+    """What one of them needs stands in its record; a name in the trainer would be a rule that no plug-in can have."""
+    names = {name for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES) for name in registry._built_in}
+    named = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        if room_of(module_name(path)) in ("trainer", "workers", "config", "training")
+        for node in ast.walk(read(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert named == []
 
 
 def test_nothing_is_called_utils():

@@ -49,7 +49,7 @@ from etude.agents.interactions import InteractionSession
 from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written
 from etude.bounded import called, settle
 from etude.chat import ToolParser
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader

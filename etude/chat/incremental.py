@@ -20,7 +20,7 @@ from itertools import repeat
 from etude.chat.cache import LRUCache
 from etude.chat.contents import CLOSE, OPEN, Message, around, clean_message, texts_of, with_texts
 from etude.chat.encoding import Encoder
-from etude.chat.labelled import Owned, Run
+from etude.chat.provenance import ContentSpan, Run
 from etude.chat.rendering import STAND_IN, Renderer
 from etude.chat.turns import ANCHOR, USER_STUB, Stub, Turns
 from etude.errors import ConfigError
@@ -48,7 +48,7 @@ class IncrementalRenderer:
     def runs(self, stub: Stub, messages: Sequence[Message]) -> list[Run]:
         """Ids that follow the end of the stub turn when `messages` and a generation prompt come next.
 
-        No control token comes out of a message's content (`labelled`).
+        No control token comes out of a message's content (`provenance`).
 
         Raises:
             ConfigError: the template refuses the messages, or does not write each content exactly once.
@@ -56,7 +56,7 @@ class IncrementalRenderer:
         answers = [clean_message(message) for message in stub.answers_to(messages)]
         text = self._tail(stub, answers)
         owners = [owner_of(answer) for answer in answers for _ in texts_of(answer)]
-        spans = [Owned(*place, owner) for place, owner in zip(self._places(stub, answers, text), owners) if place]
+        spans = [ContentSpan(*place, owner) for place, owner in zip(self._places(stub, answers, text), owners) if place]
         return self._turns.end(stub, str(messages[0].get("role"))).encoder.runs(text, spans)
 
     def text(self, stub: Stub, messages: Sequence[Message], first: Message = USER_STUB) -> str:

@@ -4,7 +4,7 @@ Invariant: every rendering has the same options, and messages as templates expec
 wrong in a template is one line that says so.
 
 A tokenizer may have a template of its own for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
-template may want tools at all times. What follows a turn is rendered behind a stub, without the row's tools: there one tool
+template may want tools at all times. What follows a turn is rendered after a stub, without the row's tools: there one tool
 stands in for them where tools answer, or are wanted (`stub_text`). Its name in what follows a turn would be shown to the
 model: `IncrementalRenderer` refuses that.
 """

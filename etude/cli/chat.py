@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.chat.check import Finding
-    from etude.chat.labelled import Run
+    from etude.chat.provenance import Run
 
 
 @click.group()

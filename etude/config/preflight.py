@@ -108,12 +108,14 @@ def _others_reward(run: TrainOptions) -> bool:
 
 
 def _missing(options: Options) -> Iterator[Problem]:
+    named = set[str]()
     for key, declared in declarations(type(options)).items():
         kind, value = declared.about.path, value_of(options, key)
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            if reason := _reason(kind, name):
+            if (reason := _reason(kind, name)) and reason not in named:
+                named.add(reason)
                 yield key, reason
 
 

@@ -10,6 +10,8 @@
 | DP_COMPUTE_METRIC | its chunk of each `DataProto` without padding; other arguments whole | a list, see below |
 | DIRECT_ROLLOUT_METHOD | not reachable by a call of the group; see `WorkerGroup.direct` | |
 
+Columns. A method may declare the columns of a batch that it reads; no others are sent to it.
+
 Invariant: what becomes of an argument depends on the mode and on its type, never on its length, and padding never
 reaches the caller. Only modes that ask for a list a rank take lists apart; elsewhere a list is an argument like any other.
 
@@ -29,7 +31,7 @@ How a call is carried out is left to `group.py`.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, TypeVar
@@ -66,11 +68,30 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told about a method."""
+    """What `register` was told about a method. Without `columns` a batch is sent with all it has."""
 
     dispatch_mode: Dispatch
     execute_mode: Execute
     blocking: bool
+    columns: frozenset[str] | None = None
+    optional: frozenset[str] = frozenset()
+
+    def select(self, method: str, value: Any) -> Any:
+        """An argument with no other columns than the declared ones, where it is a batch or a list of them.
+
+        Raises:
+            ValueError: a declared column is missing; names it and the method.
+        """
+        if isinstance(value, list):
+            return [self.select(method, each) for each in value]
+        value = _settled(value)
+        if self.columns is None or not isinstance(value, DataProto):
+            return value
+        tensors = set() if value.batch is None else set(value.batch.keys())
+        if missing := self.columns - tensors - value.non_tensor_batch.keys():
+            raise ValueError(f"{method} needs the column '{min(missing)}', which the batch does not have")
+        wanted = self.columns | self.optional
+        return value.select(sorted(tensors & wanted), sorted(value.non_tensor_batch.keys() & wanted))
 
 
 @dataclass(frozen=True)
@@ -83,11 +104,17 @@ class Call:
 
 
 def register(
-    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL, execute_mode: Execute = Execute.ALL, blocking: bool = True
+    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL,
+    execute_mode: Execute = Execute.ALL,
+    blocking: bool = True,
+    *,
+    columns: Iterable[str] | None = None,
+    optional: Iterable[str] = (),
 ) -> Callable[[F], F]:
     """Decorates a method of a `Worker` so that its group has it too; the method itself stays as it was.
 
-    With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result.
+    With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result. `columns`
+    are those of a batch that the method reads, beside `optional` ones that may be missing; None: all.
 
     Raises:
         TypeError: a mode is not of its enum, or an `async` method that is not DIRECT_ROLLOUT_METHOD.
@@ -98,10 +125,12 @@ def register(
     if execute_mode is Execute.RANK_ZERO and dispatch_mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
         raise ValueError(f"RANK_ZERO does not go with {dispatch_mode.name}, which every rank takes part in")
 
+    needed = None if columns is None else frozenset(columns)
+
     def mark(method: F) -> F:
         if inspect.iscoroutinefunction(method) and dispatch_mode is not Dispatch.DIRECT_ROLLOUT_METHOD:
             raise TypeError(f"{method.__qualname__} is async: only a DIRECT_ROLLOUT_METHOD may be")
-        setattr(method, REGISTRATION, Registration(dispatch_mode, execute_mode, blocking))
+        setattr(method, REGISTRATION, Registration(dispatch_mode, execute_mode, blocking, needed, frozenset(optional)))
         return method
 
     return mark

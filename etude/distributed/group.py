@@ -81,6 +81,9 @@ class WorkerGroup(ABC):
         """
 
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+        method = f"{self.worker_cls.__name__}.{name}"
+        args = tuple(registration.select(method, value) for value in args)
+        kwargs = {key: registration.select(method, value) for key, value in kwargs.items()}
         call = divide(registration, self.world_size, args, kwargs)
         pending = DataProtoFuture(self._run(name, call.args, call.kwargs, range(len(call.args))), call.collect)
         return pending.get() if registration.blocking else pending

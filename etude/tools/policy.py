@@ -1,7 +1,7 @@
 """`CallPolicy`: the keys of a tool's `config` that bound, share, record and disturb its calls.
 
 Invariant: every tool has a time limit and a text limit, whether its `config` mentions them or not. Applying them is the
-business of `ToolCalls` and the session; all other keys of `config` belong to the tool.
+business of `ToolRuntime` and the session; all other keys of `config` belong to the tool.
 """
 
 from __future__ import annotations

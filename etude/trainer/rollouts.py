@@ -50,9 +50,29 @@ class Rollouts:
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
-        if self._setup.algorithm.adv_estimator == "grpo":  # it compares a prompt's answers
-            prompts.meta_info["least_group"] = 2
+        prompts.meta_info["least_group"] = self._setup.estimator.min_group
         return prompts
+
+    def add_baselines(
+        self, batch: DataProto, rows: Sequence[dict[str, Any]], step: int, attempt: int
+    ) -> tuple[list[Rollout], Metrics]:
+        """Adds the object column `reward_baselines` to the `batch` that `rows` were rolled out to: the total score of one
+        greedy rollout of each row, None where that was dropped. Returns those rollouts, and the engine's metrics.
+
+        Raises:
+            TrainingStopped: too large a share of them fell to infrastructure.
+        """
+        rollout, reward = self._setup.roles.rollout, self._setup.roles.reward
+        first, seed = len(rows) * rollout.n, batch_seed(rollout.seed, step, attempt)  # numbered after the trained ones
+        prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
+        prompts.meta_info |= {"step": step, "greedy": True}
+        greedy, engine = self.generate(prompts)
+        survivors(greedy, self._setup.trainer.min_valid_fraction)
+        results = rollouts_of(greedy)
+        rewards = [None if result.trajectory is None else result.trajectory.rewards for result in results]
+        totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
+        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(rollout.n)])
+        return results, engine
 
     def validation(self, dataset: RLDataset) -> DataProto:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
@@ -79,9 +99,7 @@ class Rollouts:
             batch.non_tensor_batch["uid"].tolist(),
             [None if result.trajectory is None else total for result, total in zip(results, totals)],
         )
-        overall = {k: v for k, v in self.figures(results).items() if not k.startswith("tool/")}
-        figures |= {f"val/{name}": value for name, value in overall.items()}
-        return batch, figures | {"timing_s/testing": timings.seconds["testing"]}
+        return batch, figures | self.figures(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
 
     def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len). Also the engine's metrics."""
@@ -90,18 +108,23 @@ class Rollouts:
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
         batch = prompts.union(rolled)
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
-            batch.non_tensor_batch["rollout"] = self._reward.compute_scores(batch).non_tensor_batch["rollout"]
+            scored = self._reward.compute_scores(batch.select(batch_keys=()))
+            batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
         return batch, engine
 
-    def figures(self, results: Sequence[Rollout]) -> Figures:
-        """The figures of rollouts, of one batch or several: counts of all, means over all."""
+    def figures(self, results: Sequence[Rollout], prefix: str = "") -> Figures:
+        """The figures of rollouts, of one batch or several: counts of all, means over all. With a `prefix` to their names,
+        those of tools are left out."""
         reward = self._setup.roles.reward
         trajectories = [result.trajectory for result in results if result.trajectory is not None]
         broken = [call for result in results for call in result.broken_calls]
         figures = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
-        return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        figures |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        if not prefix:
+            return figures
+        return {f"{prefix}/{name}": value for name, value in figures.items() if not name.startswith("tool/")}
 
 
 def rollout_batch(
@@ -152,7 +175,8 @@ def sequence_metrics(results: Sequence[Rollout]) -> Figures:
 
 
 def survivors(batch: DataProto, min_fraction: float) -> DataProto:
-    """The rows that can be trained on: not dropped, and with at least one sampled token in the main sequence.
+    """The rows that can be trained on: not dropped, with at least one sampled token in the main sequence, and with a
+    baseline where the others have one.
 
     Raises:
         TrainingStopped: too large a share fell to infrastructure.
@@ -164,8 +188,11 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
             f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
             f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
         )
-    has_trajectory = torch.tensor([result.trajectory is not None for result in results])
-    return batch.select_idxs(has_trajectory & batch.batch["response_mask"].any(dim=1))
+    usable = batch.batch["response_mask"].any(dim=1)
+    usable &= torch.tensor([result.trajectory is not None for result in results])
+    if (baselines := batch.non_tensor_batch.get("reward_baselines")) is not None:
+        usable &= torch.tensor([baseline is not None for baseline in baselines.tolist()])
+    return batch.select_idxs(usable)
 
 
 def first_cause(results: Sequence[Rollout]) -> str:

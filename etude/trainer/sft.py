@@ -28,6 +28,7 @@ from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
+from etude.trainer.minibatches import rank_parts
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
@@ -237,7 +238,8 @@ class SFTTrainer:
         with timings("step"):
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
             batch.meta_info["global_step"] = self.step
-            metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(batch)))
+            parts = rank_parts(batch, self.groups.actor.world_size)
+            metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(parts)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:

@@ -4,7 +4,7 @@ from etude.options import OptimOptions
 from etude.training.log_probs import token_log_probs
 from etude.training.optim import OptimizerSet
 from etude.training.partitions import balanced_partitions, token_budget_batches
-from etude.training.policy import LossScale, PolicyEngine
+from etude.training.policy import LossScale, PolicyEngine, count_scored
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
 from etude.training.value import ValueEngine
@@ -16,6 +16,7 @@ __all__ = [
     "PolicyEngine",
     "ValueEngine",
     "balanced_partitions",
+    "count_scored",
     "demonstrations_to_batch",
     "round_weights",
     "sft_step",

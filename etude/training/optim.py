@@ -18,6 +18,7 @@ from etude.errors import CheckpointError, ConfigError, one_line
 from etude.options import OptimOptions
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
+from etude.training.ranks import sum_gradients
 
 
 class OptimizerSet:
@@ -35,13 +36,17 @@ class OptimizerSet:
         *,
         first_step: int = 0,
         exact: Mapping[nn.Parameter, Tensor] | None = None,
+        rank: int = 0,
+        world_size: int = 1,
     ) -> None:
         """The schedule is that of the training steps from `first_step` until `total_steps`, which a decaying one needs.
-        `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`)."""
+        `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`). The
+        gradients of `world_size` ranks are summed before each step, so that all take the same."""
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
         self.training_step = first_step
+        self.rank, self._world_size = rank, world_size
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model)
         self._parameters = [self._masters.of(p) for p in self._model_parameters]
@@ -68,9 +73,12 @@ class OptimizerSet:
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def step(self) -> float:
-        """Clips, steps, clears gradients; returns the gradient norm before clipping. Not-finite gradients skip the step."""
+        """Sums the ranks' gradients, clips, steps, clears gradients; returns the norm before clipping. Gradients that are
+        not finite skip the step, on all ranks alike."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
+        if self._world_size > 1:
+            sum_gradients(self._parameters)
         limit = self.options.clip_grad or math.inf
         norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
         if math.isfinite(norm):

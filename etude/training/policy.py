@@ -1,7 +1,8 @@
 """The policy's training engine: log-probs of a batch, and gradient steps on a mini-batch.
 
-Invariant: micro-batches are packed (no padding is computed) and cut by a token budget; how they are cut changes the
-gradient only by rounding, because losses are normalised by the whole mini-batch's token and sequence counts.
+Invariant: micro-batches are packed (no padding is computed) and cut by a token budget; neither how they are cut nor over how
+many ranks changes the gradient but by rounding, because losses are normalised by the whole mini-batch's token and sequence
+counts, and gradients are sums.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ class LossScale:
     loss_agg_mode: str = "token-mean"
 
     @classmethod
-    def of(cls, response_mask: Tensor, loss_agg_mode: str) -> LossScale:
-        """Of a mini-batch's mask."""
-        return cls(float(response_mask.sum()), float(response_mask.any(dim=1).sum()), loss_agg_mode)
+    def of(cls, batch: DataProto, loss_agg_mode: str) -> LossScale:
+        """Of the mini-batch that `batch` is a rank's part of, as `count_scored` counted it; without such counts, of `batch`
+        itself."""
+        counts = count_scored(batch) | batch.meta_info
+        return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
 
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
         """A micro-batch's part of a loss: all parts together are the mini-batch's loss, weighed by what divides it."""
@@ -47,29 +50,30 @@ class LossScale:
         return Mean(float(part.detach()) * count, count * share)
 
 
+def count_scored(batch: DataProto) -> dict[str, float]:
+    """Scored tokens and sequences that have any: what a loss over the whole of `batch` is divided by."""
+    mask = batch.batch["response_mask"]
+    return {"batch_num_tokens": float(mask.sum()), "global_batch_size": float(mask.any(dim=1).sum())}
+
+
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
 # micro-batch's scored tokens).
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
-def accumulate(
-    batch: DataProto, max_tokens: int, step: Callable[[list[int]], Mapping[str, Metric]], vision: Vision | None = None
-) -> Metrics:
-    """Runs `step` on the micro-batches of the scored rows and adds up its metrics; bare numbers are means over tokens."""
-    tokens = batch.batch["response_mask"].sum(dim=1)
-    parts: list[Metrics] = []
-    for chosen in micro_batches(batch, max_tokens, vision):
-        weight = float(tokens[chosen].sum())
-        metrics = step(chosen).items()
-        parts.append({n: m if isinstance(m, Mean | Max) else Mean(m * weight, weight) for n, m in metrics})
-    return add_metrics(parts)
+def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
+    """A micro-batch's metrics, bare numbers as means over its scored tokens."""
+    weight = float(response_mask.sum())
+    return {name: m if isinstance(m, Mean | Max) else Mean(m * weight, weight) for name, m in metrics.items()}
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:
     """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, of gradients that were not finite
-    and taught nothing, `skipped_steps`."""
+    and taught nothing, `skipped_steps`. They are alike on all ranks, and the first tells them."""
     lr, norm = optimizer.lr, optimizer.step()
     skipped = float(not math.isfinite(norm))
+    if optimizer.rank:
+        return {}
     return {"grad_norm": Mean(norm, 1), "lr": Mean(lr, 1), "optimizer_steps": 1.0, "skipped_steps": skipped}
 
 
@@ -82,7 +86,9 @@ class PolicyEngine:
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
 
-    def _forward(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, packed: PackedRows, temperature: float, entropy_grad: bool = False, squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         return token_log_probs(
             packed.hidden(self.model),
@@ -92,26 +98,25 @@ class PolicyEngine:
             finish=logit_finish(self.model),
             temperature=temperature,
             entropy_grad=entropy_grad,
+            sum_pi_squared=squares,
         )
 
     @torch.no_grad()
-    def log_probs(self, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (batch, response_len) on the CPU; 0 where `response_mask` is 0."""
+    def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU,
+        0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
-        result = torch.zeros(batch.batch["response_mask"].shape, dtype=kind)
-        entropy = torch.zeros_like(result)
-
-        def step(rows: list[int]) -> Metrics:
+        shape = batch.batch["response_mask"].shape
+        result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
+        for rows in micro_batches(batch, self._max_tokens, self._vision):
             packed = pack(batch, rows, self._device, self._vision)
-            values, entropies = self._forward(packed, temperature)
-            result[rows] = packed.scatter(values).cpu()
-            entropy[rows] = packed.scatter(entropies).cpu()
-            return {}
-
-        accumulate(batch, self._max_tokens, step, self._vision)
-        return result, entropy
+            squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
+            found = self._forward(packed, temperature, squares=squares)
+            for column, values in zip(result, found if squares is None else (*found, squares)):
+                column[rows] = packed.scatter(values).cpu()
+        return result
 
     def update(
         self,
@@ -121,20 +126,20 @@ class PolicyEngine:
         entropy_grad: bool = False,
         loss_agg_mode: str = "token-mean",
     ) -> Metrics:
-        """One optimizer step on a mini-batch; returns the loss's metrics, `loss`, and those of `step_metrics`."""
+        """One optimizer step on this rank's part of a mini-batch, which may be empty (see `LossScale.of` for the counts that
+        come with it); returns the loss's metrics, `loss`, and those of `step_metrics`."""
         optimizer = self.optimizer
         assert optimizer is not None
         check_images(batch, self.model.config)
         optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
-        scale = LossScale.of(batch.batch["response_mask"], loss_agg_mode)
-
-        def step(rows: list[int]) -> Metrics:
+        scale, parts = LossScale.of(batch, loss_agg_mode), []
+        for rows in micro_batches(batch, self._max_tokens, self._vision):
             packed = pack(batch, rows, self._device, self._vision)
             values, entropies = self._forward(packed, temperature, entropy_grad)
             micro = batch.select_idxs(rows).to(self._device)
             loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
             optimizer.backward(loss)
-            return {**metrics, "loss": scale.as_mean(loss, micro.batch["response_mask"])}
-
-        return accumulate(batch, self._max_tokens, step, self._vision) | step_metrics(optimizer)
+            mask = micro.batch["response_mask"]
+            parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+        return add_metrics(parts) | step_metrics(optimizer)

@@ -38,7 +38,8 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
 
 
 def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
-    """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns.
+    """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns, or on a
+    rank's part of it.
 
     Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.
     """

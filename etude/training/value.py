@@ -8,14 +8,15 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import value_loss
-from etude.metrics import Metrics
+from etude.metrics import Metrics, add_metrics
 from etude.models.packable import enable_packing
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
+from etude.training.microbatches import micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
-from etude.training.policy import LossScale, accumulate, step_metrics
+from etude.training.policy import LossScale, step_metrics, weigh
 
 
 class ValueEngine:
@@ -35,12 +36,8 @@ class ValueEngine:
         check_images(batch, self.model.config)
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=self.model.head.weight.dtype)
-
-        def step(rows: list[int]) -> Metrics:
+        for rows in micro_batches(batch, self._max_tokens, self._vision):
             result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
-            return {}
-
-        accumulate(batch, self._max_tokens, step, self._vision)
         return result
 
     def update(
@@ -51,13 +48,13 @@ class ValueEngine:
         loss_agg_mode: str,
         loss_scale_factor: float | None = None,
     ) -> Metrics:
-        """One optimizer step towards `returns`; needs the columns `values` and `returns`. Metrics are named `critic/*`."""
+        """One optimizer step towards `returns` on this rank's part of a mini-batch, which may be empty; needs the columns
+        `values` and `returns`. Metrics are named `critic/*`."""
         check_images(batch, self.model.config)
         self.optimizer.zero_grad()  # a step that failed half-way may have left some
         self.model.train()
-        scale = LossScale.of(batch.batch["response_mask"], loss_agg_mode)
-
-        def step(rows: list[int]) -> Metrics:
+        scale, parts = LossScale.of(batch, loss_agg_mode), []
+        for rows in micro_batches(batch, self._max_tokens, self._vision):
             micro = batch.select_idxs(rows).to(self._device).batch
             loss, metrics = value_loss(
                 vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
@@ -71,7 +68,7 @@ class ValueEngine:
                 loss_scale_factor=loss_scale_factor,
             )
             self.optimizer.backward(loss)
-            return {**metrics, "critic/vf_loss": scale.as_mean(loss, micro["response_mask"])}
-
-        metrics = accumulate(batch, self._max_tokens, step, self._vision)
-        return metrics | {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
+            mask = micro["response_mask"]
+            parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
+        stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
+        return add_metrics(parts) | stepped

@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
-from itertools import chain, repeat
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
+from etude.agents.batch import IMAGES
+from etude.algorithms import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    agg_loss,
+    kl_penalty,
+    masked_mean,
+    policy_loss,
+    rollout_mismatch,
+)
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
@@ -16,8 +24,7 @@ from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.minibatches import update_epochs
-from etude.workers.role import RoleWorker
+from etude.workers.role import TOKENS, RoleWorker
 
 
 class TrainWorker(RoleWorker):
@@ -38,9 +45,9 @@ class TrainWorker(RoleWorker):
             actor.optim,
             total_steps,
             first_step=options.actor_first_step,
-            exact=round_weights(
-                self.model, torch_dtype(options.model.dtype)
-            ),  # it computes in model.dtype from here on
+            exact=round_weights(self.model, torch_dtype(options.model.dtype)),  # computes in model.dtype from here on
+            rank=self.rank,
+            world_size=self.world_size,
         )
         self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self._ref: PolicyEngine | None = None
@@ -51,48 +58,41 @@ class TrainWorker(RoleWorker):
     def weights_changed(self) -> None:
         """Called after each change of the weights."""
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (batch, response_len) of the current weights, at meta_info's `temperature`."""
-        log_probs, entropies = self._actor.log_probs(data, data.meta_info["temperature"])
-        return DataProto.from_single_dict({"old_log_probs": log_probs, "entropys": entropies})
+        """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
+        weights, at meta_info's `temperature`."""
+        squares = bool(data.meta_info.get("sum_pi_squared"))
+        found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
+        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
         return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE,
+        columns=(*TOKENS, "advantages"),
+        optional=(*PolicyLoss.columns, IMAGES),
+    )
     def update_actor(self, data: DataProto) -> Metrics:
-        """PPO epochs over mini-batches; meta_info: `temperature`, `global_step`, and `compare_rollout`: whether the first
-        update's own log-probs are compared with the engine's. Returns metrics named `actor/*`."""
-        actor, temperature = self.options.actor, data.meta_info["temperature"]
-        self._optimizer.training_step = data.meta_info["global_step"]
-        before_any_update = [self._compared_loss] if data.meta_info.get("compare_rollout") else []
-        losses = chain(before_any_update, repeat(self._loss))
-
-        def update(mini: DataProto) -> Metrics:
-            entropy_grad = actor.entropy_coeff != 0
-            metrics = self._actor.update(mini, next(losses), temperature, entropy_grad, actor.loss_agg_mode)
-            return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
-
-        metrics = update_epochs(
-            data,
-            update,
-            epochs=actor.ppo_epochs,
-            groups=actor.ppo_mini_batch_size,
-            shuffle=actor.shuffle,
-            seed=actor.data_loader_seed,
-        )
+        """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
+        `etude.training.count_scored`, and `compare_rollout`: whether the step's own log-probs, at weights that no update has
+        changed yet, are compared with the engine's. Returns metrics named `actor/*`."""
+        actor, meta = self.options.actor, data.meta_info
+        self._optimizer.training_step = meta["global_step"]
+        loss = self._compared_loss if meta.get("compare_rollout") else self._loss
+        metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.loss_agg_mode)
         self.weights_changed()
-        return metrics
+        return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS)
     def update_sft(self, data: DataProto) -> Metrics:
-        """One supervised step on tokenised demonstrations (`etude.training.demonstrations_to_batch`); meta_info:
-        `global_step`."""
+        """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
+        meta_info: `global_step`, and the counts of `etude.training.count_scored`."""
         self._optimizer.training_step = data.meta_info["global_step"]
         metrics = sft_step(self._actor, data)
         self.weights_changed()
@@ -124,10 +124,8 @@ class TrainWorker(RoleWorker):
             advantages=columns["advantages"],
             response_mask=mask,
             loss_agg_mode=actor.loss_agg_mode,
-            clip_ratio=actor.clip_ratio,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
+            **{need: columns[need] for need in POLICY_LOSSES.get(actor.policy_loss.loss_mode).needs},
+            **actor.loss_options(),
             **scaling,
         )
         metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}

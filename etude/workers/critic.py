@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from etude.agents.batch import IMAGES
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
@@ -11,8 +12,7 @@ from etude.models import load_value_model, save_pretrained, torch_dtype
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine, round_weights
 from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.minibatches import update_epochs
-from etude.workers.role import RoleWorker
+from etude.workers.role import TOKENS, RoleWorker
 
 
 class CriticWorker(RoleWorker):
@@ -27,31 +27,27 @@ class CriticWorker(RoleWorker):
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
         exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
-        self._optimizer = OptimizerSet(self.model, critic.optim, total_steps, exact=exact)
+        self._optimizer = OptimizerSet(
+            self.model, critic.optim, total_steps, exact=exact, rank=self.rank, world_size=self.world_size
+        )
         self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:
         """`values` (batch, response_len): the value of the context before each sampled token."""
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_METRIC)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=(IMAGES,))
     def update_critic(self, data: DataProto) -> Metrics:
-        """Epochs over mini-batches towards `returns`; metrics named `critic/*`."""
-        critic, actor = self.options.critic, self.options.actor
+        """One optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the counts
+        of `etude.training.count_scored`. Metrics are named `critic/*`."""
+        critic = self.options.critic
         self._optimizer.training_step = data.meta_info["global_step"]
-        return update_epochs(
+        return self._engine.update(
             data,
-            lambda mini: self._engine.update(
-                mini,
-                cliprange_value=critic.cliprange_value,
-                loss_agg_mode=critic.loss_agg_mode,
-                loss_scale_factor=self.options.rollout.response_length,
-            ),
-            epochs=critic.ppo_epochs,
-            groups=critic.ppo_mini_batch_size,
-            shuffle=actor.shuffle,
-            seed=actor.data_loader_seed,
+            cliprange_value=critic.cliprange_value,
+            loss_agg_mode=critic.loss_agg_mode,
+            loss_scale_factor=self.options.rollout.response_length,
         )
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

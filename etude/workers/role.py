@@ -20,6 +20,9 @@ from etude.registry import load_plugins
 from etude.workers.options import RoleOptions
 from etude.workers.reading import Reading, load_reading
 
+TOKENS = ("input_ids", "attention_mask", "response_mask")
+"""The columns that every forward pass reads; beside them the images, where there are any."""
+
 
 def start_process(
     plugins: Sequence[str],

@@ -16,7 +16,8 @@ from exact_stage import BUDGET, TEMPLATES, Policy
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.metrics import finish_metrics
+from etude.metrics import add_metrics, finish_metrics
+from etude.trainer.minibatches import update_batches
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine, policy
 from etude.training.packing import pack
 from etude.trajectory import Provenance
@@ -141,9 +142,10 @@ def update(made, batch):
     worker, actor = made.worker, made.worker._actor
     model = copy.deepcopy(made.model)
     optimizer = Recorder(model, OptimOptions(lr=1e-2), None)
+    minis = update_batches(batch, worker.options.actor, shuffle=True, seed=1, ranks=1)
     worker._actor = PolicyEngine(model, max_tokens=200, optimizer=optimizer)
     try:
-        figures = finish_metrics(made.group.update_actor(batch)[0])
+        figures = finish_metrics(add_metrics(metrics for parts in minis for metrics in made.group.update_actor(parts)))
     finally:
         worker._actor, worker._link.is_current = actor, True  # it was a copy that learned
     figures = {name: value for name, value in figures.items() if name.startswith("actor/")}  # not how long it took

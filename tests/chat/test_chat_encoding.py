@@ -6,8 +6,7 @@ from hypothesis import strategies as st
 
 from etude.chat import ChatTemplate
 from etude.chat.cache import LRUCache, rendering_key
-from etude.chat.decoding import Decoder
-from etude.chat.encoding import Encoder, plain_backend
+from etude.chat.encoding import Decoder, Encoder, plain_backend
 from etude.models import build_tiny_tokenizer
 
 TOKENIZER = build_tiny_tokenizer(["one two three, four five six", "été à Genève"], 400)

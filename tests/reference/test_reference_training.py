@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from draws import allowed, draw
+from draws import ACTOR, ROLLOUT, allowed, draw
 from plain_trainer import PlainTrainer
 from reference_stage import Shape, build, in_float64, run_product
 
@@ -41,10 +41,17 @@ def test_many_steps_are_plain_steps(folder, seed):
     agree(folder, *draw(seed))
 
 
+SELDOM = {  # what few draws have
+    "a critic whose head is new": {"critic.model.path": "{folder}/headless", "trainer.total_training_steps": 2},
+    "a single update, whose log-probs are the old ones": {f"{ROLLOUT}.top_p": 0.8},
+    "several epochs, the first of which moves the policy": {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2},
+}
+
+
 @pytest.mark.slow
-def test_a_critic_without_a_head_starts_from_zero(folder):
-    headless = {"critic.model.path": "{folder}/headless", "trainer.total_training_steps": 2}
-    agree(folder, headless, Shape(seed=1, levels=(0.25, 1.25)))
+@pytest.mark.parametrize("what", SELDOM)
+def test_what_is_seldom_drawn_is_plain_too(folder, what):
+    agree(folder, SELDOM[what], Shape(seed=1, levels=(0.25, 1.25)))
 
 
 @pytest.mark.slow

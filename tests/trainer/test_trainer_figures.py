@@ -84,8 +84,8 @@ def test_mini_batches_weigh_by_their_tokens(tiny, tmp_path):
     trainer = ready(
         tiny, tmp_path, f"{ACTOR}.ppo_mini_batch_size=1", f"{ACTOR}.optim.lr=0", f"{ACTOR}.optim.weight_decay=0"
     )
-    learned, update = [], trainer.groups.actor.update_actor
-    trainer.groups.actor.update_actor = lambda data: learned.append(data) or update(data)
+    learned, update = [], trainer._update_actor
+    trainer._update_actor = lambda data: learned.append(data) or update(data)
     for _ in range(3):
         figures = trainer.training_step(quiet())
         columns = learned.pop().batch

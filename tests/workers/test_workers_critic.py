@@ -2,11 +2,11 @@
 
 import pytest
 import torch
-from workers_stage import learnable, policy, prompts, roles, weights_of
+from workers_stage import learn, learnable, policy, prompts, roles, weights_of
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import CheckpointError, ConfigError
-from etude.metrics import finish_metrics
+from etude.metrics import add_metrics, finish_metrics
 from etude.workers import CriticWorker
 
 
@@ -42,7 +42,7 @@ def test_a_new_head_values_nothing_and_updates_approach_the_returns(model_path, 
     assert not group.compute_values(batch).batch["values"].any()
     errors = [distance(group, batch)]
     for _ in range(6):
-        figures = finish_metrics(group.update_critic(with_values(group, batch))[0])
+        figures = finish_metrics(add_metrics(learn(group, with_values(group, batch), "critic")))
         errors.append(distance(group, batch))
     assert {"critic/vf_loss", "critic/grad_norm", "critic/lr"} <= figures.keys()
     assert errors[-1] < 0.5 * errors[0]
@@ -52,7 +52,7 @@ def test_a_new_head_values_nothing_and_updates_approach_the_returns(model_path, 
 
 def test_values_do_not_see_the_token_they_stand_at(model_path, batch):
     group, _ = critic(model_path)
-    group.update_critic(with_values(group, batch))
+    learn(group, with_values(group, batch), "critic")
     changed = batch.select(deepcopy=True)
     width = batch.batch["responses"].shape[1]
     position = int(batch.batch["response_mask"][0].nonzero()[2])
@@ -64,12 +64,12 @@ def test_values_do_not_see_the_token_they_stand_at(model_path, batch):
 
 def test_a_restored_critic_goes_on_bit_for_bit(model_path, batch, tmp_path):
     group, worker = critic(model_path)
-    group.update_critic(with_values(group, batch))
+    learn(group, with_values(group, batch), "critic")
     group.save_checkpoint(str(tmp_path))
-    group.update_critic(with_values(group, batch))
+    learn(group, with_values(group, batch), "critic")
     other, restored = critic(model_path)
     other.load_checkpoint(str(tmp_path))
-    other.update_critic(with_values(other, batch))
+    learn(other, with_values(other, batch), "critic")
     expected = weights_of(worker.model)
     assert all(torch.equal(expected[name], tensor) for name, tensor in restored.model.state_dict().items())
 

@@ -16,6 +16,7 @@ from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, 
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools import BaseTool, OpenAIFunctionToolSchema, ToolResponse
+from etude.trainer.minibatches import update_batches
 from etude.training import OptimOptions
 from etude.workers import (
     ActorOptions,
@@ -146,8 +147,16 @@ def learnable(group, batch):
 
 def update(group, batch, version=1):
     """What a training step does with a batch ready to learn from; the figures of the update and of the new weights."""
-    parts = group.update_actor(batch)
-    return finish_metrics(add_metrics([*parts, *group.update_weights(version)]))
+    return finish_metrics(add_metrics([*learn(group, batch), *group.update_weights(version)]))
+
+
+def learn(group, batch, role="actor"):
+    """The metrics of each step of `update_actor` or `update_critic` on the batch's mini-batches, one a rank."""
+    options = group._workers[0].options
+    shuffle, seed = options.actor.shuffle, options.actor.data_loader_seed
+    minis = update_batches(batch, getattr(options, role), shuffle=shuffle, seed=seed, ranks=group.world_size)
+    update = getattr(group, f"update_{role}")
+    return [metrics for parts in minis for metrics in update(parts)]
 
 
 def weights_of(model):

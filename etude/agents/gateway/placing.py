@@ -20,7 +20,7 @@ from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest
 from etude.agents.tool_messages import naming
 from etude.chat import ChatTemplate
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
 from etude.options import RolloutOptions
 from etude.trajectory import Provenance

@@ -4,7 +4,7 @@ Invariant: every opening tag outside reasoning is one or more calls or an error,
 that announces calls where none follows. Reasoning is what stands between the tags of a thought, what follows an opening
 one that is never closed, and, where the text has none before it, what precedes the first closing one (the prompt opened
 that thought). A call in reasoning is none, and an error where the model waits for an answer that does not come: in a
-thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call behind it.
+thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call after it.
 
 Reading takes linear time, as long as `read_block` takes time in proportion to what it consumes or to the way to the next
 tag.

@@ -1,4 +1,4 @@
-"""`Contexts`: new tool and user messages to the ids that a policy reads between two of its turns.
+"""`ObservationEncoder`: new tool and user messages to the ids that a policy reads between two of its turns.
 
 Invariant: the ids and labels are those of `IncrementalRenderer.runs`, which are kept for messages that come again, such as
 an answer whose tokens were counted before it is shown.
@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from etude.chat.abilities import Abilities
 from etude.chat.cache import LRUCache, rendering_key
+from etude.chat.capabilities import TemplateCapabilities
 from etude.chat.contents import Message
 from etude.chat.incremental import IncrementalRenderer, owner_of
-from etude.chat.labelled import Run
 from etude.chat.placeholders import Placeholders, image_count
+from etude.chat.provenance import Run
 from etude.chat.turns import Stub, TurnEnd, Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
@@ -22,13 +22,17 @@ _CONTEXTS_KEPT = 1024
 _LONGEST_KEPT = 4096  # characters of messages whose ids are kept
 
 
-class Contexts:
-    """Those of one template, which can do what `abilities` says; `images` is None for a text model."""
+class ObservationEncoder:
+    """Those of one template, which can do what `capabilities` says; `images` is None for a text model."""
 
     def __init__(
-        self, turns: Turns, incremental: IncrementalRenderer, abilities: Abilities, images: Placeholders | None
+        self,
+        turns: Turns,
+        incremental: IncrementalRenderer,
+        capabilities: TemplateCapabilities,
+        images: Placeholders | None,
     ) -> None:
-        self._turns, self._incremental, self._abilities, self._images = turns, incremental, abilities, images
+        self._turns, self._incremental, self._capabilities, self._images = turns, incremental, capabilities, images
         self._kept = LRUCache[list[Run]](_CONTEXTS_KEPT)
 
     def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
@@ -78,12 +82,12 @@ class Contexts:
     def _stub(self, roles: Sequence[str]) -> Stub:
         if "tool" not in roles:
             return Stub.ANSWER
-        if self._abilities.tool_stub is None:
-            raise ConfigError(f"the chat template does not support the tool role: {self._abilities.tool_problem}")
-        return self._abilities.tool_stub
+        if self._capabilities.tool_stub is None:
+            raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
+        return self._capabilities.tool_stub
 
     def _taken(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages if self._abilities.repeats_users or len(messages) < 2 else _with_users_joined(messages)
+        return messages if self._capabilities.repeats_users or len(messages) < 2 else _with_users_joined(messages)
 
 
 def _with_users_joined(messages: Sequence[Message]) -> list[Message]:

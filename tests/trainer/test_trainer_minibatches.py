@@ -7,9 +7,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.metrics import Max, Mean, finish_metrics
 from etude.protocol import DataProto
-from etude.workers.minibatches import mini_batches, update_epochs
+from etude.trainer.minibatches import mini_batches
 
 
 def batch_of(uids):
@@ -51,21 +50,3 @@ def test_the_order_is_the_seeds():
 
 def test_no_rows_no_mini_batches():
     assert rows(mini_batches(batch_of(["a"])[:0], 4, shuffle=True, seed=(1,))) == []
-
-
-def test_epochs_weigh_means_and_add_counts_up():
-    data = batch_of(list("aabbccdd"))
-    data.meta_info["global_step"] = 3
-    seen = []
-
-    def update(mini):
-        seen.append(mini.batch["row"].tolist())
-        number = len(seen)
-        return {"loss": Mean(number * number, number), "skipped_steps": float(number % 2), "worst": Max(-number)}
-
-    metrics = update_epochs(data, update, epochs=2, groups=2, shuffle=True, seed=5)
-    assert metrics == {"loss": Mean(30, 10), "skipped_steps": 2.0, "worst": Max(-1)}
-    assert finish_metrics(metrics) == {"loss": 3.0, "skipped_steps": 2.0, "worst": -1.0}
-    for epoch in (0, 1):
-        minis = mini_batches(data, 2, shuffle=True, seed=(5, 3, epoch))
-        assert seen[2 * epoch : 2 * epoch + 2] == rows(minis)

@@ -1,6 +1,6 @@
-"""`Abilities`: which messages a template can write behind an assistant turn, tried at start-up.
+"""`TemplateCapabilities`: which messages a template can write after an assistant turn, tried at start-up.
 
-Invariant: what is said to be possible was rendered and encoded behind a stub turn, and its ids compared with those of the
+Invariant: what is said to be possible was rendered and encoded after a stub turn, and its ids compared with those of the
 whole conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user's message is refused.
 """
 
@@ -19,7 +19,7 @@ _TOOL: Message = {"role": "tool", "content": PROBE}
 
 
 @dataclass(frozen=True)
-class Abilities:
+class TemplateCapabilities:
     """What was found.
 
     Attributes:
@@ -37,7 +37,7 @@ class Abilities:
     image_roles: frozenset[str]
 
     @classmethod
-    def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> Abilities:
+    def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> TemplateCapabilities:
         """Those of one template; `images` is None for a text model.
 
         Raises:

@@ -1,6 +1,6 @@
-"""`LabelledEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
+"""`ProvenanceEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
 
-Invariant: the ids are those that the text has behind the end of turn, but for one thing: no control token overlaps a span
+Invariant: the ids are those that the text has after the end of turn, but for one thing: no control token overlaps a span
 of contents. Where one would, the text is cut inside it, so that it comes out as the plain characters it consists of. A
 token that overlaps a span is its owner's (of two, the first's); all others are TEMPLATE.
 """
@@ -17,7 +17,7 @@ from etude.trajectory import Provenance
 Run = tuple[list[int], Provenance]
 
 
-class Owned(NamedTuple):
+class ContentSpan(NamedTuple):
     """Characters [start, end) of a text, which belong to somebody else than the template."""
 
     start: int
@@ -25,17 +25,17 @@ class Owned(NamedTuple):
     owner: Provenance
 
 
-class LabelledEncoder:
-    """Encodes behind `stop_text`, the text of a special token; `control` are the ids that no content may become."""
+class ProvenanceEncoder:
+    """Encodes after `stop_text`, the text of a special token; `control` are the ids that no content may become."""
 
     def __init__(self, encoder: Encoder, stop_text: str, control: frozenset[int]) -> None:
         self._encoder, self._stop_text, self._control = encoder, stop_text, control
 
     def ids(self, text: str) -> list[int]:
-        """The ids of `text` behind the end of turn."""
+        """The ids of `text` after the end of turn."""
         return self._encoder.ids(self._stop_text + text)[1:]
 
-    def runs(self, text: str, spans: Sequence[Owned]) -> list[Run]:
+    def runs(self, text: str, spans: Sequence[ContentSpan]) -> list[Run]:
         """The runs of `text`; `spans` in order, none overlapping another."""
         cuts = {0}
         while True:
@@ -48,7 +48,7 @@ class LabelledEncoder:
                 return runs
             cuts |= forged
 
-    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[Owned]) -> set[int]:
+    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
         """Adds the runs of `text` from `begin` on; returns where to cut it, since a control token overlaps a span."""
         ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:])
         shift = len(self._stop_text) - begin

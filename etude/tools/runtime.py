@@ -1,12 +1,12 @@
-"""`ToolCalls`: what all trajectories of a process share of one tool, and the way of a call through it.
+"""`ToolRuntime`: what all trajectories of a process share of one tool, and the way of a call through it.
 
     faults ── recording? ── cache ── limits ── execute          retried as a whole, where infrastructure broke it
        │      (replay)                            │
        ▼          ▼                               ▼
     garbage ◀── recorder ◀───────────────── told to the model, or broken
 
-Invariant: one `ToolCalls` a tool object, so that "at most n at once" means n; only failures of infrastructure are retried
-and only `execute` is, with delays that depend on the call's place, not on the clock; a call comes to an `Answer`, to
+Invariant: one `ToolRuntime` a tool object, so that "at most n at once" means n; only failures of infrastructure are retried
+and only `execute` is, with delays that depend on the call's place, not on the clock; a call comes to a `ToolResult`, to
 broken infrastructure, or to the end of the run. Lifecycle and time limits are the session's business.
 """
 
@@ -40,9 +40,9 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.argument_check import ArgumentChecker
 from etude.tools.arguments import ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
-from etude.tools.cache import AnswerCache
+from etude.tools.cache import ResultCache
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
-from etude.tools.outcome import Answer, Source, read_execution
+from etude.tools.outcome import Source, ToolResult, read_execution
 from etude.tools.policy import POLICY_KEYS, CallPolicy, LimitScope, OnException
 from etude.tools.recording import Recorder
 from etude.tools.replay import Replay
@@ -53,7 +53,7 @@ _MAX_RETRY_DELAY = 30.0
 
 logger = logging.getLogger(__name__)
 
-_shared: dict[int, ToolCalls] = {}  # by the tool's id, for as long as the tool lives
+_shared: dict[int, ToolRuntime] = {}  # by the tool's id, for as long as the tool lives
 
 
 def overrides(tool: BaseTool, method: str) -> bool:
@@ -80,21 +80,21 @@ def _names(code: CodeType | None, word: str) -> bool:
     return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
 
 
-class Question(NamedTuple):
+class ToolRequest(NamedTuple):
     """A call as it is about to be made: where it stands, what is asked, the answer where a recording has it, and what of
-    the conversation the tool is handed, which is no part of the question."""
+    the conversation the tool is handed, which caches and recordings do not compare."""
 
     place: CallPlace
     arguments: dict[str, Any]
     kwargs: Mapping[str, Any]
     create_kwargs: Mapping[str, Any]
-    recorded: Answer | None = None
+    recorded: ToolResult | None = None
     shared: Mapping[str, Any] = MappingProxyType({})
 
 
 class Attempts:
-    """What befell a call on its way: attempts that infrastructure broke, those of them that took too long, and how often
-    the tool was seen to block the event loop."""
+    """Counts of a call: attempts that infrastructure broke, those of them that took too long, and how often the tool was
+    seen to block the event loop."""
 
     __slots__ = ("blocked_loop", "broken", "timeouts")
 
@@ -104,14 +104,14 @@ class Attempts:
         self.blocked_loop = 0
 
 
-class ToolCalls:
-    """Made by `ToolCalls.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
+class ToolRuntime:
+    """Made by `ToolRuntime.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
 
     `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
     """
 
     @staticmethod
-    def of(tool: BaseTool) -> ToolCalls:
+    def of(tool: BaseTool) -> ToolRuntime:
         """The one of this tool object.
 
         Raises:
@@ -119,7 +119,7 @@ class ToolCalls:
         """
         found = _shared.get(id(tool))
         if found is None:
-            found = _shared[id(tool)] = ToolCalls(tool)
+            found = _shared[id(tool)] = ToolRuntime(tool)
             weakref.finalize(tool, _shared.pop, id(tool), None)
         return found
 
@@ -143,7 +143,7 @@ class ToolCalls:
             self._cluster_limit, at_once = Limit(at_once), None
         if at_once or policy.calls_per_second:
             self._process_limiter = LocalLimiter(Limit(at_once, policy.calls_per_second))
-        self._cache = None if policy.cache is None else AnswerCache(policy.cache)
+        self._cache = None if policy.cache is None else ResultCache(policy.cache)
         if policy.cache is not None and overrides(tool, "calc_reward"):
             raise ConfigError(
                 f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
@@ -180,7 +180,9 @@ class ToolCalls:
             raise ArgumentError(f"the arguments are longer than {limit} tokens")
         return self._checker.check(decode_arguments(text))
 
-    async def answer(self, question: Question, execute: Callable[[], Awaitable[object]], attempts: Attempts) -> Answer:
+    async def answer(
+        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempts: Attempts
+    ) -> ToolResult:
         """The answer to a call; `execute` runs the tool once, within its time limit.
 
         Raises:
@@ -189,9 +191,9 @@ class ToolCalls:
         """
         while True:
             try:
-                if self._plain and question.recorded is None:
+                if self._plain and request.recorded is None:
                     return await self._live(execute)
-                return await self._attempt(question, execute, attempts.broken)
+                return await self._attempt(request, execute, attempts.broken)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -199,7 +201,7 @@ class ToolCalls:
                 if attempts.broken >= self.policy.max_retries:
                     raise
                 attempts.broken += 1
-            await asyncio.sleep(self._delay(question.place, attempts.broken))
+            await asyncio.sleep(self._delay(request.place, attempts.broken))
 
     def reaches_tool(self, place: CallPlace) -> bool:
         """Whether `config.faults` let the call through to the tool, or to the recording that stands in for it."""
@@ -217,41 +219,43 @@ class ToolCalls:
         longest = min(self.policy.retry_delay * 2 ** min(retry - 1, 30), _MAX_RETRY_DELAY)
         return longest * (1 - 0.5 * place.chance("delay", retry))
 
-    async def _attempt(self, question: Question, execute: Callable[[], Awaitable[object]], attempt: int) -> Answer:
-        faults, place = self.policy.faults, question.place
+    async def _attempt(
+        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempt: int
+    ) -> ToolResult:
+        faults, place = self.policy.faults, request.place
         fault = None if faults is None else draw(faults, place, attempt)
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
             return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
-        answer = question.recorded or await self._recorded(question, execute)
+        answer = request.recorded or await self._recorded(request, execute)
         if faults is not None and fault is Fault.GARBAGE:
             return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
-    async def _recorded(self, question: Question, execute: Callable[[], Awaitable[object]]) -> Answer:
+    async def _recorded(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
         """The tool's own answer, or the cache's; written down where `config.record` says so."""
         started = time.perf_counter()
         try:
             if self._cache is None:
                 answer = await self._live(execute)
             else:
-                key = digest(self._identity, question.arguments, dict(question.kwargs), dict(question.create_kwargs))
+                key = digest(self._identity, request.arguments, dict(request.kwargs), dict(request.create_kwargs))
                 answer = await self._cache.answer(key, lambda: self._live(execute))
         except Exception as error:
             if self.recorder is not None and is_infrastructure(error):
-                self._write(question, None, started, f"{type(error).__name__}: {one_line(error)}")
+                self._write(request, None, started, f"{type(error).__name__}: {one_line(error)}")
             raise
         if self.recorder is not None:
-            self._write(question, answer, started)
+            self._write(request, answer, started)
         return answer
 
-    def _write(self, question: Question, answer: Answer | None, started: float, cause: str = "") -> None:
+    def _write(self, request: ToolRequest, answer: ToolResult | None, started: float, cause: str = "") -> None:
         assert self.recorder is not None
         seconds = time.perf_counter() - started
-        self.recorder.execute(question.place, question.kwargs, question.arguments, answer, seconds, cause)
+        self.recorder.execute(request.place, request.kwargs, request.arguments, answer, seconds, cause)
 
-    async def _live(self, execute: Callable[[], Awaitable[object]]) -> Answer:
+    async def _live(self, execute: Callable[[], Awaitable[object]]) -> ToolResult:
         with contextlib.ExitStack() as permits:
             for limiter in await self._limiters():
                 permits.enter_context(await limiter.acquire())
@@ -259,7 +263,7 @@ class ToolCalls:
                 response, reward, metrics = read_execution(await execute())
             except Exception as raised:
                 return self._told(raised)
-        return Answer(response, as_reward(reward, "it"), metrics)
+        return ToolResult(response, as_reward(reward, "it"), metrics)
 
     async def _limiters(self) -> list[Limiter]:
         """What a call needs a permit of. The cluster's comes last: it is not held while another is waited for."""
@@ -268,11 +272,11 @@ class ToolCalls:
             self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
-    def _told(self, raised: Exception) -> Answer:
+    def _told(self, raised: Exception) -> ToolResult:
         """What the model is told of an exception; raises what ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
-            return Answer(ToolResponse(text=text), error="tool")
+            return ToolResult(ToolResponse(text=text), error="tool")
         if is_infrastructure(raised):
             raise raised
         line = f"{type(raised).__name__}: {one_line(raised)}"
@@ -290,4 +294,4 @@ class ToolCalls:
                 describe_error(raised),
                 exc_info=raised if debugging() else None,
             )
-        return Answer(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")
+        return ToolResult(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")

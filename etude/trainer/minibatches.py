@@ -1,0 +1,70 @@
+"""Mini-batches of whole prompt groups, each cut into a part for every rank.
+
+Invariant: every row is in exactly one mini-batch an epoch, and there in one rank's part; rows of one prompt are in the same
+mini-batch; the mini-batches of an epoch differ in size by at most one group, so that no update rests on a handful of rows.
+The order depends only on the seed. Each part carries the counts of its whole mini-batch, so that a rank's loss is its part
+of the mini-batch's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+
+from etude.options import ActorOptions, CriticOptions
+from etude.protocol import DataProto
+from etude.seeds import mini_batch_order
+from etude.training import balanced_partitions, count_scored
+
+_WHOLE_GROUPS = 4  # prompts a rank from which on a prompt's rows are kept together: they share its computation
+
+
+def update_batches(
+    data: DataProto, options: ActorOptions | CriticOptions, *, shuffle: bool, seed: int, ranks: int
+) -> Iterator[list[DataProto]]:
+    """For each optimizer step on `data` the parts of the ranks; meta_info needs `global_step`. Where it has
+    `compare_rollout`, that holds for the first step alone, before which nothing was learned."""
+    for epoch in range(options.ppo_epochs):
+        order = (seed, data.meta_info["global_step"], epoch)
+        for number, mini in enumerate(mini_batches(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)):
+            mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and epoch == number == 0
+            yield rank_parts(mini, ranks)
+
+
+def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> Iterator[DataProto]:
+    """Mini-batches of about `groups` prompts (never more); a group is the rows that share a `uid`."""
+    members = _groups(data)
+    numbers = np.arange(len(members))
+    if shuffle:
+        numbers = mini_batch_order(seed, len(members))
+    for part in np.array_split(numbers, max(1, -(-len(members) // groups))):
+        rows = [row for number in part for row in members[number]]
+        if rows:
+            yield data.select_idxs(rows)
+
+
+def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
+    """A mini-batch's rows over `ranks`, about as many tokens each, in their order; parts may be empty."""
+    mini.meta_info |= count_scored(mini)
+    if ranks == 1:
+        return [mini]
+    units = _groups(mini) if "uid" in mini.non_tensor_batch else []
+    if len(units) < _WHOLE_GROUPS * ranks:
+        units = [[row] for row in range(len(mini))]
+    columns = mini.batch
+    tokens = (
+        columns["attention_mask"].sum(dim=1) * columns["response_mask"].any(dim=1)
+    ).tolist()  # others cost nothing
+    lengths = [sum(tokens[row] for row in unit) for unit in units]
+    filled = balanced_partitions(lengths, min(ranks, len(units)))
+    parts = [sorted(row for unit in part for row in units[unit]) for part in filled]
+    return [mini.select_idxs(rows) for rows in [*parts, *[[]] * (ranks - len(parts))]]
+
+
+def _groups(data: DataProto) -> list[list[int]]:
+    order: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch["uid"].tolist()):
+        order.setdefault(uid, []).append(row)
+    return list(order.values())
