@@ -11,6 +11,7 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import os
 import queue
 import threading
 import time
@@ -270,3 +271,12 @@ def background_loop(name: str) -> asyncio.AbstractEventLoop:
             loop = _loops[name] = asyncio.new_event_loop()
             threading.Thread(target=loop.run_forever, name=name, daemon=True).start()
         return loop
+
+
+def _forget_loops() -> None:
+    global _loops_lock
+    _loops_lock = threading.Lock()  # a thread that the child does not have may have held the parent's
+    _loops.clear()
+
+
+os.register_at_fork(after_in_child=_forget_loops)

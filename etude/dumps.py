@@ -50,7 +50,7 @@ def read_rollouts(path: Path | str) -> Iterator[dict[str, Any]]:
     return (record for _, record in read_json_lines(path))
 
 
-def dump_steps(folder: Path | str) -> list[int]:
+def list_dump_steps(folder: Path | str) -> list[int]:
     """The steps that have a dump file in `folder`, ascending; empty if there is no such folder."""
     folder = Path(folder)
     if not folder.is_dir():
@@ -80,15 +80,15 @@ def rollout_record(
             infrastructure retries before this one, 0 for the first try.
         input, output: decoded prompt and response, special tokens kept.
         score: the weighted total reward; None for a trajectory that was dropped.
-        reward_weights: the weights behind it, `tool` and `score`.
+        reward_weights: the weights in it, `tool` and `score`.
         texts: the decoded text of each segment, so that a viewer can colour by provenance without a tokenizer.
-        earlier: the `sequence_record`s of what the agent left behind where it rewrote its history, in time order.
+        earlier: the `sequence_record`s of the sequences before the agent rewrote its history, in time order.
 
     Raises:
         ValueError: `texts` has not one entry a segment.
     """
     head = {"gts": _ground_truth(row), "score": score, "step": step, "uid": None}
-    known = {key: without_pixels(row[key]) for key in _ROW_KEYS if key in row}
+    known = {key: strip_pixels(row[key]) for key in _ROW_KEYS if key in row}
     flat = {
         "attempt": row.get("attempt", trajectory.metrics.get("attempt", 0)),
         "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
@@ -99,12 +99,12 @@ def rollout_record(
     return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
 
 
-def without_pixels(value: object) -> object:
+def strip_pixels(value: object) -> object:
     """`value` with the size and digest of each image in it instead of its bytes: a row hands its tools images."""
     if isinstance(value, Mapping):
-        return {key: without_pixels(member) for key, member in value.items()}
+        return {key: strip_pixels(member) for key, member in value.items()}
     if isinstance(value, list):
-        return [without_pixels(member) for member in value]
+        return [strip_pixels(member) for member in value]
     data = value.encode("utf-8", "replace") if isinstance(value, str) and _DATA_ADDRESS.match(value) else value
     if isinstance(data, bytes) and len(data) >= _MIN_IMAGE_BYTES:
         return {"bytes": len(data), "digest": hashlib.blake2b(data, digest_size=8).hexdigest()}

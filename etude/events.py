@@ -1,7 +1,7 @@
-"""What a run reports while it goes on: the trainer emits these records, and a viewer shows them.
+"""Events that a run emits while it is under way; a viewer consumes them.
 
-Invariant: an event is plain data and pickles, so that it may come from another process; whoever emits one neither waits
-for nor learns of what becomes of it. What a run leaves for later stands in the files of its folder.
+Invariant: an event is plain data that pickles, so that it may come from another process, and emitting one never waits
+for its consumer. What is read after the run stands in the files of its folder.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RunStarted:
 
 @dataclass(frozen=True)
 class RolloutProgress:
-    """How many trajectories of the rollout under way have ended, of how many."""
+    """`done` of `total` trajectories of the current rollout have ended."""
 
     done: int
     total: int
@@ -42,20 +42,20 @@ class StepFinished:
 
 @dataclass(frozen=True)
 class Notice:
-    """One line for whoever watches: what the run goes on from, why it stops."""
+    """One line of text: which checkpoint the run resumed from, why it stops."""
 
     text: str
 
 
 @dataclass(frozen=True)
 class RunEnded:
-    """The run is over, however it ended; its files are written and closed."""
+    """The run is over, successfully or not; its files are written and closed."""
 
 
 Event: TypeAlias = RunStarted | RolloutProgress | StepFinished | Notice | RunEnded
 EventSink: TypeAlias = Callable[[Event], None]
-"""Takes events from any thread, and never raises: showing a run must not change it."""
+"""Is called from any thread and never raises: watching a run must not change it."""
 
 
 def ignore_event(event: Event) -> None:
-    """The sink of a run that nobody watches."""
+    """The default sink: drops the event."""

@@ -1,7 +1,7 @@
-"""What is wrong with a step, in words: the display and the report say it where the metrics alone would look healthy.
+"""Warnings about a step, in words, where its metrics alone would look healthy: for the display and the report.
 
-Invariant: a pure function of a step's metrics, silent where nothing is wrong; its kinds are fixed words, so that they can
-be counted over a run.
+Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
+run.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from collections.abc import Callable, Mapping
 
 from etude.trajectory import StopReason
 
-_CUT = {  # endings that are not the model's own choice, and what sets them off
+_CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.RESPONSE_LENGTH: "cut at data.max_response_length",
     StopReason.MAX_ASSISTANT_TURNS: "ended at multi_turn.max_assistant_turns",
     StopReason.TOOL_RESPONSE_OVERFLOW: "had no room for a tool's answer",
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
 }
-_CUT_SHARE = 0.1  # of trajectories, below which cut ones are nothing to tell
+_CUT_SHARE = 0.1  # of trajectories; fewer are not worth a warning
 _FAILED_SHARE = 0.1  # of a tool's calls, likewise
 
 
@@ -41,8 +41,8 @@ _COUNTS: dict[str, Callable[[float], str]] = {
 }
 
 
-def problems(metrics: Mapping[str, float]) -> dict[str, str]:
-    """Kind → sentence, the gravest first."""
+def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
+    """Kind → sentence, most serious first."""
     found = {key: say(metrics[key]) for key, say in _COUNTS.items() if metrics.get(key, 0.0) > 0}
     low, high = metrics.get("critic/score/min"), metrics.get("critic/score/max")
     if low is not None and low == high and math.isfinite(low):
@@ -59,7 +59,7 @@ def problems(metrics: Mapping[str, float]) -> dict[str, str]:
     return found | _tool_problems(metrics)
 
 
-def tools_called(metrics: Mapping[str, float]) -> dict[str, float]:
+def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:
     """Tool → its calls."""
     return {
         name.split("/")[1]: calls
@@ -70,7 +70,7 @@ def tools_called(metrics: Mapping[str, float]) -> dict[str, float]:
 
 def _tool_problems(metrics: Mapping[str, float]) -> dict[str, str]:
     found = {}
-    for tool, calls in tools_called(metrics).items():
+    for tool, calls in count_tool_calls(metrics).items():
         failed, late = (metrics.get(f"tool/{tool}/{what}", 0.0) for what in ("errors", "timeouts"))
         if calls and (failed / calls >= _FAILED_SHARE or late):
             timed_out = f", {late:,.0f} timed out" if late else ""

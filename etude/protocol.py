@@ -57,7 +57,7 @@ class DataProto:
 
     def __post_init__(self) -> None:
         given = {} if self.non_tensor_batch is None else self.non_tensor_batch
-        self.non_tensor_batch = {key: _object_array(value) for key, value in given.items()}
+        self.non_tensor_batch = {key: object_array(value) for key, value in given.items()}
         self.meta_info = {} if self.meta_info is None else self.meta_info
         self.check_consistency()
 
@@ -100,7 +100,7 @@ class DataProto:
             if sizes[key] is None or len(set(sizes.values())) > 1:
                 raise ValueError(f"column '{key}' is not a tensor with the rows of the others (rows: {sizes})")
         batch = TensorDict(dict(tensors), batch_size=[*set(sizes.values())]) if tensors else None
-        columns = {key: _object_array(values) for key, values in (non_tensors or {}).items()}
+        columns = {key: object_array(values) for key, values in (non_tensors or {}).items()}
         return cls(batch, columns, _copied(dict(meta_info or {})))
 
     @classmethod
@@ -111,7 +111,7 @@ class DataProto:
         meta_info: dict[str, Any] = {}
         for key, value in data.items():
             if isinstance(value, NonTensorStack):
-                objects[key] = _object_array([cell.data for cell in value.tensordicts])
+                objects[key] = object_array([cell.data for cell in value.tensordicts])
             elif isinstance(value, NonTensorData):
                 meta_info[key] = value.data
             else:
@@ -410,7 +410,7 @@ class DataProto:
     def _columns(self) -> dict[str, np.ndarray]:
         """The object columns; a list that a user put in `non_tensor_batch` as an array."""
         columns = self.non_tensor_batch.items()
-        return {key: _object_array(column) if isinstance(column, list) else column for key, column in columns}
+        return {key: object_array(column) if isinstance(column, list) else column for key, column in columns}
 
     def _rows(self, rows: Slice | torch.Tensor) -> DataProto:
         batch = None if self.batch is None else self.batch[rows]
@@ -518,8 +518,9 @@ class DataProtoFuture(Generic[T]):
         return self._result[0]
 
 
-def _object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """(rows, …) of dtype object; a list becomes one cell an entry, however its entries nest."""
+def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
+    """(rows, …) of dtype object; a list becomes one cell an entry, however its entries nest: NumPy would spread equal ones
+    over a second axis."""
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     array = np.empty(len(values), dtype=object)

@@ -87,11 +87,13 @@ class Registry(Generic[T]):
 
 
 def _where(item: object) -> str:
+    item = getattr(item, "__wrapped__", item)  # a record stands for its function
     return f"{getattr(item, '__module__', '?')}.{getattr(item, '__qualname__', type(item).__name__)}"
 
 
 def _same_definition(a: object, b: object) -> bool:
     """True for one object, and for a class or function that was defined again by re-importing its file."""
+    a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True
     try:

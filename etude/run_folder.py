@@ -1,8 +1,8 @@
-"""What a run leaves in its folder: the files by name, how to read them back, and `run.json`, which says how it ended.
+"""The files in a run's folder: their names, how to read them back, and `run.json`, which records how the run ended.
 
-Invariant: reading needs no trainer, and a line that a kill cut short is no error. `run.json` is there from the first
-moment, and until the run ends says that it has not, so that a run that was killed is told from one that is complete.
-Dumps of rollouts are `etude.dumps`' part, the metrics' lines are written by the trainer's tracking.
+Invariant: reading needs no trainer, and a line that a kill cut short is skipped. `run.json` exists from the start with
+`ended: null`, so that a killed run can be told from a complete one. Rollouts are read and written by `etude.dumps`; the
+metrics are written by the trainer's tracking.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def hardware() -> str:
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """`run.json`: `versions`, `hardware` and `ended`; empty where there is none that can be read."""
+    """`run.json`: `versions`, `hardware` and `ended`; empty if it is absent or unreadable."""
     try:
         record = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -1,10 +1,12 @@
-"""`Trajectory`: everything one rollout produced, with the provenance of every token.
+"""`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: what came of one row.
+
+Agent loops return trajectories, the manager puts those of a row into a `Rollout`, and these travel to the batch, the scorer,
+the metrics and the dump. `AgentLoopOutput` is a flat form that a user's loop may return instead, as in verl; it becomes a
+trajectory where it is returned.
 
 Invariant: the concatenation of the segments' token ids is exactly what followed the prompt in the model's context, and
 `response_mask` is 1 precisely where a segment's provenance is `SAMPLED`. Nothing here looks at text to decide a mask,
-and no id is ever encoded again.
-
-`AgentLoopOutput` is the flat view that agent loops return; a loop written by a user may build one directly.
+and no id is ever encoded again. A rollout has sequences, or a reason why it has none.
 """
 
 from __future__ import annotations
@@ -149,7 +151,7 @@ def _fresh_columns() -> tuple[_Column, _Column, _Column]:
 
 @dataclass
 class Trajectory:
-    """One rollout of one prompt. Times are in seconds; `timings` holds sums by activity.
+    """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity.
 
     `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
     `extra_fields` are what its loop says of it beside: the scorer finds them in `extra_info`. `images`
@@ -194,6 +196,19 @@ class Trajectory:
         segment = Segment(tuple(token_ids), provenance, self.assistant_turns, probs, versions).checked()
         if segment.token_ids:
             self.segments.append(segment)
+
+    def add_step_reward(self, source: str, value: float, turn: int | None = None) -> None:
+        """Adds a reward of the last assistant turn, or of `turn`; `source` is a tool's name, or says who else gave it."""
+        self.rewards.steps.append((self.assistant_turns - 1 if turn is None else turn, source, value))
+
+    @property
+    def reward_score(self) -> float | None:
+        """`rewards.score`, by the name that it has in an `AgentLoopOutput`."""
+        return self.rewards.score
+
+    @reward_score.setter
+    def reward_score(self, value: float | None) -> None:
+        self.rewards.score = value
 
     @property
     def response_ids(self) -> list[int]:
@@ -250,7 +265,7 @@ class Trajectory:
         return scores
 
     def to_output(self) -> AgentLoopOutput:
-        """The flat view."""
+        """The flat form."""
         return AgentLoopOutput(
             prompt_ids=list(self.prompt_ids),
             response_ids=self.response_ids,
@@ -289,6 +304,38 @@ class Trajectory:
 
 
 @dataclass
+class Rollout:
+    """What came of one row: its sequences, or why there are none.
+
+    `sequences` stand in time order. The last is the main one, and alone carries rewards, messages and stop reason; those
+    before it are what the agent left behind where it rewrote its history. A rollout that was dropped has none. `attempts`
+    counts runs, `failures` what infrastructure broke (runs, and scorings of a finished one), `cause` is the last of these
+    failures in one line, `broken_calls` are the tool calls that ended a run, whose trajectory is gone.
+    """
+
+    sequences: list[Trajectory] = field(default_factory=list)
+    attempts: int = 1
+    failures: int = 0
+    dropped: StopReason | None = None
+    cause: str = ""
+    broken_calls: list[ToolCallRecord] = field(default_factory=list)
+
+    @property
+    def trajectory(self) -> Trajectory | None:
+        """The main sequence; None where the rollout was dropped."""
+        return self.sequences[-1] if self.sequences else None
+
+    @property
+    def earlier(self) -> list[Trajectory]:
+        """The sequences before the main one."""
+        return self.sequences[:-1]
+
+    def drop(self, reason: StopReason) -> None:
+        """Takes away what was rolled out."""
+        self.sequences, self.dropped = [], reason
+
+
+@dataclass
 class AgentLoopMetrics:
     """What a loop measured, in seconds; `num_preempted` is what verl's loops say, and is not reported."""
 
@@ -300,9 +347,9 @@ class AgentLoopMetrics:
 
 @dataclass
 class AgentLoopOutput:
-    """What an agent loop returns. `response_mask` is 1 for sampled tokens; lengths of the response lists are equal;
-    `images` are those that `generate` was given last. Where there is a `trajectory`, it is what is trained on: the lists
-    and images must be its own, and a `reward_score` becomes its score.
+    """What a loop may return in place of a `Trajectory`. `response_mask` is 1 for sampled tokens; lengths of the response
+    lists are equal; `images` are those that `generate` was given last. Where there is a `trajectory`, it is
+    trained on: the lists and images must be its own, and a `reward_score` becomes its score.
 
     `extra_fields` reach the scorer, within `extra_info`, and the dump; `reward_extra_info` among them is reported beside
     a `reward_score`. The last four are verl's, and must be empty here.

@@ -9,7 +9,10 @@ section. `tests/reference/test_reference_keys.py` says which test observes which
 
 import functools
 import os
+import subprocess
+import sys
 import typing
+from pathlib import Path
 
 from omegaconf import OmegaConf
 
@@ -62,6 +65,24 @@ def hold_in_compositions(key):
     import etude.config
 
     etude.config.compose_with_sources = held
+
+
+def run_held(key, witness, folder):
+    """The outcome of the test `witness` (a file of tests/, `::`, a name), run in `folder` with `key` held."""
+    tests = Path(__file__).parent
+    plugins = ["-p", "hold_key", "-p", "no:cacheprovider"]
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-q",
+        *plugins,
+        "-c",
+        f"{tests.parent}/pyproject.toml",
+        f"{tests}/{witness}",
+    ]
+    environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(tests)}
+    return subprocess.run(command, env=environment, cwd=folder, capture_output=True, text=True, timeout=280)
 
 
 if KEY := os.environ.get("HOLD_KEY"):

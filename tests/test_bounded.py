@@ -2,13 +2,14 @@
 
 import asyncio
 import contextvars
+import os
 import subprocess
 import sys
 import threading
 
 import pytest
 
-from etude.bounded import BlockingCalls, called, uninterrupted, within
+from etude.bounded import BlockingCalls, background_loop, called, uninterrupted, within
 from etude.errors import InfrastructureError
 
 VARIABLE = contextvars.ContextVar("VARIABLE", default="unset")
@@ -167,3 +168,17 @@ async def test_uninterrupted_work_hands_its_error_on():
 
     with pytest.raises(ValueError, match="own"):
         await uninterrupted(work())
+
+
+def test_a_forked_child_gets_a_background_loop_of_its_own():
+    async def number():
+        return 7
+
+    ours = background_loop("forked")
+    child = os.fork()
+    if child == 0:
+        theirs = background_loop("forked")
+        same = theirs is ours
+        os._exit(asyncio.run_coroutine_threadsafe(number(), theirs).result(30) if not same else 1)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+    assert background_loop("forked") is ours

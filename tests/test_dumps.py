@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.dumps import (
-    dump_steps,
+    list_dump_steps,
     read_rollouts,
     rollout_record,
     sequence_record,
@@ -283,8 +283,8 @@ def test_a_missing_key_is_named() -> None:
 
 
 def test_steps_of_a_folder(tmp_path: Path) -> None:
-    assert dump_steps(tmp_path / "none") == []
+    assert list_dump_steps(tmp_path / "none") == []
     for step in (10, 2):
         write_rollouts(tmp_path, step, [])
     (tmp_path / "notes.jsonl").write_text("")
-    assert dump_steps(tmp_path) == [2, 10]
+    assert list_dump_steps(tmp_path) == [2, 10]

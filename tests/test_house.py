@@ -1,6 +1,7 @@
 """The house stands: rooms import only from floors below, no circles, a tidy root, a docstring in every module."""
 
 import ast
+import re
 import shutil
 import subprocess
 from collections.abc import Iterator
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import etude
+from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 
 PACKAGE = Path(etude.__file__).parent
 ROOT = PACKAGE.parent
@@ -16,7 +18,7 @@ ROOT = PACKAGE.parent
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
     | {"limits", "metrics", "model_folder", "options", "renamed", "scratch"}
-    | {"events", "problems", "run_folder", "dumps"},
+    | {"events", "problems", "run_folder", "dumps", "seeds"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},
@@ -170,6 +172,19 @@ def test_one_file_knows_where_workers_run():
     assert {name for name in named if room_of(name) != "distributed"} == {"etude.trainer.groups"}
 
 
+def test_no_estimator_or_loss_is_named_above_the_algorithms():
+    """What one of them needs stands in its record; a name in the trainer would be a rule that no plug-in can have."""
+    names = {name for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES) for name in registry._built_in}
+    named = [
+        f"{path.relative_to(ROOT)}:{node.lineno}"
+        for path in MODULES
+        if room_of(module_name(path)) in ("trainer", "workers", "config", "training")
+        for node in ast.walk(read(path))
+        if isinstance(node, ast.Constant) and node.value in names
+    ]
+    assert named == []
+
+
 def test_nothing_is_called_utils():
     banned = {"utils", "util", "helpers", "common", "misc"}
     assert [module_name(path) for path in MODULES if banned & set(path.relative_to(ROOT).with_suffix("").parts)] == []
@@ -187,3 +202,23 @@ def test_the_root_is_tidy():
 def test_test_files_have_names_of_their_own():
     names = [path.name for path in (ROOT / "tests").rglob("test_*.py")]
     assert len(names) == len(set(names))
+
+
+HOPS = {"A rollout": (14, 9), "An update": (7, 6)}
+"""Calls below `training_step`, and files, that a reader opens on the way to the decode step and to `backward`."""
+
+
+def test_the_calls_that_the_architecture_page_lists_stand_in_their_files() -> None:
+    pages = re.split(r"^### (.*), call by call$", (ROOT / "docs" / "architecture.md").read_text(), flags=re.MULTILINE)
+    listed = {
+        title: re.findall(r"^\| `(\w+)` \| `([\w/]+\.py)` \|", text, re.M)
+        for title, text in zip(pages[1::2], pages[2::2])
+    }
+    assert "A rollout" in listed
+    for title, calls in listed.items():
+        most_calls, most_files = HOPS[title]
+        assert 0 < len(calls) - 1 <= most_calls, title
+        assert len({file for _, file in calls}) <= most_files, title
+        for name, file in calls:
+            defined = {node.name for node in ast.walk(ast.parse((PACKAGE / file).read_text())) if hasattr(node, "name")}
+            assert name in defined, f"{file} has no {name}"

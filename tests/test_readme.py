@@ -20,6 +20,7 @@ import yaml
 from omegaconf import OmegaConf
 
 from etude.agents import AGENT_LOOPS
+from etude.algorithms import ADVANTAGE_ESTIMATORS, POLICY_LOSSES
 from etude.chat import TOOL_PARSERS
 from etude.cli.main import cli, run
 from etude.config import compose
@@ -101,7 +102,7 @@ def output_of(words: list[str]) -> str:
 @pytest.fixture
 def empty_folder(tmp_path, monkeypatch):
     """The present folder for a test; what snippets register, and the level of logging, is undone after it."""
-    for registry in (AGENT_LOOPS, FUNCTION_TOOLS, REWARD_MANAGERS, TOOL_PARSERS):
+    for registry in (ADVANTAGE_ESTIMATORS, AGENT_LOOPS, FUNCTION_TOOLS, POLICY_LOSSES, REWARD_MANAGERS, TOOL_PARSERS):
         own = {name: item for name, item in registry._items.items() if not _of_a_user(item)}
         monkeypatch.setattr(registry, "_items", own)
     level = logging.getLogger("etude").level

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.trajectory import Provenance, Segment, Trajectory
+from etude.trajectory import Provenance, Rollout, Segment, StopReason, Trajectory
 
 IDS = st.lists(st.integers(0, 99), max_size=4)
 READS = ("response_ids", "response_mask", "response_log_probs", "response_length")
@@ -115,3 +115,18 @@ def test_each_token_has_a_log_prob():
         trajectory.append([], Provenance.SAMPLED, log_probs=[-1.0])
     trajectory.append([], Provenance.TOOL)
     assert trajectory.segments == []
+
+
+def test_a_reward_given_to_what_a_loop_returned_is_its_score():
+    """Under the name that it has in an `AgentLoopOutput`, as a subclass that calls `super().run` may write it."""
+    trajectory = Trajectory("t", [])
+    trajectory.reward_score = 0.5
+    assert (trajectory.rewards.score, trajectory.reward_score) == (0.5, 0.5)
+
+
+def test_a_rollout_has_sequences_or_a_reason():
+    earlier, main = Trajectory("t", [1]), Trajectory("t", [2])
+    rollout = Rollout([earlier, main])
+    assert (rollout.trajectory, rollout.earlier) == (main, [earlier])
+    rollout.drop(StopReason.INFRASTRUCTURE)
+    assert (rollout.trajectory, rollout.earlier, rollout.dropped) == (None, [], StopReason.INFRASTRUCTURE)

@@ -9,9 +9,10 @@ import asyncio
 import os
 from typing import Any
 
-from etude.agents import AgentLoopOutput, SingleTurnAgentLoop, ToolAgentLoop, register
+from etude.agents import SingleTurnAgentLoop, ToolAgentLoop, register
 from etude.errors import ToolError
 from etude.tools import function_tool
+from etude.trajectory import Trajectory
 from side_by_side import etude_run, task
 
 TURN_TOKENS = int(os.environ.get("BENCHMARK_TURN_TOKENS", "96"))
@@ -40,7 +41,7 @@ def compute_score(data_source: str, solution_str: str, ground_truth: str, extra_
 class EndlessAgentLoop(SingleTurnAgentLoop):
     """One turn of exactly `TURN_TOKENS`: nothing stops it earlier."""
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""
         return await super().run({**sampling_params, "max_tokens": TURN_TOKENS, "stop_token_ids": ()}, **row)
 
@@ -49,6 +50,6 @@ class EndlessAgentLoop(SingleTurnAgentLoop):
 class CappedToolAgentLoop(ToolAgentLoop):
     """The built-in loop with a limit of `TURN_TOKENS` a turn, as the peers have one."""
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""
         return await super().run({**sampling_params, "max_tokens": TURN_TOKENS}, **row)

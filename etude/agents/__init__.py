@@ -7,12 +7,10 @@ from etude.agents.client import TrajectoryClient
 from etude.agents.environments.loop import EnvAgentLoop
 from etude.agents.gateway.loop import OpenAIAgentLoop
 from etude.agents.manager import AgentLoopManager, Sampling
-from etude.agents.result import RolloutResult
-from etude.agents.scoring import score_result
 from etude.agents.single_turn import SingleTurnAgentLoop
 from etude.agents.tool_agent import ToolAgentLoop
 from etude.options import AgentOptions, MultiTurnOptions, RolloutOptions, ValSamplingOptions
-from etude.trajectory import AgentLoopMetrics, AgentLoopOutput
+from etude.trajectory import AgentLoopMetrics, AgentLoopOutput, Rollout
 
 __all__ = [
     "AGENT_LOOPS",
@@ -27,15 +25,14 @@ __all__ = [
     "EnvAgentLoop",
     "MultiTurnOptions",
     "OpenAIAgentLoop",
+    "Rollout",
     "RolloutOptions",
-    "RolloutResult",
     "Sampling",
     "SingleTurnAgentLoop",
     "ToolAgentLoop",
     "TrajectoryClient",
     "ValSamplingOptions",
     "register",
-    "score_result",
     "to_batch",
     "token_level_scores",
 ]

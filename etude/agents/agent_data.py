@@ -1,7 +1,7 @@
 """`AgentState` and `AgentData`: the state machine's states, and a place for what a loop of one's own knows of its run.
 
 Invariant: `AgentData` holds plain data under the names that the documents use and does nothing; keeping its lists in
-step with what was sampled is the loop's business, and `TrajectoryClient.check` its judge.
+step with what was sampled is the loop's business, and `etude.agents.validation` its judge.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from functools import cached_property
 from typing import Any
 
 from etude.agents.client import TrajectoryClient
+from etude.agents.images import read_row
 from etude.agents.interactions import BaseInteraction
-from etude.agents.pictures import read_row
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError
@@ -166,6 +166,21 @@ class AgentLoopBase(ABC):
             return []
         return await read_row(reader, row.get("images") or (), f"row {row['request_id']}")
 
+    def render_prompt(
+        self,
+        row: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[dict[str, Any]] | None = None,
+        images: Sequence[ImageInput] = (),
+    ) -> list[int]:
+        """The ids of a prompt. A row of the data set brings them along, rendered once for all of its samples; they are
+        taken where they are of these messages and tools, by the same template, and show no image."""
+        names, known = [tool["function"]["name"] for tool in tools or ()], row.get("raw_prompt_ids")
+        same = known is not None and not images and names == row.get("active_tools") and messages == row["raw_prompt"]
+        if same and self.chat is self.context.chat and self.tools is self.context.tools:
+            return list(known or ())
+        return self.chat.initial_ids(messages, tools or None, [image.tokens for image in images])
+
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
         """The running event loop, for `run_in_executor`."""
@@ -184,7 +199,7 @@ class AgentLoopBase(ABC):
         return len(trajectory.prompt_ids) <= self.context.options.prompt_length and self.room(trajectory) >= 1
 
     @abstractmethod
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory | AgentLoopOutput | list[Any]:
         """Rolls out one trajectory.
 
         Args:
@@ -193,10 +208,11 @@ class AgentLoopBase(ABC):
                 infrastructure broke an earlier run.
 
         Returns:
-            The response's ids with their mask. `response_logprobs` may be None; others than the engine's are refused. A
-            `reward_score` counts where `reward_model.enable=false`; otherwise the reward manager's score replaces it.
-            A loop that rewrote its history, so that no one context holds all that was sampled, returns a list in time
-            order: the last is the main sequence and alone carries rewards, messages and stop reason.
+            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be left out; others than
+            the engine's are refused. A `reward_score` counts where `reward_model.enable=false`; otherwise the reward
+            manager's score replaces it. A loop that rewrote its history, so that no one context holds all that was sampled,
+            returns a list of these in time order: the last is the main sequence and alone carries rewards, messages and stop
+            reason.
 
         Raises:
             InfrastructureError: the world broke; the trajectory is retried from fresh state.

@@ -14,18 +14,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.agents.result import RolloutResult
-from etude.protocol import DataProto
-from etude.trajectory import Trajectory
+from etude.protocol import DataProto, object_array
+from etude.trajectory import Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
 
 
-def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
+def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `RolloutResult`s; where a row has images, also `multi_modal_inputs`, a tuple of them a row."""
-    trajectories = [r.trajectory or Trajectory("dropped", []) for r in results]
+    with the `Rollout`s; where a row has images, also `multi_modal_inputs`, a tuple of them a row."""
+    trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
     lengths = torch.tensor([[len(t.prompt_ids), t.response_length] for t in trajectories]).reshape(-1, 2)
@@ -42,16 +41,16 @@ def to_batch(results: Sequence[RolloutResult], pad_token_id: int) -> DataProto:
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
-            "rollout": _objects(results),
+            "rollout": list(rollouts),
         }
-        | ({IMAGES: _objects(images)} if any(images) else {})
+        | ({IMAGES: images} if any(images) else {})
     )
 
 
 def with_images(batch: DataProto) -> DataProto:
     """`batch` with the column of images, empty where it has none, so that it can be joined to one that has them."""
     if IMAGES not in batch.non_tensor_batch:
-        batch.non_tensor_batch[IMAGES] = _objects([()] * len(batch))
+        batch.non_tensor_batch[IMAGES] = object_array([()] * len(batch))
     return batch
 
 
@@ -61,17 +60,10 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
 
 
-def token_level_scores(results: Sequence[RolloutResult], width: int, tool_weight: float, score_weight: float) -> Tensor:
+def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: float, score_weight: float) -> Tensor:
     """(batch, width) rewards where they belong (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
-    rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in results]
+    rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
     return _padded(rows, 0.0, width=width, kind=np.float64)
-
-
-def _objects(values: Sequence[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):  # one by one: NumPy would spread equal tuples over a second axis
-        column[number] = value
-    return column
 
 
 def _padded(

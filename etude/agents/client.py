@@ -1,25 +1,21 @@
-"""`TrajectoryClient`: one trajectory's door to the engine, and the witness of what was drawn through it.
+"""`TrajectoryClient`: one trajectory's door to the engine; it remembers what was drawn through it.
 
-Invariant: a token that an output marks as sampled (mask 1) was drawn by the engine as the continuation of exactly the ids
-and images that stand before it, and no draw is claimed twice; `check` refuses outputs for which that does not hold.
-Training on tokens nobody sampled, or sampled after something else, is a bug, never a warning. A loop may still drop a
-turn or mask one out.
+Invariant: `histories` hold every token that the engine drew, after exactly the ids and images that it was shown; what a loop
+returns is checked against them (`etude.agents.validation`).
 """
 
 from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from etude.agents.request_ids import RequestIds
-from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
-from etude.trajectory import AgentLoopOutput
 
 
 class TrajectoryClient:
@@ -33,7 +29,7 @@ class TrajectoryClient:
     def __init__(self, engine: Engine, request_id: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
         """`decode` gives the texts of a traced generation's span; without it, the span has lengths only."""
         self._engine, self.request_id, self._decode = engine, request_id, decode
-        self._histories: list[_History] = []
+        self.histories: list[History] = []
         self._ended = False
         self._asked = self._answered = 0
         self._ids = RequestIds(engine, request_id)
@@ -61,7 +57,7 @@ class TrajectoryClient:
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
-        seed = (params.seed * 1_000_003 + 97 * (self._asked if draw is None else draw)) & 0x7FFFFFFFFFFFFFFF
+        seed = request_seed(params.seed, self._asked if draw is None else draw)
         self._asked += 1  # before the wait: requests under way at once must not draw alike
         asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
         given: dict[str, Any] = {"images": shown} if shown else {}  # an engine for text need not know the word
@@ -79,9 +75,9 @@ class TrajectoryClient:
             raise EngineError(
                 f"the engine drew a token of trajectory {self.request_id} with a log-prob that is not finite"
             )
-        if not self._histories or not self._histories[-1].grows_to(asked):
-            self._histories.append(_History(asked))
-        self._histories[-1].add(asked, output, digests(shown))
+        if not self.histories or not self.histories[-1].grows_to(asked):
+            self.histories.append(History(asked))
+        self.histories[-1].add(asked, output, image_digests(shown))
         self._answered += 1
         return output
 
@@ -100,93 +96,55 @@ class TrajectoryClient:
         self._ended = True
         self._ids.end()
 
-    def check(self, *outputs: AgentLoopOutput) -> None:
-        """Checks what a trajectory's loop returned: one output, or its several sequences.
 
-        Raises:
-            EtudeError: one marks a token as sampled that the engine did not sample there, or several claim one draw.
-        """
-        for output in outputs:
-            self._check_drawn(output)
-        if len(outputs) > 1:
-            self._check_claimed_once(outputs)
+class RequestIds:
+    """The names that one trajectory's requests have at the engine, one or several at a time. `own` is the trajectory's id,
+    which somebody else opens before its first request and closes after its last.
 
-    def _check_drawn(self, output: AgentLoopOutput) -> None:
-        mask = _flags(output.response_mask)
-        drawn = bytearray(len(mask))
-        for place, log_probs, _, _ in self._drawn(output):
-            drawn[place : place + len(log_probs)] = bytes([1]) * len(log_probs)
-        if mask == drawn:
-            return
-        wrong = next((i for i, (claimed, ours) in enumerate(zip(mask, drawn)) if claimed > ours), None)
-        if wrong is not None and wrong < len(output.response_ids):
-            raise EtudeError(
-                f"the agent loop marked response token {wrong} (id {output.response_ids[wrong]}) of {self.request_id} as "
-                "sampled, but the engine did not sample it after the ids before it: keep token_ids as generate() "
-                "returned them"
-            )
+    The engine knows a trajectory by one id and serves one request a name; it keeps that id's keys and values from turn to
+    turn, and in its deterministic mode waits for its next request. A request made while another is under way gets a name of
+    the moment, which is closed with its answer.
 
-    def _check_claimed_once(self, outputs: Sequence[AgentLoopOutput]) -> None:
-        """A token may be in as many sequences as the engine drew it, after the same ids: once, unless it drew twins."""
-        claimed: set[tuple[int, int]] = set()
-        for number, output in enumerate(outputs):
-            missing = {i for i, sampled in enumerate(output.response_mask) if sampled}
-            for place, log_probs, history, context_place in self._drawn(output):
-                for i in range(len(log_probs)):
-                    token = (history, context_place + i)
-                    if place + i in missing and token not in claimed:
-                        missing.discard(place + i)
-                        claimed.add(token)
-            if missing:
-                raise EtudeError(
-                    f"sequence {number} of {self.request_id} marks response token {min(missing)} as sampled, but an earlier "
-                    "sequence claims that draw: mask it out in all but one, or it would be trained on twice"
-                )
+    Invariant: no name has two requests under way. Nobody waits for a trajectory that waits itself: while only names of the
+    moment are under way the trajectory's own is closed, and it is open again when none is.
+    """
 
-    def log_probs(self, output: AgentLoopOutput) -> list[float]:
-        """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
-        found = [0.0] * len(output.response_ids)
-        for place, log_probs, _, _ in self._drawn(output):
-            found[place : place + len(log_probs)] = log_probs
-        return found
+    def __init__(self, engine: Engine, own: str) -> None:
+        self._engine, self.own = engine, own
+        self._under_way: set[str] = set()
+        self._made = 0
+        self._own_is_open = True
+        self._ended = False
 
-    def settled(self, output: AgentLoopOutput, start: int, claimed: Sequence[float]) -> list[float]:
-        """The engine's log-probs of the sampled tokens from response position `start` on, of which the loop says `claimed`.
+    def end(self) -> None:
+        """The own id is not opened again."""
+        self._ended = True
 
-        Where the engine drew the same token after the same ids several times, it is the draw that the loop means.
+    def enter(self) -> str:
+        """A name for one request, which ends with `leave`."""
+        if not self._under_way:
+            name = self.own
+        else:
+            self._made += 1
+            name = f"{self.own}#{self._made}"
+            self._engine.open([name])
+        self._under_way.add(name)
+        return name
 
-        Raises:
-            EtudeError: one is not the engine's, but for rounding to float32.
-        """
-        draws = [(place, log_probs) for place, log_probs, _, _ in self._drawn(output)]
-        found = []
-        for i, value in enumerate(claimed, start):
-            drawn = [log_probs[i - place] for place, log_probs in draws if 0 <= i - place < len(log_probs)]
-            ours = next((each for each in drawn if math.isclose(each, value, rel_tol=1e-5, abs_tol=1e-6)), None)
-            if ours is None:
-                raise EtudeError(
-                    f"the agent loop gave response token {i} of {self.request_id} the log-prob {value:.6g}, and the engine "
-                    f"drew it with {drawn[-1]:.6g}: keep log_probs as generate() returned them, or give none"
-                )
-            found.append(ours)
-        return found
-
-    def _drawn(self, output: AgentLoopOutput) -> Iterator[tuple[int, list[float], int, int]]:
-        """(response position, log-probs, history, position in it) of every run of tokens that the engine drew there."""
-        start = len(output.prompt_ids)
-        context = [*output.prompt_ids, *output.response_ids]
-        shown = digests(output.images)
-        for number, history in enumerate(self._histories):
-            shared = common_beginning(history.context, context)
-            for place, log_probs, seen in history.turns:
-                if seen != shown[: len(seen)]:
-                    continue
-                first, last = max(place, start), min(place + len(log_probs), shared)
-                if first < last:
-                    yield first - start, log_probs[first - place : last - place], number, first
+    def leave(self, name: str) -> None:
+        """The request of that name has ended, well or not."""
+        self._under_way.discard(name)
+        if name != self.own:
+            self._engine.close(name)
+        elif self._under_way:
+            self._engine.close(name)
+            self._own_is_open = False
+        if not self._under_way and not self._own_is_open and not self._ended:
+            self._engine.open([self.own])
+            self._own_is_open = True
 
 
-class _History:
+class History:
     """A context that grew turn by turn: its ids, and where in it the engine drew with which log-probs, having been shown
     the images of which digests."""
 
@@ -231,19 +189,6 @@ def token_ids(given: Any, name: str) -> list[int]:
     )
 
 
-def _flags(mask: Sequence[int]) -> bytes:
-    """A mask as zeros and ones, whatever stands for them."""
-    if type(mask) is list:  # an array would give its memory
-        try:
-            return bytes(mask).translate(_ONES)
-        except (TypeError, ValueError):
-            pass
-    return bytes(map(bool, mask))
-
-
-_ONES = bytes([0]) + bytes([1]) * 255
-
-
 def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:
     """Images as engines take them; loops written for verl say `image_data`, and hand on None, or something empty, for what
     there is not."""
@@ -266,6 +211,6 @@ def is_empty(value: Any) -> bool:
     return value is None or (isinstance(value, int | float | str) and not value)
 
 
-def digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
+def image_digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
     """What the images are known by."""
     return tuple([image.digest for image in images])

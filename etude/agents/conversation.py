@@ -31,7 +31,7 @@ def _view(read: Callable[[Conversation], Any], instead: str) -> Any:
 
 
 _BY_APPEND = "add tokens with  agent_data.trajectory.append(ids, provenance, log_probs=…)"
-_BY_REWARD = "add a reward with  agent_data.trajectory.rewards.steps.append((turn, source, value))"
+_BY_REWARD = "add a reward with  agent_data.trajectory.add_step_reward(source, value)"
 
 
 @dataclass
@@ -122,4 +122,4 @@ def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int =
 def record(trajectory: Trajectory, outcome: ToolOutcome, text: str) -> None:
     trajectory.tool_calls.append(outcome.to_record(text))
     if outcome.error is None:
-        trajectory.rewards.steps.append((outcome.turn, outcome.call.name, outcome.reward))
+        trajectory.add_step_reward(outcome.call.name, outcome.reward, outcome.turn)

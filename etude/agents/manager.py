@@ -8,34 +8,33 @@ dropped; a scorer that infrastructure broke is asked again as often. Any other e
 everything is cancelled, tools are released, and it is raised. A group that such losses have left without enough survivors
 to learn from (`least_group`) is given up: what still runs or waits of it is cancelled and its tools are released.
 
-Invariant: one result a row, in row order, whatever happened; a dropped row has no trajectory. Every trajectory that was
+Invariant: one rollout a row, in row order, whatever happened; a dropped one has no sequences. Every trajectory that was
 opened at the engine is closed, in every ending.
 """
 
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
-from etude.agents.acceptance import accepted
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
-from etude.agents.collector import calm_collector
-from etude.agents.crew import Crew
-from etude.agents.groups import Groups
-from etude.agents.result import RolloutResult
-from etude.agents.scoring import Scorer, score_result
+from etude.agents.gc_tuning import relaxed_gc
+from etude.agents.task_group import TaskGroup
+from etude.agents.validation import validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of
 from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
+from etude.rewards.scoring import AsyncScorer, score_rollout
+from etude.seeds import trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
 from etude.trace import TraceSpan
-from etude.trajectory import AgentLoopOutput, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +42,7 @@ _LOCKSTEP = (
     "; in the deterministic mode the engine goes on when every trajectory asks it or has ended: agents must not wait for "
     "one another"
 )
+_UNTRAINABLE = (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED)
 
 
 @dataclass(frozen=True)
@@ -56,14 +56,13 @@ class Sampling:
 
     def params(self, index: int, max_tokens: int, stops: Sequence[int]) -> dict[str, Any]:
         """What a loop's `run` receives."""
-        digest = hashlib.blake2b(f"{self.seed}/{index}".encode(), digest_size=7).digest()
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
             "top_k": self.top_k,
             "max_tokens": max_tokens,
             "stop_token_ids": tuple(stops),
-            "seed": int.from_bytes(digest, "big"),
+            "seed": trajectory_seed(self.seed, index),
         }
 
 
@@ -71,20 +70,20 @@ class AgentLoopManager:
     """Runs agent loops over rows; `scorer` (from the rewards room) is handed in from above."""
 
     def __init__(
-        self, context: AgentContext, engine: Engine, scorer: Scorer | None = None, *, deterministic: bool = False
+        self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
         self.progress = (0, 0)  # (ended, all) of the batch under way; may be read from another thread
-        self._deterministic = deterministic
+        self.deterministic = deterministic
         self._logged = False
         slowest = max(
             (CallPolicy.from_config(t.config, name).timeout for name, t in context.tools.items()), default=0.0
         )
-        self._clean_up_seconds = slowest + 4 * GRACE_SECONDS  # as long as a ToolSession may take to close
+        self.clean_up_seconds = slowest + 4 * GRACE_SECONDS  # as long as a ToolSession may take to close
 
     async def generate(
         self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, *, least_group: int = 1
-    ) -> list[RolloutResult]:
+    ) -> list[Rollout]:
         """Rolls out every row; a row may carry `rollout_index` (its number in the whole step's batch) and `active_tools`
         (names of those configured tools that it may use; default all). `least_group`: survivors among the rows of one
         `uid` below which none of them is of use.
@@ -93,9 +92,20 @@ class AgentLoopManager:
             ConfigError: a row names an agent loop that does not exist (before any work).
             EtudeError, Exception: a loop, tool or scorer failed for a reason that is not infrastructure.
         """
-        run = _Run(self, [dict(row) for row in rows], sampling, least_group)
-        with calm_collector():
-            return await run.all()
+        batch = _Batch(self, [dict(row) for row in rows], sampling, least_group)
+        lanes = min(self.context.options.max_concurrent_trajectories, len(rows))
+        rest = iter(range(lanes, len(rows)))
+        with relaxed_gc():
+            try:
+                batch.open([batch.request_id(i, 0) for i in range(lanes)])
+                for lane in range(lanes):
+                    # The rows after a lane's first one must not depend on the clock in the deterministic mode.
+                    following = iter(range(lane + lanes, len(rows), lanes)) if self.deterministic else rest
+                    batch.tasks.start(batch.lane(lane, following))
+                await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
+            finally:
+                batch.close_all()
+        return batch.rollouts
 
     def loop_name(self, row: Mapping[str, Any]) -> str:
         """The agent loop of a row: its `agent_name`, or `rollout.agent.default_agent_loop`, or `env_agent` where an
@@ -112,7 +122,7 @@ class AgentLoopManager:
         several_turns = row.get("active_tools", list(self.context.tools)) or row.get("interaction_kwargs")
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
 
-    def _log_failure(self, request_id: str, error: BaseException) -> None:
+    def log_failure(self, request_id: str, error: BaseException) -> None:
         """The first failure as a warning; the others are counted in the metrics, and seen at INFO."""
         logger.log(
             logging.INFO if self._logged else logging.WARNING,
@@ -124,57 +134,41 @@ class AgentLoopManager:
         self._logged = True
 
 
-class _Run:
-    """One batch. Lanes are coroutines that each roll out one trajectory after another."""
+class _Batch:
+    """The rows of one `generate`. A lane is a coroutine that rolls out one row after another."""
 
     def __init__(
         self, manager: AgentLoopManager, rows: list[dict[str, Any]], sampling: Sampling, least_group: int
     ) -> None:
+        """Raises ConfigError where a row names an agent loop that does not exist: that must not cost a rollout."""
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
-        self._results: list[RolloutResult | None] = [None] * len(rows)
+        self.rollouts = [Rollout() for _ in rows]
+        self.tasks = TaskGroup()
         self._opened: set[str] = set()
-        self._crew = Crew()
-        self._to_trace: set[int] = set()
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._given_up: set[int] = set()
-        self._under_way: dict[int, asyncio.Task[list[Trajectory]]] = {}
+        self._under_way: dict[int, asyncio.Task[Any]] = {}
         self._done = 0
-
-    async def all(self) -> list[RolloutResult]:
-        for i, row in enumerate(self._rows):  # before any work: a bad name must not cost a rollout
+        manager.progress = (0, len(rows))
+        for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
             try:
-                AGENT_LOOPS.get(self._manager.loop_name(row))
+                AGENT_LOOPS.get(manager.loop_name(row))
             except ConfigError as error:
                 raise ConfigError(f"row {row['request_id']}: agent_name: {error}") from error
-        if (tracer := self._manager.context.tracer) is not None:
-            self._to_trace = tracer.chosen([str(row.get("uid", i)) for i, row in enumerate(self._rows)])
-        self._manager.progress = (0, len(self._rows))
-        lanes = min(self._options.max_concurrent_trajectories, len(self._rows))
-        follow = self._followers(lanes)
-        try:
-            self._open([self._id(i, 0) for i in range(lanes)])
-            for lane in range(lanes):
-                self._crew.start(self._lane(lane, follow(lane)))
-            await self._crew.finish(self._manager._clean_up_seconds + GRACE_SECONDS)
-        finally:
-            for request_id in sorted(self._opened):
-                self._close(request_id)
-        return [result for result in self._results if result is not None]
+        self._to_trace: set[int] = set()
+        self._decode = None  # of a traced generation's texts
+        if (tracer := manager.context.tracer) is not None:
+            self._to_trace = tracer.chosen([str(row.get("uid", i)) for i, row in enumerate(rows)])
+            self._decode = manager.context.tokenizer.decode if tracer.token2text else None
 
-    def _followers(self, lanes: int) -> Callable[[int], Iterator[int]]:
-        """The rows that a lane takes after its first one; in the deterministic mode they must not depend on the clock."""
-        count = len(self._rows)
-        shared = iter(range(lanes, count))
-        if self._manager._deterministic:
-            return lambda lane: iter(range(lane + lanes, count, lanes))
-        return lambda lane: shared
-
-    def _id(self, index: int, attempt: int) -> str:
+    def request_id(self, index: int, attempt: int) -> str:
+        """The name at the engine of a row's attempt."""
         return f"{self._rows[index]['request_id']}/{attempt}"
 
-    def _open(self, request_ids: Sequence[str]) -> None:
+    def open(self, request_ids: Sequence[str]) -> None:
+        """Announces trajectories."""
         self._engine.open(request_ids)
         self._opened.update(request_ids)
 
@@ -183,79 +177,79 @@ class _Run:
         self._opened.discard(request_id)
         self._engine.close(request_id)
         if then_open is not None:
-            self._open([then_open])
+            self.open([then_open])
 
-    async def _lane(self, first: int, following: Iterator[int]) -> None:
+    def close_all(self) -> None:
+        """Closes whatever an exception left open."""
+        for request_id in sorted(self._opened):
+            self._close(request_id)
+
+    async def lane(self, first: int, following: Iterator[int]) -> None:
+        """Rolls out the row `first`, then those that `following` names."""
         index: int | None = first
         while index is not None:
-            result, last_id = await self._attempts(index)
-            self._results[index] = result
-            self._note_loss(index)
+            last_id = await self._roll_out(index)
+            self._give_up_group_of(index)
             done, index = index, next(following, None)
-            self._close(last_id, None if index is None else self._id(index, 0))
-            if self._manager.scorer is None:
-                self._count()
-            else:
-                self._crew.start(self._finish(done, self._manager.scorer))
+            self._close(last_id, None if index is None else self.request_id(index, 0))
+            self.tasks.start(self._finish(done))
 
-    async def _attempts(self, index: int) -> tuple[RolloutResult, str]:
-        """Runs a row until it succeeds or its retries are spent; the last request is left open for the lane to close."""
-        limit = self._options.infrastructure_retries + 1
-        cause = ""
-        broken: list[ToolCallRecord] = []
-        for attempt in range(limit):
-            request_id = self._id(index, attempt)
+    async def _roll_out(self, index: int) -> str:
+        """Runs a row until it succeeds or its retries are spent; returns the last request, which the lane closes."""
+        rollout, options, context = self.rollouts[index], self._options, self._manager.context
+        row, request_id = self._rows[index], ""
+        name, number = self._manager.loop_name(row), int(row.get("rollout_index", index))
+        for attempt in range(options.infrastructure_retries + 1):
+            request_id, rollout.attempts = self.request_id(index, attempt), attempt
             if attempt:
-                self._close(self._id(index, attempt - 1), request_id)
+                self._close(self.request_id(index, attempt - 1), request_id)
             if index in self._given_up:
-                return RolloutResult(None, attempt, attempt, StopReason.CANCELLED, cause, broken), request_id
-            client = self._client(request_id)
-            task = self._under_way[index] = asyncio.ensure_future(called(self._run_once, index, attempt, client))
+                rollout.drop(StopReason.CANCELLED)
+                return request_id
+            rollout.attempts += 1
+            client = TrajectoryClient(self._engine, request_id, self._decode)
+            params = self._sampling.params(number, options.response_length, context.chat.stop_token_ids)
+            params["stop"] = tuple(options.stop or ())
+            given = {**row, "request_id": request_id, "attempt": attempt}
             try:
-                grace = self._manager._clean_up_seconds
-                *earlier, trajectory = await result_of(task, self._options.trajectory_timeout, grace)
+                with self._traced(index, request_id) as whole:
+                    loop = AGENT_LOOPS.get(name)(
+                        trainer_config=context,
+                        server_manager=client,
+                        tokenizer=context.tokenizer,
+                        processor=context.processor,
+                    )
+                    task = self._under_way[index] = asyncio.ensure_future(called(loop.run, params, **given))
+                    returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
+                    if whole is not None:
+                        _describe(whole, returned)
+                rollout.sequences = validate_output(returned, client, name, options.response_length)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
                 if index in self._given_up:
-                    return RolloutResult(None, attempt + 1, attempt, StopReason.CANCELLED, cause, broken), request_id
-                self._manager._log_failure(request_id, error)
-                broken += [error.record] if isinstance(error, BrokenCall) else []
-                cause = describe_error(error)
-                if self._manager._deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
-                    cause += _LOCKSTEP
+                    rollout.drop(StopReason.CANCELLED)
+                    return request_id
+                self._note_failure(rollout, request_id, error)
                 continue
             finally:
-                del self._under_way[index]
+                self._under_way.pop(index, None)
                 client.end()
-            if trajectory.stop_reason in (StopReason.PROMPT_TOO_LONG, StopReason.CONTEXT_REFUSED):
-                return RolloutResult(None, attempt + 1, attempt, trajectory.stop_reason, cause, broken), request_id
-            return RolloutResult(trajectory, attempt + 1, attempt, None, cause, broken, earlier), request_id
-        return RolloutResult(None, limit, limit, StopReason.INFRASTRUCTURE, cause, broken), request_id
+            for sequence in rollout.sequences:
+                sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
+            if (reason := rollout.sequences[-1].stop_reason) in _UNTRAINABLE:
+                rollout.drop(reason)
+            return request_id
+        rollout.drop(StopReason.INFRASTRUCTURE)
+        return request_id
 
-    async def _run_once(self, index: int, attempt: int, client: TrajectoryClient) -> list[Trajectory]:
-        """The sequences of one run, the main one last."""
-        context, row = self._manager.context, self._rows[index]
-        name = self._manager.loop_name(row)
-        loop = AGENT_LOOPS.get(name)(
-            trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
-        )
-        number = int(row.get("rollout_index", index))
-        params = self._sampling.params(number, self._options.response_length, context.chat.stop_token_ids)
-        params["stop"] = tuple(self._options.stop or ())
-        with self._traced(index, client.request_id) as whole:
-            returned = await loop.run(params, **{**row, "request_id": client.request_id, "attempt": attempt})
-            if whole is not None:
-                _describe(whole, returned)
-        sequences = accepted(returned, client, name, self._options.response_length)
-        for sequence in sequences:
-            sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
-        return sequences
-
-    def _client(self, request_id: str) -> TrajectoryClient:
-        context = self._manager.context
-        texts = context.tracer is not None and context.tracer.token2text
-        return TrajectoryClient(self._engine, request_id, context.tokenizer.decode if texts else None)
+    def _note_failure(self, rollout: Rollout, request_id: str, error: Exception) -> None:
+        self._manager.log_failure(request_id, error)
+        rollout.failures += 1
+        rollout.broken_calls += [error.record] if isinstance(error, BrokenCall) else []
+        rollout.cause = describe_error(error)
+        if self._manager.deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
+            rollout.cause += _LOCKSTEP
 
     def _traced(self, index: int, request_id: str) -> AbstractContextManager[TraceSpan | None]:
         tracer, row = self._manager.context.tracer, self._rows[index]
@@ -265,43 +259,60 @@ class _Run:
         named = {name: row[name] for name in names if row.get(name) is not None}
         return tracer.trajectory(request_id, {"request_id": request_id, **named})
 
-    async def _finish(self, index: int, scorer: Scorer) -> None:
-        """Scores a finished trajectory."""
-        result = self._results[index]
-        assert result is not None
-        await score_result(
-            result,
-            self._rows[index],
-            scorer,
-            retries=self._options.infrastructure_retries,
-            timeout=self._options.trajectory_timeout,
-            on_failure=self._manager._log_failure,
-        )
-        self._note_loss(index)
-        self._count()
-
-    def _note_loss(self, index: int) -> None:
-        """Where infrastructure took the row and its group is of no use without it, gives up the group's other rows."""
-        result = self._results[index]
-        if result is None or result.dropped is not StopReason.INFRASTRUCTURE:
-            return
-        for other in self._groups.lost(index):
-            self._given_up.add(other)
-            if other in self._under_way:
-                self._under_way[other].cancel()
-
-    def _count(self) -> None:
+    async def _finish(self, index: int) -> None:
+        """Scores a finished rollout, where there is a scorer, and reports it."""
+        manager = self._manager
+        if manager.scorer is not None:
+            await score_rollout(
+                self.rollouts[index],
+                self._rows[index],
+                manager.scorer,
+                retries=self._options.infrastructure_retries,
+                timeout=self._options.trajectory_timeout,
+                on_failure=manager.log_failure,
+            )
+            self._give_up_group_of(index)
         self._done += 1
-        self._manager.progress = (self._done, len(self._rows))
+        manager.progress = (self._done, len(self._rows))
+
+    def _give_up_group_of(self, index: int) -> None:
+        """Where infrastructure took the row and its group is of no use without it, gives up the group's other rows."""
+        if self.rollouts[index].dropped is StopReason.INFRASTRUCTURE:
+            for other in self._groups.lost(index):
+                self._given_up.add(other)
+                if other in self._under_way:
+                    self._under_way[other].cancel()
+
+
+class Groups:
+    """Rows that share a `uid` are a group; an estimator learns nothing from fewer than `least` survivors of one.
+
+    Invariant: a group is given up once, when fewer than `least` of its rows can still survive; rows that are lost already
+    are never named.
+    """
+
+    def __init__(self, uids: Sequence[Hashable], least: int) -> None:
+        self._uids, self._least = list(uids), least
+        self._left: dict[Hashable, set[int]] = defaultdict(set)
+        for row, uid in enumerate(self._uids):
+            self._left[uid].add(row)
+
+    def lost(self, row: int) -> set[int]:
+        """Takes note of a lost row; returns the other rows of its group if that has now become useless."""
+        left = self._left[self._uids[row]]
+        could = len(left) >= self._least
+        left.discard(row)
+        return set(left) if could and len(left) < self._least else set()
 
 
 def _describe(whole: TraceSpan, returned: object) -> None:
     """What a trajectory's span says of its end, where the loop returned one."""
-    output = returned[-1] if isinstance(returned, list) and returned else returned
-    trajectory = output.trajectory if isinstance(output, AgentLoopOutput) else None
+    trajectory = returned[-1] if isinstance(returned, list) and returned else returned
+    if isinstance(trajectory, AgentLoopOutput):
+        trajectory = trajectory.trajectory
     if isinstance(returned, list):
         whole.set(sequences=len(returned))
-    if trajectory is not None:
+    if isinstance(trajectory, Trajectory):
         rewards = trajectory.rewards
         whole.set(
             stop_reason=trajectory.stop_reason.value,

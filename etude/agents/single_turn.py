@@ -5,22 +5,22 @@ from __future__ import annotations
 from typing import Any
 
 from etude.agents.base import AgentLoopBase, register
-from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
+from etude.trajectory import Provenance, StopReason, Trajectory
 
 
 @register("single_turn_agent")
 class SingleTurnAgentLoop(AgentLoopBase):
     """Samples once."""
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`."""
         messages = list(row["raw_prompt"])
         images = await self.read_images(row)
-        prompt_ids = self.chat.initial_ids(messages, image_tokens=[image.tokens for image in images])
+        prompt_ids = self.render_prompt(row, messages, images=images)
         trajectory = Trajectory(row["request_id"], prompt_ids, messages=messages, images=images)
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
-            return trajectory.to_output()
+            return trajectory
         output = await self.server_manager.generate(
             prompt_ids=prompt_ids, sampling_params=sampling_params, images=tuple(images) or None
         )
@@ -31,4 +31,4 @@ class SingleTurnAgentLoop(AgentLoopBase):
         if output.stop_reason != "stop":
             trajectory.stop_reason = StopReason.RESPONSE_LENGTH
         trajectory.messages = [*messages, {"role": "assistant", "content": self.chat.decode(output.token_ids)}]
-        return trajectory.to_output()
+        return trajectory

@@ -36,20 +36,20 @@ import json
 import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
 from etude.agents.agent_data import AgentState
-from etude.agents.answers import TurnAnswers, malformed_record, unseen, written
 from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
+from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
-from etude.agents.pictures import Answer, answer_of, read_all, shown_text
+from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written
 from etude.bounded import called, settle
 from etude.chat import ToolParser
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.models import ImageReader
@@ -58,7 +58,7 @@ from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.tools.outcome import read_execution
-from etude.trajectory import AgentLoopOutput, Provenance, StopReason, Trajectory
+from etude.trajectory import Provenance, StopReason, Trajectory
 
 INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
 logger = logging.getLogger(__name__)
@@ -119,24 +119,16 @@ class ToolAgentLoop(AgentLoopBase):
         """`data.max_response_length`."""
         return self.context.options.response_length
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown.
 
         Raises:
             DataError: the row selects a tool that is not configured, or hands arguments to one that it does not select.
         """
-        active, user = self._active_tools(row), self._interaction(row)
+        self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
         trajectory.images = await self.read_images(row)
-        limits = self.context.options.multi_turn
-        in_tokens, longest = limits.tool_response_length_unit == "tokens", self.max_tool_response_length
-        counted = TokenLimit(
-            longest if in_tokens else None,
-            self.tool_response_truncate_side,
-            self.tokenizer,
-            self._tool_tokens,
-            None if in_tokens else longest,
-        )
+        counted = self._token_limit()
         async with ToolSession(
             active, row.get("tools_kwargs"), request_id=row["request_id"], token_limit=counted
         ) as session:
@@ -149,25 +141,31 @@ class ToolAgentLoop(AgentLoopBase):
                 user=user,
                 token_limit=counted,
             )
-            async with user or nullcontext():
-                await self.converse(data, row)
+            async with user or nullcontext(), self.surroundings(data, row):
+                state = AgentState.PENDING
+                while state is not AgentState.TERMINATED:
+                    if not isinstance(state, AgentState):
+                        raise EtudeError(
+                            f"agent loop {type(self).__name__}: a handler returned {state!r:.80}, not an AgentState"
+                        )
+                    handler = getattr(self, self._handlers[state])
+                    begins = state in (AgentState.PENDING, AgentState.GENERATING)
+                    state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
             if trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 trajectory.rewards.final = await session.calc_rewards()
         trajectory.metrics["release_failures"] = float(session.release_failures)
         trajectory.extra_fields |= {name: value for name, value in data.extra_fields.items() if _is_json(value)}
-        return trajectory.to_output()
+        return trajectory
 
-    async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
-        """Goes from state to state until the trajectory has ended."""
-        state = AgentState.PENDING
-        while state is not AgentState.TERMINATED:
-            if not isinstance(state, AgentState):
-                raise EtudeError(
-                    f"agent loop {type(self).__name__}: a handler returned {state!r:.80}, not an AgentState"
-                )
-            handler = getattr(self, self._handlers[state])
-            begins = state in (AgentState.PENDING, AgentState.GENERATING)
-            state = await (handler(data, dict(vars(data.sampling))) if begins else handler(data))
+    def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
+        """What is open while the states follow one another."""
+        return nullcontext()
+
+    def _token_limit(self) -> TokenLimit:
+        in_tokens = self.context.options.multi_turn.tool_response_length_unit == "tokens"
+        longest = self.max_tool_response_length
+        tokens, chars = (longest, None) if in_tokens else (None, longest)
+        return TokenLimit(tokens, self.tool_response_truncate_side, self.tokenizer, self._tool_tokens, chars)
 
     def _active_tools(self, row: dict[str, Any]) -> dict[str, BaseTool]:
         own = [name for name in self.tools if name not in self.context.tools]  # those of a subclass's class attribute
@@ -195,8 +193,8 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory = data.trajectory
         for response in data.session.initial_responses:
             await self._greet(data, response)
-        tokens = [image.tokens for image in trajectory.images]
-        trajectory.prompt_ids = self.chat.initial_ids(trajectory.messages, data.tool_schemas or None, tokens)
+        messages, images = trajectory.messages, trajectory.images
+        trajectory.prompt_ids = self.render_prompt(self._row, messages, data.tool_schemas, images)
         if not self.prompt_fits(trajectory):
             return end(data, StopReason.PROMPT_TOO_LONG)
         return AgentState.GENERATING
@@ -208,7 +206,7 @@ class ToolAgentLoop(AgentLoopBase):
             append_to_last_user(trajectory.messages, self.chat.disarmed(text))
             return
         answer = await answer_of(response, reader, data.token_limit)
-        images = await read_all(reader, answer.pictures)
+        images = await read_all(reader, answer.images)
         place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
         trajectory.images[place:place] = images
 
@@ -272,29 +270,29 @@ class ToolAgentLoop(AgentLoopBase):
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
         add_time(trajectory, "tool_calls", started)
-        pictured = {} if self.context.images is None else await self._pictured(data, outcomes)
+        with_images = {} if self.context.images is None else await self._answers_with_images(data, outcomes)
         texts = [
-            pictured[n].text if n in pictured else shown_text(each.response, data.token_limit)
+            with_images[n].text if n in with_images else shown_text(each.response, data.token_limit)
             for n, each in enumerate(outcomes)
         ]
         texts += [f"Not executed: at most {most} calls are executed in one turn."] * len(data.parsed.calls[most:])
-        answers = TurnAnswers(data.parsed, outcomes, pictured, [*texts, *data.parsed.errors], self.chat.names_calls)
+        answers = ToolMessages(data.parsed, outcomes, with_images, [*texts, *data.parsed.errors], self.chat.names_calls)
         if data.user is not None:
             data.tool_answers.update(range(len(trajectory.messages), len(trajectory.messages) + len(answers.texts)))
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
         if state is AgentState.GENERATING and self.context.images is not None:  # pixels are read only where answers fit
-            for answer in pictured.values():
-                trajectory.images += await read_all(self.context.images, answer.pictures)
+            for answer in with_images.values():
+                trajectory.images += await read_all(self.context.images, answer.images)
         trajectory.tool_calls += answers.records(turn)
-        trajectory.rewards.steps += [
-            (turn, each.call.name, each.reward) for each in outcomes if each.error is None or each.reward
-        ]
+        for each in outcomes:
+            if each.error is None or each.reward:
+                trajectory.add_step_reward(each.call.name, each.reward)
         if limits.malformed_calls == "penalise":
             unreadable = len(data.parsed.errors) + sum(outcome.error == "malformed" for outcome in outcomes)
             if unreadable:
-                trajectory.rewards.steps.append((turn, MALFORMED, -limits.malformed_call_penalty * unreadable))
+                trajectory.add_step_reward(MALFORMED, -limits.malformed_call_penalty * unreadable)
         return state
 
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
@@ -349,7 +347,9 @@ class ToolAgentLoop(AgentLoopBase):
         self._outcomes[id(tool_call)] = outcome
         return outcome.response, outcome.reward, dict(outcome.metrics)
 
-    async def _pictured(self, data: Conversation, outcomes: Sequence[ToolOutcome]) -> dict[int, Answer]:
+    async def _answers_with_images(
+        self, data: Conversation, outcomes: Sequence[ToolOutcome]
+    ) -> dict[int, ShownResponse]:
         """The outcomes that are not text alone, by their number; none where the model is not shown images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
@@ -367,7 +367,7 @@ class ToolAgentLoop(AgentLoopBase):
         started = time.perf_counter()
         answer = await data.user.answer(data.heard())
         add_time(trajectory, "interaction", started)
-        trajectory.rewards.steps.append((trajectory.assistant_turns - 1, INTERACTION, answer.reward))
+        trajectory.add_step_reward(INTERACTION, answer.reward)
         if answer.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, [{"role": "user", "content": answer.text}])

@@ -1,16 +1,34 @@
-"""Pure tensor functions: advantage estimators, policy losses, KL penalties, aggregation."""
+"""Pure tensor functions: advantage estimators, policy losses, KL penalties, aggregation; and the records of what they need.
 
-from etude.algorithms.advantages import ADVANTAGE_ESTIMATORS, compute_advantage
-from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
-from etude.algorithms.kl import KLController, kl_penalty
-from etude.algorithms.losses import POLICY_LOSSES, policy_loss, value_loss
-from etude.algorithms.mismatch import rollout_mismatch
+The functions are imported when they are first asked for: the records serve configurations, which need no torch.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from etude.algorithms.records import (
+    ADVANTAGE_ESTIMATORS,
+    POLICY_LOSSES,
+    Estimator,
+    PolicyLoss,
+    register_estimator,
+    register_policy_loss,
+)
+
+if TYPE_CHECKING:
+    from etude.algorithms.advantages import compute_advantage
+    from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
+    from etude.algorithms.kl import KLController, kl_penalty
+    from etude.algorithms.losses import policy_loss, value_loss
+    from etude.algorithms.mismatch import rollout_mismatch
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
+    "Estimator",
     "KLController",
+    "PolicyLoss",
     "agg_loss",
     "compute_advantage",
     "equal_scores",
@@ -18,6 +36,23 @@ __all__ = [
     "loss_count",
     "masked_mean",
     "policy_loss",
+    "register_estimator",
+    "register_policy_loss",
     "rollout_mismatch",
     "value_loss",
 ]
+
+_HOMES = {
+    "advantages": {"compute_advantage"},
+    "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
+    "kl": {"KLController", "kl_penalty"},
+    "losses": {"policy_loss", "value_loss"},
+    "mismatch": {"rollout_mismatch"},
+}
+
+
+def __getattr__(name: str) -> Any:
+    for module, names in _HOMES.items():
+        if name in names:
+            return getattr(importlib.import_module(f"{__name__}.{module}"), name)
+    raise AttributeError(f"module '{__name__}' has no attribute '{name}'")

@@ -9,36 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
-from typing import Any, Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from etude.algorithms.aggregation import equal_scores, masked_mean
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, COLUMNS
 from etude.errors import ConfigError
-from etude.registry import Registry
 
 GroupIds: TypeAlias = Sequence[Hashable] | np.ndarray | Tensor
-
-
-class AdvantageEstimator(Protocol):
-    """(batch, response_len) rewards and values in float64, and mask → advantages and returns of the same shape."""
-
-    def __call__(
-        self,
-        *,
-        token_level_rewards: Tensor,
-        response_mask: Tensor,
-        index: GroupIds | None,
-        values: Tensor | None,
-        gamma: float,
-        lam: float,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-ADVANTAGE_ESTIMATORS: Registry[AdvantageEstimator] = Registry("advantage estimator")
 
 
 def compute_advantage(
@@ -60,29 +41,34 @@ def compute_advantage(
         response_mask: (batch, response_len), 1 for sampled tokens.
         index: (batch,) group ids of any hashable kind; rows of one prompt share an id.
         values: (batch, response_len), for estimators that need a critic.
+        options: the estimator's, and the other columns that it needs.
 
     Raises:
         ConfigError: unknown estimator, or an argument that it needs is missing.
     """
-    advantages, returns = ADVANTAGE_ESTIMATORS.get(name)(
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
+    given = {"values": values, **options}
+    for column in sorted(estimator.needs):
+        if given.get(column) is None:
+            raise ConfigError(f"algorithm.adv_estimator={name} needs {column}: {COLUMNS[column]}")
+    if index is None and estimator.min_group > 1:
+        raise ConfigError(f"algorithm.adv_estimator={name} needs group ids")
+    given |= {option: value for option, value in (("gamma", gamma), ("lam", lam)) if estimator.reads(option)}
+    advantages, returns = estimator(
         token_level_rewards=token_level_rewards.double(),
         response_mask=response_mask,
         index=index,
-        values=None if values is None else values.double(),
-        gamma=gamma,
-        lam=lam,
-        **options,
+        **{n: v.double() if isinstance(v, Tensor) and v.is_floating_point() else v for n, v in given.items()},
     )
     kind = token_level_rewards.dtype
     return advantages.to(kind), returns.to(kind)
 
 
-@ADVANTAGE_ESTIMATORS.register("grpo")
 def grpo(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    index: GroupIds | None,
+    index: GroupIds,
     norm_adv_by_std_in_grpo: bool = True,
     epsilon: float = 1e-6,
     **_: Any,
@@ -90,8 +76,6 @@ def grpo(
     """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε), the spread
     unbiased; without the division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO). A group with fewer than two valid
     rows contributes nothing: there is nothing to compare with."""
-    if index is None:
-        raise ConfigError("algorithm.adv_estimator=grpo needs group ids")
     mask = response_mask > 0
     # In double precision, and nothing at all for equal scores: rounding errors divided by ε are no advantage.
     scores = token_level_rewards.sum(dim=-1)
@@ -116,12 +100,11 @@ def _groups(index: GroupIds, valid: Tensor) -> list[list[int]]:
     return list(members.values())
 
 
-@ADVANTAGE_ESTIMATORS.register("gae")
 def gae(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    values: Tensor | None,
+    values: Tensor,
     gamma: float,
     lam: float,
     whiten: bool = True,
@@ -130,8 +113,6 @@ def gae(
     """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the *sampled* tokens: masked tokens are stepped
     over, so that a tool's answer costs no discount. Returns are advantages + values; advantages are then whitened over
     the mask. A reward on a masked token counts at the sampled token before it."""
-    if values is None:
-        raise ConfigError("algorithm.adv_estimator=gae needs values from a critic")
     mask = response_mask > 0
     width = values.shape[1]
     advantages = torch.zeros_like(values)

@@ -12,8 +12,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from etude.algorithms.records import LossAggMode
 from etude.errors import ConfigError
-from etude.options.training import LossAggMode
 from etude.registry import did_you_mean
 
 LOSS_AGG_MODES: tuple[str, ...] = get_args(LossAggMode)

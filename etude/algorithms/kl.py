@@ -11,8 +11,8 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from etude.algorithms.records import KLKind
 from etude.errors import ConfigError
-from etude.options.training import KLKind
 from etude.registry import did_you_mean
 
 _MAX_K3 = 10.0

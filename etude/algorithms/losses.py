@@ -5,32 +5,14 @@ Invariant: nothing at a masked position, label, log-prob, advantage or value, re
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from etude.algorithms.aggregation import agg_loss, masked_mean
+from etude.algorithms.records import POLICY_LOSSES
 from etude.errors import ConfigError
-from etude.registry import Registry
-
-
-class PolicyLoss(Protocol):
-    """(batch, response_len) log-probs, advantages and mask → scalar loss and named figures."""
-
-    def __call__(
-        self,
-        *,
-        old_log_prob: Tensor,
-        log_prob: Tensor,
-        advantages: Tensor,
-        response_mask: Tensor,
-        loss_agg_mode: str,
-        **options: Any,
-    ) -> tuple[Tensor, dict[str, float]]: ...
-
-
-POLICY_LOSSES: Registry[PolicyLoss] = Registry("policy loss")
 
 
 def policy_loss(
@@ -46,13 +28,13 @@ def policy_loss(
     """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its figures, each a mean
     over the mask. Advantages, however precise, are taken in the precision of `log_prob`.
 
-    `options` go to the loss; those that `agg_loss` takes (`dp_size`, `batch_num_tokens`, `global_batch_size`,
-    `loss_scale_factor`) go on to it.
+    `options` go to the loss: its own, the columns that it needs, and those that `agg_loss` takes (`dp_size`,
+    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`), which go on to it.
 
     Raises:
         ConfigError: unknown loss or aggregation mode.
     """
-    return POLICY_LOSSES.get(name)(
+    found: tuple[Tensor, dict[str, float]] = POLICY_LOSSES.get(name)(
         old_log_prob=old_log_prob,
         log_prob=log_prob,
         advantages=advantages.to(log_prob.dtype),
@@ -60,9 +42,9 @@ def policy_loss(
         loss_agg_mode=loss_agg_mode,
         **options,
     )
+    return found
 
 
-@POLICY_LOSSES.register("vanilla")
 def vanilla(
     *,
     old_log_prob: Tensor,
@@ -97,8 +79,8 @@ def vanilla(
     losses = torch.where(advantages < 0, dual, pessimistic)
     with torch.no_grad():
         metrics = {
-            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).float(), mask)),
-            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).float(), mask)),
+            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).double(), mask)),
+            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).double(), mask)),
             "actor/ppo_kl": float(masked_mean(-log_ratio, mask)),
         }
     return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
@@ -123,7 +105,7 @@ def value_loss(
     loss = 0.5 * agg_loss(torch.maximum(plain, bounded), response_mask, loss_agg_mode, **scaling)
     with torch.no_grad():
         metrics = {
-            "critic/vf_clipfrac": float(masked_mean((bounded > plain).float(), mask)),
+            "critic/vf_clipfrac": float(masked_mean((bounded > plain).double(), mask)),
             "critic/vpred_mean": float(masked_mean(vpreds, mask)),
         }
     return loss, metrics

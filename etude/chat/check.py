@@ -10,8 +10,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from etude.chat.labelled import Run
 from etude.chat.parsers.auto import AutoToolParser
+from etude.chat.provenance import Run
 from etude.chat.rendering import PROBE_TOOL, STAND_IN
 from etude.chat.template import ChatTemplate
 from etude.errors import ConfigError, EtudeError, one_line

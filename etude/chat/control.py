@@ -1,7 +1,8 @@
 """`ControlTokens`: the tokens that only the template or the policy may write.
 
 They are every special token, and every other added token that the template itself writes, such as a tool-response tag.
-Keeping them out of contents is left to `labelled` and, in prompts, to those who put the words of others there (`disarmed`).
+Keeping them out of contents is left to `provenance` and, in prompts, to whoever puts the words of others there
+(`disarmed`).
 """
 
 from __future__ import annotations

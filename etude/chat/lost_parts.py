@@ -14,8 +14,8 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from typing import Any
 
+from etude.chat.cache import LRUCache
 from etude.chat.contents import Message, plain_message
-from etude.chat.recent import Recent
 from etude.chat.rendering import Renderer
 from etude.chat.turns import USER_STUB
 from etude.errors import ConfigError
@@ -31,7 +31,7 @@ class LostParts:
 
     def __init__(self, renderer: Renderer) -> None:
         self._renderer = renderer
-        self._whole = Recent[bool](_SHAPES_KEPT)
+        self._whole = LRUCache[bool](_SHAPES_KEPT)
 
     def of_prompt(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None) -> tuple[int, str] | None:
         """The first part that a prompt loses: the message's number, and the part's name, such as "tool_calls[0].city".
@@ -54,7 +54,7 @@ class LostParts:
     def _find(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> tuple[int, str] | None:
-        shape = (str(generate), str(bool(tools)), *map(_shape, messages))
+        shape = repr([generate, bool(tools), *map(_shape, messages)])
         if self._whole.get(shape):
             return None
         text = self._renderer.text_of_row(messages, tools, generate=generate)
@@ -86,8 +86,8 @@ class LostParts:
         return False
 
 
-def _shape(message: Message) -> str:
-    return repr([message.get("role"), *(name for name, _ in _changes(message))])
+def _shape(message: Message) -> list[Any]:
+    return [message.get("role"), *(name for name, _ in _changes(message))]
 
 
 def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:

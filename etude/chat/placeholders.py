@@ -18,7 +18,7 @@ from typing import Any
 
 from etude.chat.contents import Message, plain_message
 from etude.chat.control import ControlTokens
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
 from etude.chat.turns import PROBE
 from etude.errors import ConfigError, DataError

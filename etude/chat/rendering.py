@@ -1,12 +1,12 @@
 """`Renderer`: messages to the text that a tokenizer's chat template writes for them.
 
 Invariant: every rendering has the same options, and messages as templates expect them (`plain_message`). Whatever goes
-wrong in a template is one line that says so. Which renderings can be spared is left to `forms`.
+wrong in a template is one line that says so.
 
 A tokenizer may have a template of its own for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
-template may want tools at all times. What follows a turn is rendered behind a stub, without the row's tools: there one tool
+template may want tools at all times. What follows a turn is rendered after a stub, without the row's tools: there one tool
 stands in for them where tools answer, or are wanted (`stub_text`). Its name in what follows a turn would be shown to the
-model: `Tails` refuses that.
+model: `IncrementalRenderer` refuses that.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`SampledTurns`: an assistant's message as the ids that a policy would have sampled for it.
 
-Invariant: behind the ids of the generation prompt they are the ids that the template gives the message, up to the token at
+Invariant: after the ids of the generation prompt they are the ids that the template gives the message, up to the token at
 which the policy stops; and they are ids that a policy can sample there, merged with nothing in front of them. A token of
 images is not among them: one that the message spells out stays the plain characters it consists of (`placeholders`).
 """
@@ -40,10 +40,10 @@ class SampledTurns:
             raise DataError("the chat template does not write this assistant message after its generation prompt")
         first, *rest = self._turns.as_sampled(whole, len(head), end).split(CUT)
         start, ids = self._encoder.ids(head), self._encoder.ids(first)
-        behind = self._turns.answered.encoder
+        encoder = self._turns.answered.encoder
         # Otherwise the first words would merge with the generation prompt, which a policy that samples after it cannot do.
-        written = ids[len(start) :] if ids[: len(start)] == start else behind.ids(first[len(head) :])
-        written += [number for piece in rest for number in behind.ids(piece)]
+        written = ids[len(start) :] if ids[: len(start)] == start else encoder.ids(first[len(head) :])
+        written += [number for piece in rest for number in encoder.ids(piece)]
         if self._images is not None and self._images.id in written:
             raise DataError("an assistant message has an image: a model writes none")
         return written
@@ -72,17 +72,17 @@ class SampledTurns:
                 raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
 
     def _prompts_always(self) -> bool:
-        """Whether the template writes a generation prompt that nobody asked for: behind a user's last message stands more
+        """Whether the template writes a generation prompt that nobody asked for: after a user's last message stands more
         than what closes one that another follows."""
         first, last = "First question.", "Second question."
         try:
             text = self._renderer.stub_text([{"role": "user", "content": c} for c in (first, last)], generate=False)
         except ConfigError:  # then it says nothing
             return False
-        followed, _, behind = text.partition(first)[2].partition(last)
+        followed, _, after = text.partition(first)[2].partition(last)
         if not self._turns.has_token(followed, beyond=0):  # it makes one message of two
             return False
-        return self._turns.has_token(behind, beyond=common_beginning(followed, behind))
+        return self._turns.has_token(after, beyond=common_beginning(followed, after))
 
 
 def _but_thoughts(text: str) -> str:

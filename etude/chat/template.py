@@ -1,9 +1,9 @@
 """`ChatTemplate`: messages to token ids, one turn at a time and never twice.
 
 Invariant: ids that were sampled are never decoded and encoded again, and earlier turns are never rendered again. What
-follows an assistant turn is rendered by difference (`tails`), which gives the very ids that encoding the whole conversation
-gives; the constructor proves that on a probe for the tokenizer at hand. A template that rewrites earlier assistant turns
-(one that drops old reasoning) is therefore used without harm.
+follows an assistant turn is rendered after a stub turn (`incremental`), which gives the very ids that encoding the whole
+conversation gives; the constructor proves that on a probe for the tokenizer at hand. A template that rewrites earlier
+assistant turns (one that drops old reasoning) is therefore used without harm.
 
 Untrusted text: in `context_ids` a control token (every special token, and every other added token that the template
 itself writes, such as a tool-response tag) never comes out of a message's content. Such a string in a tool's answer
@@ -18,19 +18,18 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from etude.chat.abilities import Abilities
+from etude.chat.capabilities import TemplateCapabilities
 from etude.chat.contents import Message
-from etude.chat.contexts import Contexts
 from etude.chat.control import ControlTokens
-from etude.chat.decoding import Decoder
-from etude.chat.encoding import Encoder
-from etude.chat.labelled import Run
+from etude.chat.encoding import Decoder, Encoder
+from etude.chat.incremental import IncrementalRenderer
 from etude.chat.lost_parts import LostParts
+from etude.chat.observations import ObservationEncoder
 from etude.chat.placeholders import Placeholders
 from etude.chat.prompts import Prompts
+from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
 from etude.chat.sampled import SampledTurns
-from etude.chat.tails import Tails
 from etude.chat.turns import Turns
 from etude.errors import ConfigError, DataError
 from etude.trajectory import Provenance
@@ -67,15 +66,15 @@ class ChatTemplate:
         images = None if processor is None else Placeholders.of(processor, renderer, self._control)
         self._sampled = SampledTurns(renderer, encoder, turns, images)
         self._sampled.check()
-        tails = Tails(renderer, encoder, turns)
-        abilities = Abilities.of(tails, images)
-        if abilities.tool_stub is not None:
-            turns.use(abilities.tool_stub, "tool")
-        self.answers_tools = abilities.tool_stub is not None
-        self.names_calls, self.image_roles = abilities.names_calls, abilities.image_roles
+        incremental = IncrementalRenderer(renderer, encoder, turns)
+        capabilities = TemplateCapabilities.of(incremental, images)
+        if capabilities.tool_stub is not None:
+            turns.use(capabilities.tool_stub, "tool")
+        self.answers_tools = capabilities.tool_stub is not None
+        self.names_calls, self.image_roles = capabilities.names_calls, capabilities.image_roles
         self._prompts = Prompts(renderer, encoder, turns.answered, images)
         self._lost = LostParts(renderer)
-        self._contexts = Contexts(renderer, turns, tails, abilities, images)
+        self._observations = ObservationEncoder(turns, incremental, capabilities, images)
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]:
@@ -152,7 +151,7 @@ class ChatTemplate:
             DataError: the messages do not have as many images as `image_tokens`.
             ValueError: there is no message, or one of them is the assistant's.
         """
-        return self._contexts.runs(messages, after, image_tokens)
+        return self._observations.runs(messages, after, image_tokens)
 
     def continued_whole(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a stub conversation that `messages` answer, rendered and encoded at once; `context_ids` of the same
@@ -161,7 +160,7 @@ class ChatTemplate:
         Raises:
             ConfigError: the template cannot render it.
         """
-        return self._contexts.whole(messages)
+        return self._observations.whole(messages)
 
     def demonstration(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[Run]:
         """A whole conversation as a rollout would have assembled it, for supervised training.
@@ -181,7 +180,7 @@ class ChatTemplate:
         runs: list[Run] = [(self.initial_ids(messages[: turns[0]], tools), Provenance.TEMPLATE)]
         for turn, following in zip(turns, [*turns[1:], None]):
             answers = messages[turn + 1 : following]
-            end = self._contexts.end_before(answers) if answers else self._turns.answered
+            end = self._observations.end_before(answers) if answers else self._turns.answered
             written = self._sampled.ids(messages[turn], end)
             if (lost := self._lost.of_turn(messages[turn])) is not None:
                 raise _lost_part(turn, lost)

@@ -1,8 +1,8 @@
-"""How an assistant turn ends, and the stub turns behind which a rollout's new messages are rendered.
+"""How an assistant turn ends, and the stub turns after which a rollout's new messages are rendered.
 
-It is found by difference, from a stub turn rendered as the last message and with another message behind it:
+It is found by difference, from a stub turn rendered as the last message and with another message after it:
 
-    the turn as the last one        the turn in a history       the policy stops at     what follows is taken from behind
+    the turn as the last one        the turn in a history       the policy stops at     what follows is taken from after
     closed by a token               closed by the same          that token              that token
     closed by a token               closed by another           the last one's token    the history's token
     closed by a token               the next message's first    the last one's token    nothing: all of it is written
@@ -26,7 +26,7 @@ from functools import cached_property
 
 from etude.chat.contents import Message
 from etude.chat.encoding import Encoder, common_beginning
-from etude.chat.labelled import LabelledEncoder
+from etude.chat.provenance import ProvenanceEncoder
 from etude.chat.rendering import Renderer
 from etude.errors import ConfigError
 
@@ -92,10 +92,10 @@ def _call_id(number: int) -> str:
 
 @dataclass(frozen=True)
 class TurnEnd:
-    """The token behind which what follows a turn is taken.
+    """The token after which what follows a turn is taken.
 
     `lead` is white space before it. `closes`: it is the turn's own, and not the first token of the next message. `written`
-    is put where the policy did not end its turn so; `encoder` encodes behind the token.
+    is put where the policy did not end its turn so; `encoder` encodes after the token.
     """
 
     text: str
@@ -103,7 +103,7 @@ class TurnEnd:
     id: int
     closes: bool
     written: tuple[int, ...]
-    encoder: LabelledEncoder
+    encoder: ProvenanceEncoder
 
 
 class Turns:
@@ -149,7 +149,7 @@ class Turns:
         return any(token.end() > beyond for token in self._tokens.finditer(text))
 
     def opening(self, end: TurnEnd, sampled: Sequence[int] | None) -> tuple[int, ...]:
-        """What stands in front of that which follows `end`, behind these sampled ids (None: a turn that ended by itself)."""
+        """What stands in front of that which follows `end`, after these sampled ids (None: a turn that ended by itself)."""
         if sampled is None:
             stopped = end.closes or end.id in self._stops
         else:
@@ -176,11 +176,11 @@ class Turns:
         ids = self._encoder.ids(f"{written}{lead}{written}")[1:] if lead and not closes else [self._added[written]]
         if stub is Stub.ANSWER and written == own:  # with the tokens that stand before it
             ids = self._encoder.ids(before.lstrip() + written)
-        encoder = LabelledEncoder(self._encoder, written, self._control)
+        encoder = ProvenanceEncoder(self._encoder, written, self._control)
         return TurnEnd(written, lead, self._added[written], closes, tuple(ids), encoder)
 
     def _last(self, stub: Stub) -> tuple[str | None, str]:
-        """(the token that closes the stub where it is the last message, what stands before it behind the anchor)."""
+        """(the token that closes the stub where it is the last message, what stands before it after the anchor)."""
         if stub is Stub.ANSWER:
             return self._end_of_answers
         last = _after_anchor(self._renderer.stub_text(stub.before([]), generate=False))
@@ -197,31 +197,31 @@ class Turns:
 
     @cached_property
     def _end_of_answers(self) -> tuple[str | None, str]:
-        """`_last` of an answer: the token, of those that the template writes behind its words, that ends it.
+        """`_last` of an answer: the token, of those that the template writes after its words, that ends it.
 
         It is the tokenizer's end of sequence, where that also ends an answer which a message follows (Cohere; Phi puts one
-        behind the whole conversation, which ends no turn), or else the first one that does not stand in front of the words,
+        after the whole conversation, which ends no turn), or else the first one that does not stand in front of the words,
         too (Kimi K3 closes every part of a turn).
         """
         stub = Stub.ANSWER.before([])
         text = self._renderer.stub_text(stub, generate=False)
-        lead, behind = text.partition(ANCHOR)[0], _after_anchor(text)
-        if not behind.strip():
+        lead, after = text.partition(ANCHOR)[0], _after_anchor(text)
+        if not after.strip():
             return None, ""
-        if not self._tokens.match(behind.lstrip()):
+        if not self._tokens.match(after.lstrip()):
             raise ConfigError(_OPEN_END)
         head = self._renderer.stub_text([USER_STUB], generate=True)
         inside = self._tokens.findall(lead[common_beginning(head, lead) :])
-        ends = [token for token in self._tokens.finditer(behind) if token.group() not in inside]
+        ends = [token for token in self._tokens.finditer(after) if token.group() not in inside]
         if not ends:
             raise ConfigError(_OPEN_END)
         followed = _after_anchor(self._renderer.stub_text([*stub, {"role": "user", "content": PROBE}], generate=True))
-        eos, kept = self._renderer.tokenizer.eos_token, common_beginning(behind, followed)
+        eos, kept = self._renderer.tokenizer.eos_token, common_beginning(after, followed)
         end = next((token for token in ends if token.group() == eos and token.end() <= kept), ends[0])
-        return end.group(), behind[: end.start()]
+        return end.group(), after[: end.start()]
 
     def _followed(self, stub: Stub, role: str) -> tuple[str, str, str]:
-        """(white space, token, what leads to the content) behind the words of a stub that a message of `role` follows."""
+        """(white space, token, what leads to the content) after the words of a stub that a message of `role` follows."""
         own, before = self._last(stub)
         messages = stub.answers_to([{"role": role, "content": PROBE}])
         text = _after_anchor(self._renderer.stub_text([*stub.before(messages), *messages], generate=True))

@@ -11,13 +11,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from etude.cli.colours import PROVENANCE_COLOURS
+from etude.cli.console import PROVENANCE_COLOURS, open_console
 
 if TYPE_CHECKING:
     from rich.console import Console
 
     from etude.chat.check import Finding
-    from etude.chat.labelled import Run
+    from etude.chat.provenance import Run
 
 
 @click.group()
@@ -38,7 +38,6 @@ def check(model: Path, trust_remote_code: bool, tokens: bool, options: tuple[str
     the template writes.
     """
     from etude.chat.check import check_template
-    from etude.cli.console import open_console
     from etude.models import load_processor, load_tokenizer
 
     tokenizer = load_tokenizer(model, trust_remote_code=trust_remote_code)

@@ -7,18 +7,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import click
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
-from etude.cli.colours import PROVENANCE_COLOURS
+from etude.cli.console import PROVENANCE_COLOURS, open_console
+from etude.dumps import sequences_of, trajectory_from_record
+from etude.viewer.conversations import sanitize_text
+from etude.viewer.explain import (
+    Check,
+    Token,
+    Verdict,
+    Weights,
+    check_overlap,
+    check_sequence,
+    list_tokens,
+    read_row,
+    weight_versions_of,
+)
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from etude.viewer.explain import Check, Token
-
-_MARKS = {"holds": ("✓", "green"), "fails": ("✗", "bold red"), "skipped": ("–", "bright_black")}
+_MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), Verdict.SKIPPED: ("–", "bright_black")}
 
 
 @click.command()
@@ -40,10 +51,6 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     at hand, that a full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence
     is shown and verified, in time order; the last carries the rewards.
     """
-    from etude.cli.console import open_console
-    from etude.dumps import sequences_of, trajectory_from_record
-    from etude.viewer.explain import Weights, checks_of, claims_of, read_row, sampled_by, tokens_of
-
     console = open_console()
     record = read_row(rollouts, row)
     sequences = sequences_of(record)
@@ -51,21 +58,21 @@ def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, toke
     made: list[Check] = []
     weights: Weights | None = None
     for number, sequence in enumerate(sequences):
-        folder = model or _own_checkpoint(rollouts, sampled_by(trajectory_from_record(sequence)))
+        folder = model or _own_checkpoint(rollouts, weight_versions_of(trajectory_from_record(sequence)))
         if len(sequences) > 1:
             _print_sequence(console, number, len(sequences), sequence)
         if tokens:
-            _print_tokens(console, tokens_of(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
+            _print_tokens(console, list_tokens(sequence, _tokenizer(folder or _any_checkpoint(rollouts))))
         if folder is None or weights is None or weights.folder != folder:
             weights = None if folder is None else Weights(folder)
-        checks = checks_of(sequence, weights, tolerance)
+        checks = check_sequence(sequence, weights, tolerance)
         _print_checks(console, checks)
         made += checks
-    if (claims := claims_of(record)) is not None:
+    if (claims := check_overlap(record)) is not None:
         console.print()
         _print_checks(console, [claims])
         made.append(claims)
-    return int(any(check.verdict.value == "fails" for check in made))
+    return int(any(check.verdict is Verdict.FAILS for check in made))
 
 
 def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
@@ -88,8 +95,6 @@ def _tokenizer(folder: Path | None) -> Any:
 
 
 def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, Any]) -> None:
-    from rich.text import Text
-
     facts = {
         "step": record.get("step"),
         "stop": record.get("stop_reason"),
@@ -103,8 +108,6 @@ def _print_head(console: Console, rollouts: Path, row: int, record: dict[str, An
 
 
 def _print_sequence(console: Console, number: int, count: int, sequence: Mapping[str, Any]) -> None:
-    from rich.text import Text
-
     kind = "main" if number == count - 1 else "earlier"
     console.print()
     console.print(Text(f"sequence {number} of {count} ({kind})", style="bold"), end="")
@@ -112,11 +115,6 @@ def _print_sequence(console: Console, number: int, count: int, sequence: Mapping
 
 
 def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
-    from rich.table import Table
-    from rich.text import Text
-
-    from etude.viewer.conversations import readable
-
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("token", "id", "mask", "turn", "log-prob", "reward"):
         table.add_column(name, justify="right")
@@ -131,15 +129,13 @@ def _print_tokens(console: Console, tokens: Iterable[Token]) -> None:
             "" if token.log_prob is None else f"{token.log_prob:.4f}",
             f"{token.reward:g}" if token.reward else "",
             token.provenance.value,
-            Text(readable(token.text).replace("\n", "⏎").replace("\t", "⇥")),
-            style=PROVENANCE_COLOURS[token.provenance.value],
+            Text(sanitize_text(token.text).replace("\n", "⏎").replace("\t", "⇥")),
+            style=PROVENANCE_COLOURS[token.provenance],
         )
     console.print(table)
 
 
 def _print_checks(console: Console, checks: list[Check]) -> None:
-    from rich.text import Text
-
     for check in checks:
-        mark, colour = _MARKS[check.verdict.value]
+        mark, colour = _MARKS[check.verdict]
         console.print(Text.assemble((f"{mark} {check.statement}", colour), (f"  {check.evidence}", "default")))

@@ -1,4 +1,4 @@
-"""`etude report RUN_DIR`: writes a run's page again, from the files that the run left behind."""
+"""`etude report RUN_DIR`: writes a run's page again, from the files in its folder."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 from etude.config.layers import is_users
-from etude.errors import raise_faults
+from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
 from etude.options.types import shown
@@ -27,16 +27,16 @@ _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
 
 def problems_with(
+    tree: type[Options],
     values: Mapping[str, Any],
     raw: Mapping[str, Any],
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options, a line for each thing that is wrong).
+    """(`values` as options of the class `tree`, a line for each thing that is wrong).
 
     `raw` are the leaves before they were filled in; `more` finds what else is wrong with options that fit their types.
     """
-    tree: type[Options] = TrainOptions if _POLICY in values else SFTOptions
     options, wrong = build(tree, values)
     lines = {
         key: f"{text}{_where(key, text, sources)}" for key, text in wrong.items() if not _borrowed(key, raw, wrong)
@@ -61,10 +61,13 @@ def shown_value(options: Any, key: str) -> str:
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
     """A line for each of `keys`, which the user set, that has no effect, and for what is allowed and seldom meant."""
     yield from inert(options, keys, sources)
-    for key in (f"{_POLICY}.actor.ppo_mini_batch_size", "critic.ppo_mini_batch_size"):
-        if isinstance(options, TrainOptions) and key in keys and value_of(options, key) > options.data.train_batch_size:
-            batch = f"data.train_batch_size={options.data.train_batch_size}"
-            yield f"{key}={value_of(options, key)} ({sources[key]}) is more than {batch}: each batch is one update"
+    for key in keys:
+        section, _, name = key.rpartition(".")
+        if name == "betas" and value_of(options, section).name == "muon":
+            yield f"{key}={shown_value(options, key)} ({sources[key]}) has no effect on weight matrices: {section}.name=muon"
+        elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
+            more = f"is more than data.train_batch_size={prompts}: each batch is one update"
+            yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
@@ -81,6 +84,29 @@ def inert_reason(options: Options, key: str) -> str:
         return ""
     missing = [when.condition for section, when in declared.when if not when.holds(value_of(options, section), options)]
     return missing[0] if missing else ""
+
+
+def effective_keys(run: TrainOptions) -> list[str]:
+    """The keys away from their defaults that have an effect, as far as is known: beside an estimator or a loss that a plugin
+    has yet to register, each may have one."""
+    declared = declarations(TrainOptions).items()
+    chosen = [key for key, each in declared if value_of(run, key) != each.default and not each.about.written]
+    return [key for key in chosen if not inert_reason(run, key)]
+
+
+def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
+    """Holds `run` against its estimator and its loss, now that plugins are imported; returns a line for each of the
+    `effective` keys before that has no effect after all.
+
+    Raises:
+        ConfigError: settings do not go with them.
+    """
+    raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
+    return [
+        f"{key}={shown_value(run, key)} has no effect here: it applies {condition}"
+        for key in effective
+        if (condition := inert_reason(run, key))
+    ]
 
 
 def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
@@ -189,13 +215,30 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _groups(run: TrainOptions) -> Iterator[Problem]:
-    estimator, n = run.algorithm.adv_estimator, run.actor_rollout_ref.rollout.n
-    if estimator == "grpo" and n < 2:
-        yield f"{_ROLLOUT}.n", "algorithm.adv_estimator=grpo compares answers to one prompt: set it to 2 or more"
-    if run.algorithm.filter_groups.enable and estimator == "gae":
-        yield "algorithm.filter_groups.enable", "groups of equal rewards do have gradients with adv_estimator=gae"
+    name, estimator, n = run.algorithm.adv_estimator, run.algorithm.estimator, run.actor_rollout_ref.rollout.n
+    if estimator and n < estimator.min_group:
+        yield (
+            f"{_ROLLOUT}.n",
+            f"algorithm.adv_estimator={name} compares answers to one prompt: set it to {estimator.min_group} or more",
+        )
+    if run.algorithm.filter_groups.enable and estimator and estimator.ties_teach:
+        yield "algorithm.filter_groups.enable", f"groups of equal rewards do have gradients with adv_estimator={name}"
     elif run.algorithm.filter_groups.enable and n < 2:
         yield "algorithm.filter_groups.enable", "a single answer is always its group's mean: set rollout.n to 2 or more"
+
+
+def _own_options(run: TrainOptions) -> Iterator[Problem]:
+    """The free-form options of estimator and loss, where these are registered already."""
+    algorithm, actor = run.algorithm, run.actor_rollout_ref.actor
+    for key, record, options in (
+        ("algorithm.adv_estimator_kwargs", algorithm.estimator, algorithm.estimator_options),
+        (f"{_POLICY}.actor.policy_loss.loss_kwargs", actor.policy_loss.record, actor.loss_options),
+    ):
+        try:
+            if record:
+                options()
+        except ConfigError as error:
+            yield key, str(error)
 
 
 def _determinism(run: TrainOptions) -> Iterator[Problem]:
@@ -251,9 +294,11 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
+_OF_RECORDS = (_groups, _own_options)
+"""What depends on records, and so is asked again once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
+    *_OF_RECORDS,
     _sampling,
-    _groups,
     _determinism,
     _rewards,
     _folders,

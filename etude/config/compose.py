@@ -18,8 +18,8 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from etude.config.checks import Options, problems_with, remarks
-from etude.config.keys import KeyTable
 from etude.config.layers import (
+    COMMAND_LINE,
     TREE,
     Layer,
     ancestors,
@@ -32,12 +32,11 @@ from etude.config.layers import (
     plain,
     root_layers,
 )
-from etude.config.paths import anchor_paths
 from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
-from etude.options import TrainOptions, declarations
+from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.validate import plain as plain_options
 from etude.registry import did_you_mean
 
@@ -101,26 +100,23 @@ def compose_with_sources(
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
     register_resolvers()
-    name, folder = _locate(config_name or root, config_path)
-    values, choices = parse_arguments(overrides, folder)
-    if folder == TREE:
-        base = _root_layers(name, choices)
-        user: list[Layer] = []
-    else:
-        base, user = _user_layers(name, folder, choices, root)
-        for layer in user:
-            if not layer.is_package:
-                anchor_paths(layer)
-    if values:
-        user.append(command_line_layer(values))
-    translation = translate(user, KeyTable(base), base)
+    base, user = _layers(config_name or root, overrides, config_path, root)
+    tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
+    translation = translate(user, tree, base)
     user = translation.layers
+    for layer in user:
+        if not layer.is_package and layer.source != COMMAND_LINE:
+            _anchor_paths(layer, tree)
     config = _merge([*base, *user])
     sources = _sources([*base, *user])
     faults = translation.faults + _unify_aliases(config, sources, [layer for layer in user if not layer.is_package])
     raw, defaults = _leaves(config), _leaves(_merge(base))
     options, wrong = problems_with(
-        _filled_in(config, sources), raw, sources, lambda options: start_problems(options, command) if command else ()
+        tree,
+        _filled_in(config, sources),
+        raw,
+        sources,
+        lambda options: start_problems(options, command) if command else (),
     )
     raise_faults(faults + wrong)
     if translation.inert:
@@ -132,6 +128,19 @@ def compose_with_sources(
     result = _with_types(config, raw, options, resolve)
     OmegaConf.set_struct(result, True)
     return Composition(result, {key: sources[key] for key in _leaves(result)}, options)
+
+
+def _layers(
+    config_name: str, overrides: Sequence[str], config_path: str | Path | None, root: str
+) -> tuple[list[Layer], list[Layer]]:
+    """(layers of the package root, the user's own), lowest first."""
+    name, folder = _locate(config_name, config_path)
+    values, choices = parse_arguments(overrides, folder)
+    if folder == TREE:
+        base, user = list(root_layers(name, tuple(choices))), list[Layer]()
+    else:
+        base, user = _user_layers(name, folder, choices, root)
+    return base, [*user, command_line_layer(values)] if values else user
 
 
 def _locate(config_name: str, config_path: str | Path | None) -> tuple[str, Path]:
@@ -156,11 +165,7 @@ def _user_layers(name: str, folder: Path, choices: Sequence[str], root: str) -> 
     lists_defaults = "defaults" in load_file(folder / f"{name}.yaml")
     user = file_layers(name, folder, choices if lists_defaults else ())
     listed = [layer.name for layer in user if layer.is_package and layer.name in package_roots()]
-    return _root_layers(listed[-1] if listed else root, () if lists_defaults else choices), user
-
-
-def _root_layers(root: str, choices: Sequence[str]) -> list[Layer]:
-    return file_layers(root, TREE, choices) if choices else list(root_layers(root))
+    return list(root_layers(listed[-1] if listed else root, () if lists_defaults else tuple(choices))), user
 
 
 def _merge(layers: Sequence[Layer]) -> DictConfig:
@@ -172,6 +177,29 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
         except OmegaConfBaseException as error:
             raise ConfigError(f"{layer.source}: {_reason(error)}") from error
     return config
+
+
+def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
+    """Relative paths of a user's YAML that name something beside that file get their full form, in place; others are left
+    as they are, and so start in the working directory. Paths that a run writes to are never touched."""
+    folder, declared = Path(layer.source).parent, declarations(tree)
+    for key, value in flatten(plain(layer)):
+        about = declared[key].about if key in declared else None
+        kind = declared[about.alias_of].about.path if about and about.alias_of else about.path if about else ""
+        if kind in ("file", "code", "model", "checkpoint"):
+            found = _anchored(value, folder, or_folder=kind in ("model", "checkpoint"))
+            if found != value:
+                OmegaConf.update(layer.values, key, found)
+
+
+def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
+    if isinstance(value, list):
+        return [_anchored(each, folder, or_folder) for each in value]
+    if not isinstance(value, str) or not value or "${" in value:
+        return value
+    name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
+    near = folder / name
+    return f"{near}{colon}{attribute}" if near.is_file() or (or_folder and near.is_dir()) else value
 
 
 def _sources(layers: Sequence[Layer]) -> dict[str, str]:

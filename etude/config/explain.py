@@ -48,6 +48,9 @@ def _explain_key(composition: Composition, key: str) -> Iterator[str]:
     yield f"  takes       {allowed(declared.hint)}{f', in {about.unit}' if about.unit else ''}"
     yield f"  default     {about.written or yaml_text(declared.default)}"
     yield f"  set by      {composition.sources.get(key, 'its default')}"
+    if about.verl_default or about.verl_meaning:
+        default = f"default {about.verl_default}" if about.verl_default else ""
+        yield f"  in verl     {'; '.join(filter(None, (default, about.verl_meaning)))}"
     if about.alias_of:
         yield f"  other name  {about.alias_of}"
     if missing:

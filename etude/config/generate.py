@@ -13,29 +13,10 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, get_type_hints
 
+from etude import options
 from etude.config.layers import TREE
 from etude.config.other_frameworks import ALIASES, REFUSED_VALUES
-from etude.options import (
-    ActorOptions,
-    AlgorithmOptions,
-    CriticOptions,
-    CustomRewardOptions,
-    DataOptions,
-    EnvOptions,
-    ModelOptions,
-    MultiTurnOptions,
-    OptimOptions,
-    RefOptions,
-    RewardOptions,
-    RolloutOptions,
-    RunOptions,
-    SFTDataOptions,
-    SFTOptions,
-    TargetSuccessOptions,
-    TrainerOptions,
-    TrainOptions,
-    declarations,
-)
+from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Declaration, Key
 from etude.options.types import allowed_shortly
 from etude.options.validate import yaml_text
@@ -44,22 +25,22 @@ _DOCS = Path(__file__).parents[2] / "docs"
 _BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-- end of keys -->"
 _WIDTH = 120
 GROUPS: dict[type, str] = {
-    OptimOptions: "optim/optim",
-    ModelOptions: "model/model",
-    MultiTurnOptions: "multi_turn/multi_turn",
-    RolloutOptions: "rollout/rollout",
-    ActorOptions: "actor/actor",
-    RefOptions: "ref/ref",
-    EnvOptions: "env/env",
-    CriticOptions: "critic/critic",
-    DataOptions: "data/data",
-    SFTDataOptions: "data/sft",
-    TargetSuccessOptions: "target_success/target_success",
-    RewardOptions: "reward_model/reward_model",
-    CustomRewardOptions: "custom_reward_function/custom_reward_function",
-    AlgorithmOptions: "algorithm/algorithm",
-    RunOptions: "trainer/run",
-    TrainerOptions: "trainer/trainer",
+    options.OptimOptions: "optim/optim",
+    options.ModelOptions: "model/model",
+    options.MultiTurnOptions: "multi_turn/multi_turn",
+    options.RolloutOptions: "rollout/rollout",
+    options.ActorOptions: "actor/actor",
+    options.RefOptions: "ref/ref",
+    options.EnvOptions: "env/env",
+    options.CriticOptions: "critic/critic",
+    options.DataOptions: "data/data",
+    options.SFTDataOptions: "data/sft",
+    options.TargetSuccessOptions: "target_success/target_success",
+    options.RewardOptions: "reward_model/reward_model",
+    options.CustomRewardOptions: "custom_reward_function/custom_reward_function",
+    options.AlgorithmOptions: "algorithm/algorithm",
+    options.RunOptions: "trainer/run",
+    options.TrainerOptions: "trainer/trainer",
     TrainOptions: "ppo_trainer",
     SFTOptions: "sft",
 }

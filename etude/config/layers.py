@@ -57,9 +57,9 @@ def package_roots() -> list[str]:
 
 
 @cache
-def root_layers(root: str) -> tuple[Layer, ...]:
+def root_layers(root: str, group_choices: tuple[str, ...] = ()) -> tuple[Layer, ...]:
     """The files of a package root; they do not change while a process runs, so they are read once."""
-    return tuple(file_layers(root, TREE))
+    return tuple(file_layers(root, TREE, group_choices))
 
 
 def file_layers(config_name: str, folder: Path, group_choices: Sequence[str] = ()) -> list[Layer]:

@@ -29,160 +29,97 @@ ALIASES = {
 }
 """Key, or section with all that is below it → what it is called here."""
 
-_MICRO_BATCHES = "rows are packed by tokens: ppo_max_token_len_per_gpu bounds memory and changes no result"
-_PLACES = "one process on one device trains"
-_KERNELS = "memory and speed alone; the result is the same"
-_SHARDING = "nothing is sharded or offloaded"
-_ENGINE = "the native engine has no such setting, and servers take theirs on their own command line"
-_PROFILING = "there is no profiler here; rollout.trace records spans"
-_CHECKPOINTS = "a checkpoint holds all that a resumed run needs, and a model folder"
-_ROWS = "a row keeps all its columns, its messages and its token ids"
-_RAY = "Ray is not used"
-_NO_SUCH_LOSS = "an option of policy losses that are not here"
-_NO_REWARD_MODEL = "scores come from functions, not from a reward model"
-_NO_LORA = "there are no adapters"
-_ONLY_WITH = "it depends on a switch that is off"
-
 INERT = {
-    "*.ppo_micro_batch_size*": _MICRO_BATCHES,
-    "*.log_prob_micro_batch_size*": _MICRO_BATCHES,
-    "*.forward_micro_batch_size*": _MICRO_BATCHES,
-    "*.forward_max_token_len_per_gpu": _MICRO_BATCHES,
-    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu": _MICRO_BATCHES,
-    "actor_rollout_ref.rollout.micro_batch_size*": _MICRO_BATCHES,
-    "reward_model.micro_batch_size*": _MICRO_BATCHES,
-    "*.use_dynamic_bsz": _MICRO_BATCHES,
-    "*.log_prob_use_dynamic_bsz": _MICRO_BATCHES,
-    "*.use_remove_padding": _MICRO_BATCHES,
-    "*.pad_to_length*": _MICRO_BATCHES,
-    "trainer.balance_batch": _MICRO_BATCHES,
-    "trainer.nnodes": _PLACES,
-    "*.n_gpus_per_node": _PLACES,
-    "actor_rollout_ref.rollout.nnodes": _PLACES,
-    "*.rollout_n": "rollout.n is the number of answers per prompt",
-    "actor_rollout_ref.hybrid_engine": _PLACES,
-    "*.nccl_timeout": _PLACES,
-    "actor_rollout_ref.rollout.agent.num_workers": "all trajectories run at once in one process; "
-    "rollout.max_concurrent_trajectories bounds them",
-    "model_engine": _PLACES,
-    "*.ulysses_sequence_parallel_size": _PLACES,
-    "*.strategy": _SHARDING,
-    "*.fsdp": _SHARDING,
-    "*.fsdp_config": _SHARDING,
-    "*.megatron": _SHARDING,
-    "*.veomni": _SHARDING,
-    "*.torchtitan": _SHARDING,
-    "*.checkpoint": _CHECKPOINTS,
-    "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together",
-    "trainer.del_local_ckpt_after_load": _CHECKPOINTS,
-    "trainer.esi_redundant_time": _CHECKPOINTS,
-    "*.enable_gradient_checkpointing": _KERNELS,
-    "*.enable_activation_offload": _KERNELS,
-    "*.entropy_from_logits_*": _KERNELS,
-    "*.entropy_checkpointing": _KERNELS,
-    "*.sum_pi_squared_checkpointing": _KERNELS,
-    "*.calculate_entropy": _KERNELS,
-    "*.calculate_sum_pi_squared": _KERNELS,
-    "*.use_torch_compile": _KERNELS,
-    "*.use_fused_kernels": _KERNELS,
-    "*.fused_kernel_options": _KERNELS,
-    "*.use_liger": _KERNELS,
-    "*.use_shm": _KERNELS,
-    "*.tiled_mlp": _KERNELS,
-    "*.use_prefix_grouper": _KERNELS,
-    "*optim.optimizer_impl": _KERNELS,
-    "*optim.use_*": _SHARDING,
-    "*optim.*_dtype": _SHARDING,
-    "*optim.lr_wsd_*": _ONLY_WITH,
-    "*.layer_name_map": _SHARDING,
-    "actor_rollout_ref.ref.optim": "the reference is frozen",
-    "*optim.zero_indexed_step": "the warm-up rises from 0",
-    "*.qat": _ONLY_WITH,
-    "*.mtp": _ONLY_WITH,
-    "*.router_replay": _ONLY_WITH,
-    "actor_rollout_ref.actor.tau_???": _NO_SUCH_LOSS,
-    "*.policy_loss.*_cov_*": _NO_SUCH_LOSS,
-    "*.policy_loss.ppo_kl_coef": _NO_SUCH_LOSS,
-    "*.policy_loss.dro_beta": _NO_SUCH_LOSS,
-    "algorithm.pf_ppo": _ONLY_WITH,
-    "algorithm.rollout_correction.*_threshold*": _ONLY_WITH,
-    "algorithm.rollout_correction.rollout_is_batch_normalize": _ONLY_WITH,
-    "algorithm.rollout_correction.use_policy_gradient": _ONLY_WITH,
-    "*._target_": "no class is named in this section",
-    "algorithm.filter_groups.max_inflight_gen_batches": _PLACES,
-    "actor_rollout_ref.rollout.gpu_memory_utilization": _ENGINE,
-    "actor_rollout_ref.rollout.tensor_model_parallel_size": _ENGINE,
-    "actor_rollout_ref.rollout.data_parallel_size": _ENGINE,
-    "actor_rollout_ref.rollout.expert_parallel_size": _ENGINE,
-    "actor_rollout_ref.rollout.pipeline_model_parallel_size": _ENGINE,
-    "actor_rollout_ref.rollout.enforce_eager": _ENGINE,
-    "actor_rollout_ref.rollout.cudagraph_capture_sizes": _ENGINE,
-    "actor_rollout_ref.rollout.enable_chunked_prefill": _ENGINE,
-    "actor_rollout_ref.rollout.load_format": _ENGINE,
-    "actor_rollout_ref.rollout.layered_summon": _ENGINE,
-    "actor_rollout_ref.rollout.disable_log_stats": _ENGINE,
-    "actor_rollout_ref.rollout.multi_stage_wake_up": _ENGINE,
-    "actor_rollout_ref.rollout.update_weights_bucket_megabytes": _ENGINE,
-    "actor_rollout_ref.rollout.checkpoint_engine": _ENGINE,
-    "actor_rollout_ref.rollout.scheduling_policy": _ENGINE,
-    "actor_rollout_ref.rollout.skip_tokenizer_init": _ENGINE,
-    "actor_rollout_ref.rollout.router_config_path": _ENGINE,
-    "actor_rollout_ref.rollout.prometheus": _ENGINE,
-    "actor_rollout_ref.rollout.disaggregation": _ENGINE,
-    "actor_rollout_ref.rollout.limit_images": _ENGINE,
-    "actor_rollout_ref.rollout.moe_load_balance_metrics_interval": _ENGINE,
-    "actor_rollout_ref.rollout.skip_dump_dir": _ONLY_WITH,
-    "actor_rollout_ref.rollout.calculate_log_probs": "the engine's log-probs are always kept",
-    "actor_rollout_ref.rollout.trace.*_name": "trainer.project_name and experiment_name name the run",
-    "actor_rollout_ref.rollout.multi_turn.use_inference_chat_template": "sampling and training share one token sequence, "
-    "so there is one template",
-    "actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode": "sampled ids are never encoded again, so there "
-    "is nothing to compare; `etude chat check` tries a template",
-    "*.profiler": _PROFILING,
-    "*.profile": _PROFILING,
-    "global_profiler": _PROFILING,
-    "trainer.npu_profile": _PROFILING,
-    "trainer.profile_steps": _PROFILING,
-    "trainer.*_nsight_options": _PROFILING,
-    "trainer.log_val_generations": "trainer.validation_data_dir keeps every conversation",
-    "trainer.ray_wait_register_center_timeout": _RAY,
-    "trainer.use_legacy_worker_impl": _RAY,
-    "trainer.use_v1": _RAY,
-    "trainer.v1": _ONLY_WITH,
-    "ray_init": _RAY,
-    "ray_kwargs": _RAY,
-    "transfer_queue": _RAY,
-    "skip": _ONLY_WITH,
-    "*.rollout.skip": _ONLY_WITH,
-    "data.continuous_token": "sampled ids are never encoded again, whatever the model's family",
-    "distillation": _ONLY_WITH,
-    "data.return_raw_chat": _ROWS,
-    "data.return_raw_input_ids": _ROWS,
-    "data.return_full_prompt": _ROWS,
-    "data.return_multi_modal_inputs": _ROWS,
-    "data.image_patch_size": "the model's own processor reads images",
-    "data.validation_shuffle": "figures of a validation do not depend on the order of its rows",
-    "data.filter_overlong_prompts_workers": _PLACES,
-    "data.dataloader_num_workers": _PLACES,
-    "data.sampler.class_name": _ONLY_WITH,
-    "data.custom_cls.name": _ONLY_WITH,
-    "data.datagen.name": _ONLY_WITH,
-    "critic.data_loader_seed": "the critic's mini-batches are mixed as the actor's",
-    "*.lora_alpha": _NO_LORA,
-    "*.target_modules": _NO_LORA,
-    "*.exclude_modules": _NO_LORA,
-    "*.model.lora": _NO_LORA,
-    "reward_model.model": _NO_REWARD_MODEL,
-    "reward_model.rollout": _NO_REWARD_MODEL,
-    "reward_model.max_length": _NO_REWARD_MODEL,
-    "reward_model.enable_resource_pool": _NO_REWARD_MODEL,
-    "reward_model.nnodes": _PLACES,
-    "reward_model.num_workers": "scorers run in threads of the rollout's process",
-    "reward_model.launch_reward_fn_async": "rollout.mode=async scores each trajectory as it ends",
-    "reward_model.reward_loop_class_name": _ONLY_WITH,
-    "reward.num_workers": "scorers run in threads of the rollout's process",
-    "reward.reward_model": _NO_REWARD_MODEL,
-    "reward.reward_manager.module.name": _ONLY_WITH,
+    key: why
+    for why, keys in {
+        "rows are packed by tokens: ppo_max_token_len_per_gpu bounds memory and changes no result": """
+            *.ppo_micro_batch_size* *.log_prob_micro_batch_size* *.forward_micro_batch_size*
+            *.forward_max_token_len_per_gpu actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu
+            actor_rollout_ref.rollout.micro_batch_size* reward_model.micro_batch_size* *.use_dynamic_bsz
+            *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
+        """,
+        "one process on one device trains": """
+            trainer.nnodes *.n_gpus_per_node actor_rollout_ref.rollout.nnodes actor_rollout_ref.hybrid_engine
+            *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
+            algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
+            data.dataloader_num_workers reward_model.nnodes
+        """,
+        "rollout.n is the number of answers per prompt": "*.rollout_n",
+        "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """
+            actor_rollout_ref.rollout.agent.num_workers
+        """,
+        "nothing is sharded or offloaded": """
+            *.strategy *.fsdp *.fsdp_config *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype
+            *.layer_name_map
+        """,
+        "a checkpoint holds all that a resumed run needs, and a model folder": """
+            *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
+        """,
+        "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
+        "memory and speed alone; the result is the same": """
+            *.enable_gradient_checkpointing *.enable_activation_offload *.entropy_from_logits_*
+            *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
+            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
+            *.use_prefix_grouper *optim.optimizer_impl
+        """,
+        "it depends on a switch that is off": """
+            *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo algorithm.rollout_correction.*_threshold*
+            algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.use_policy_gradient
+            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip distillation
+            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            reward.reward_manager.module.name
+        """,
+        "the reference is frozen": "actor_rollout_ref.ref.optim",
+        "the warm-up rises from 0": "*optim.zero_indexed_step",
+        "an option of policy losses that are not here": """
+            actor_rollout_ref.actor.tau_??? *.policy_loss.*_cov_* *.policy_loss.ppo_kl_coef *.policy_loss.dro_beta
+        """,
+        "no class is named in this section": "*._target_",
+        "the native engine has no such setting, and servers take theirs on their own command line": """
+            actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size
+            actor_rollout_ref.rollout.data_parallel_size actor_rollout_ref.rollout.expert_parallel_size
+            actor_rollout_ref.rollout.pipeline_model_parallel_size actor_rollout_ref.rollout.enforce_eager
+            actor_rollout_ref.rollout.cudagraph_capture_sizes actor_rollout_ref.rollout.enable_chunked_prefill
+            actor_rollout_ref.rollout.load_format actor_rollout_ref.rollout.layered_summon
+            actor_rollout_ref.rollout.disable_log_stats actor_rollout_ref.rollout.multi_stage_wake_up
+            actor_rollout_ref.rollout.update_weights_bucket_megabytes actor_rollout_ref.rollout.checkpoint_engine
+            actor_rollout_ref.rollout.scheduling_policy actor_rollout_ref.rollout.skip_tokenizer_init
+            actor_rollout_ref.rollout.router_config_path actor_rollout_ref.rollout.prometheus
+            actor_rollout_ref.rollout.disaggregation actor_rollout_ref.rollout.limit_images
+            actor_rollout_ref.rollout.moe_load_balance_metrics_interval
+        """,
+        "the engine's log-probs are always kept": "actor_rollout_ref.rollout.calculate_log_probs",
+        "trainer.project_name and experiment_name name the run": "actor_rollout_ref.rollout.trace.*_name",
+        "sampling and training share one token sequence, so there is one template": """
+            actor_rollout_ref.rollout.multi_turn.use_inference_chat_template
+        """,
+        "sampled ids are never encoded again: nothing to compare (`etude chat check` tries a template)": """
+            actor_rollout_ref.rollout.multi_turn.tokenization_sanity_check_mode
+        """,
+        "there is no profiler here; rollout.trace records spans": """
+            *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
+        """,
+        "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
+        "Ray is not used": """
+            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1 ray_init ray_kwargs
+            transfer_queue
+        """,
+        "sampled ids are never encoded again, whatever the model's family": "data.continuous_token",
+        "a row keeps all its columns, its messages and its token ids": """
+            data.return_raw_chat data.return_raw_input_ids data.return_full_prompt data.return_multi_modal_inputs
+        """,
+        "the model's own processor reads images": "data.image_patch_size",
+        "figures of a validation do not depend on the order of its rows": "data.validation_shuffle",
+        "the critic's mini-batches are mixed as the actor's": "critic.data_loader_seed",
+        "there are no adapters": "*.lora_alpha *.target_modules *.exclude_modules *.model.lora",
+        "scores come from functions, not from a reward model": """
+            reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
+            reward.reward_model
+        """,
+        "scorers run in threads of the rollout's process": "reward_model.num_workers reward.num_workers",
+        "rollout.mode=async scores each trajectory as it ends": "reward_model.launch_reward_fn_async",
+    }.items()
+    for key in keys.split()
 }
 """Pattern → why such a key changes nothing."""
 

@@ -24,19 +24,12 @@ _NO_REWARD = (
     "above 0, so every answer would earn the same; set reward_model.enable=true, or configure what rewards"
 )
 Command = Literal["train", "eval", "sft"]
-_NEEDED: dict[Command, tuple[tuple[str, str], ...]] = {
-    "train": (
-        ("data.train_files", "is empty: give one or more parquet or JSON-lines files"),
-        ("actor_rollout_ref.model.path", "is not set: give the folder of a Hugging Face model"),
-    ),
-    "eval": (
-        ("data.val_files", "is empty: give the rows to evaluate on"),
-        ("actor_rollout_ref.model.path", "is not set: give the folder of a Hugging Face model"),
-    ),
-    "sft": (
-        ("data.train_files", "is empty: give one or more parquet or JSON-lines files"),
-        ("model.path", "is not set: give the folder of a Hugging Face model"),
-    ),
+_ROWS = "is empty: give one or more parquet or JSON-lines files"
+_MODEL = "is not set: give the folder of a Hugging Face model"
+_NEEDED: dict[Command, dict[str, str]] = {
+    "train": {"data.train_files": _ROWS, "actor_rollout_ref.model.path": _MODEL},
+    "eval": {"data.val_files": _ROWS, "actor_rollout_ref.model.path": _MODEL},
+    "sft": {"data.train_files": _ROWS, "model.path": _MODEL},
 }
 _EXTRAS = {
     ("trainer.logger", "wandb"): ("wandb", "wandb"),
@@ -52,7 +45,7 @@ _EXTRAS = {
 
 def start_problems(options: Options, command: Command) -> Iterator[Problem]:
     """What is missing for `command` of what `options` name, and what only this command refuses."""
-    yield from ((key, advice) for key, advice in _NEEDED[command] if not value_of(options, key))
+    yield from ((key, advice) for key, advice in _NEEDED[command].items() if not value_of(options, key))
     yield from unknown_names(options, late=True)
     yield from _missing(options)
     yield from _extras(options)
@@ -115,12 +108,14 @@ def _others_reward(run: TrainOptions) -> bool:
 
 
 def _missing(options: Options) -> Iterator[Problem]:
+    named = set[str]()
     for key, declared in declarations(type(options)).items():
         kind, value = declared.about.path, value_of(options, key)
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            if reason := _reason(kind, name):
+            if (reason := _reason(kind, name)) and reason not in named:
+                named.add(reason)
                 yield key, reason
 
 

@@ -1,4 +1,5 @@
-"""Reads what a user set for another framework: other names, keys without an effect, and keys that must change.
+"""Reads what a user set: which keys exist, and of those of another framework other names, keys without an effect, and keys
+that must change.
 
 Invariant: every fault of the user's keys is found at once and has its line; nothing is left out in
 silence. What the keys are called and why is the business of `other_frameworks`; types and ranges are checked later.
@@ -6,16 +7,18 @@ silence. What the keys are called and why is the business of `other_frameworks`;
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import SequenceMatcher
 from fnmatch import fnmatchcase
 from typing import Any
 
 from omegaconf import OmegaConf
 
-from etude.config.keys import KeyTable
-from etude.config.layers import Layer, flatten, plain
+from etude.config.layers import Layer, ancestors, flatten, plain
 from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED
+from etude.options import declarations
+from etude.options.types import shown
 
 _Rule = str | tuple[str, tuple[object, ...]]
 """Why a key has no effect; or what to do about it, and the values with which that need not be done."""
@@ -40,10 +43,10 @@ class Translation:
         return "no effect here: " + "; ".join(f"{', '.join(keys)} ({why})" for why, keys in reasons.items())
 
 
-def translate(layers: Sequence[Layer], table: KeyTable, base: Sequence[Layer]) -> Translation:
-    """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base` lies under them. Keys that do
-    not exist or must change are left out, too, and have a line with what to do in `faults`."""
-    found = Translation()
+def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Translation:
+    """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base`, with the keys of `tree`, lies
+    under them. Keys that do not exist or must change are left out, too, and have a line with what to do in `faults`."""
+    found, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not settings.get(f"{_ROLLOUT}.server_urls")
     for layer in layers:
@@ -135,3 +138,63 @@ def _set(values: dict[str, Any], key: str, value: Any) -> None:
     for section in sections:
         values = values.setdefault(section, {})
     values[name] = value
+
+
+# -- which keys exist --------------------------------------------------------------------------------------------------
+
+
+class KeyTable:
+    """Which keys a tree has: those that are declared, and anything in a free-form section."""
+
+    def __init__(self, tree: type) -> None:
+        declared = declarations(tree)
+        self._free = {key for key, each in declared.items() if each.default == {}}
+        self._values = set(declared) - self._free
+        self._sections = {section for key in declared for section in ancestors(key)}
+
+    def __iter__(self) -> Iterator[str]:
+        return iter([*self._values, *self._free])
+
+    def free_form(self, key: str) -> str | None:
+        """The free-form section that `key` is or lies in, if any."""
+        return next((free for free in self._free if key == free or key.startswith(free + ".")), None)
+
+    def knows(self, key: str) -> bool:
+        """Whether `key` is one of ours: a key, a section, or within a free-form section."""
+        return key in self._values or key in self._sections or self.free_form(key) is not None
+
+    def faults(self, layer: Layer) -> dict[str, str]:
+        """Keys of `layer` that do not exist, or hold a value where a section belongs, each with its line."""
+        found = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
+        return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in found if fault}
+
+    def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
+        """(what is wrong with a key that was set to `value`, what follows the place where it was), if anything."""
+        if key in self._sections or key in self._free:
+            return (
+                None
+                if isinstance(value, Mapping)
+                else (f"{key} must be a section of key: value, got {shown(value)}", "")
+            )
+        if self.knows(key):
+            return None
+        leaf = next((part for part in ancestors(key) if part in self._values), None)
+        if leaf:
+            return f"{leaf} is one value, not a section", ""
+        return f"unknown key {self._unknown_part(key)}", self._nearest(key)
+
+    def _unknown_part(self, key: str) -> str:
+        """`key` up to and including its first name that does not exist."""
+        return next((part for part in ancestors(key) if part not in self._sections), key)
+
+    def _nearest(self, key: str) -> str:
+        """`"; did you mean …?"`: the key of the same section whose name is spelled most alike, else of another one."""
+        parent, _, name = self._unknown_part(key).rpartition(".")
+
+        def likeness(known: str) -> tuple[bool, float]:
+            known_parent, _, known_name = known.rpartition(".")
+            ratio, is_near = SequenceMatcher(None, name, known_name).ratio(), known_parent == parent
+            return (is_near, ratio) if ratio >= (0.75 if is_near else 0.85) else (False, 0.0)
+
+        best = max(sorted([*self, *self._sections]), key=likeness)
+        return f"; did you mean {best}?" if likeness(best)[1] else "; `etude config` lists the keys"

@@ -9,8 +9,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 if TYPE_CHECKING:
     from etude.protocol import DataProto
 
@@ -45,17 +43,10 @@ def collate(rows: Sequence[Mapping[str, Any]], *, pad_token_id: int = 0, prompt_
         input_ids[number, width - length :] = torch.tensor(row["raw_prompt_ids"], dtype=torch.long)
         attention_mask[number, width - length :] = 1
     position_ids = (attention_mask.cumsum(-1) - 1).clamp(min=0)
-    columns: dict[str, Any] = {key: _objects([row.get(key) for row in rows]) for key in _keys(rows)}
+    columns: dict[str, Any] = {key: [row.get(key) for row in rows] for key in _keys(rows)}
     tensors = {"input_ids": input_ids, "attention_mask": attention_mask, "position_ids": position_ids}
     return DataProto.from_single_dict(columns | tensors)
 
 
 def _keys(rows: Sequence[Mapping[str, Any]]) -> list[str]:
     return list(dict.fromkeys(key for row in rows for key in row))
-
-
-def _objects(values: list[Any]) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    for number, value in enumerate(values):  # one by one: NumPy would spread equal lists over a second axis
-        column[number] = value
-    return column

@@ -14,6 +14,7 @@ import numpy as np
 
 from etude.data.files import Row
 from etude.errors import ConfigError, DataError
+from etude.seeds import epoch_order
 
 
 class Rows(Protocol):
@@ -76,8 +77,7 @@ class ResumableLoader:
         """Row numbers in the order of `epoch`: (rows,) int64."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
-        source = np.random.PCG64(np.random.SeedSequence([self.seed, epoch]))
-        return np.random.Generator(source).permutation(len(self.dataset))
+        return epoch_order(self.seed, epoch, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
         """Where the loader stands and what the order depends on; plain numbers and texts."""

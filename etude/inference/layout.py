@@ -1,7 +1,7 @@
 """Attention of one engine step: which keys each token of the step sees, and where its own are written.
 
-A step is a list of `Feed`s. A token sees the shared prefix of its trajectory (all of it, or its first tokens) and its own
-slot up to itself. The two parts are computed apart and joined by their normalisers: the tokens of all trajectories that
+A step is a list of `StepInput`s. A token sees the shared prefix of its trajectory (all of it, or its first tokens) and its
+own slot up to itself. The two parts are computed apart and joined by their normalisers: the tokens of all trajectories that
 share a prefix are queries of one product, so that a prompt's keys are read once for its whole group.
 
 This is for rows that feed one token, which attend together (`etude.inference.views`). Rows that feed more (a prompt's
@@ -26,14 +26,14 @@ from torch import Tensor
 from etude.inference.cache import Slab, Slot
 from etude.inference.views import OwnSlots, SharedPrefixes, batches, index_tensor
 from etude.models.attention import Scoring, joined, partial_attention, visibility
-from etude.models.placed_images import PlacedImages
+from etude.models.image_positions import ImagePositions
 
 _TILE = 512  # queries of one row that attend at once
 _BIAS_ELEMENTS = 1 << 22  # fewer, where their mask would be larger than this
 
 
 @dataclass(frozen=True)
-class Feed:
+class StepInput:
     """A row's part of a step: `ids` for `slot`, behind the `start` tokens it holds; its place 0 is position `base`.
 
     Before that come the first `base` tokens of the slot `prefix`; without a prefix `base` is 0. `images`: those of the whole
@@ -45,7 +45,7 @@ class Feed:
     start: int
     base: int = 0
     prefix: Slot | None = None
-    images: PlacedImages | None = None
+    images: ImagePositions | None = None
 
 
 class StepLayout:
@@ -55,7 +55,7 @@ class StepLayout:
     together lies together. `last[i]` is the token behind which the i-th of the feeds that were given goes on.
     """
 
-    def __init__(self, feeds: Sequence[Feed], device: torch.device) -> None:
+    def __init__(self, feeds: Sequence[StepInput], device: torch.device) -> None:
         self._device, self.dtype = device, feeds[0].slot.slab.keys[0].dtype
         single = batches((f.slot, f.start + 1, i) for i, f in enumerate(feeds) if len(f.ids) == 1)
         several = _by_slab(feeds, (i for i, f in enumerate(feeds) if len(f.ids) > 1))
@@ -148,7 +148,7 @@ class StepLayout:
         second = own[0].index_select(0, self._prefixed), own[1].index_select(0, self._prefixed)
         return own[0].index_copy(0, self._prefixed, joined(first, second, blind))
 
-    def _span(self, layer: int, query: Tensor, feed: Feed, scoring: Scoring) -> Tensor:
+    def _span(self, layer: int, query: Tensor, feed: StepInput, scoring: Scoring) -> Tensor:
         """Tokens of one row over its prefix and slot: (count, kv_heads, group, head_dim) in and out."""
         count, kv_heads, group, dim = query.shape
         start = feed.base + feed.start
@@ -166,7 +166,7 @@ class StepLayout:
             outputs.append(out.reshape(kv_heads, length, group, dim).transpose(0, 1))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
 
-    def _laid(self, layer: int, feed: Feed, first: int, which: str) -> Tensor:
+    def _laid(self, layer: int, feed: StepInput, first: int, which: str) -> Tensor:
         """Keys or values from position `first` to the last that the feed wrote: (1, kv_heads, positions, head_dim)."""
         begin, end = max(first - feed.base, 0), feed.start + len(feed.ids)
         own = getattr(feed.slot.slab, which)[layer][feed.slot.index : feed.slot.index + 1, :, begin:end]
@@ -193,7 +193,7 @@ def _joint(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _by_slab(feeds: Sequence[Feed], numbers: Iterable[int]) -> list[list[tuple[Slot, int]]]:
+def _by_slab(feeds: Sequence[StepInput], numbers: Iterable[int]) -> list[list[tuple[Slot, int]]]:
     grouped: dict[Slab, list[tuple[Slot, int]]] = defaultdict(list)
     for number in numbers:
         grouped[feeds[number].slot.slab].append((feeds[number].slot, number))

@@ -26,12 +26,12 @@ import torch
 
 from etude.errors import ConfigError, EngineError, EtudeError, one_line
 from etude.inference.cache import KVShape, SlabCache, most_tokens
-from etude.inference.figures import EngineFigures
 from etude.inference.layout import StepLayout
+from etude.inference.metrics import EngineMetrics
 from etude.inference.prefixes import PrefixStore
-from etude.inference.rows import Request, Row
 from etude.inference.sampling import sample
 from etude.inference.scheduler import Scheduler, StepPlan
+from etude.inference.sequence_state import Request, SequenceState
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
@@ -103,7 +103,7 @@ class NativeEngine:
         self._wake: asyncio.Future[None] | None = None
         self._stepping: asyncio.Future[Any] | None = None
         self._computing: Future[Any] | None = None
-        self._figures = EngineFigures()
+        self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
     def _longest(self) -> int:
@@ -134,7 +134,7 @@ class NativeEngine:
         )
 
     @property
-    def _rows(self) -> dict[str, Row]:
+    def _rows(self) -> dict[str, SequenceState]:
         return self._scheduler.rows
 
     # -- the interface -------------------------------------------------------------------------------------------
@@ -151,7 +151,7 @@ class NativeEngine:
         for place, request_id in enumerate(request_ids):
             if request_id in self._rows:
                 raise ConfigError(f"trajectory '{request_id}' is already open")
-            self._rows[request_id] = Row(rank=(self._admissions, place, request_id))
+            self._rows[request_id] = SequenceState(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
         """Frees what the trajectory holds; closing twice, or what was never opened, does nothing."""
@@ -193,7 +193,13 @@ class NativeEngine:
             raise EtudeError(f"token id {max(prompt_ids)} is beyond the model's vocabulary of {self._vocabulary}")
         placed = None if self._images is None else self._images.place(prompt_ids, images or ())
         prompt = list(prompt_ids) if placed is None else placed.keyed(prompt_ids)
-        stops = self._stop_texts(params)
+        stops = None
+        if params.stop:
+            if self.options.tokenizer is None:
+                raise ConfigError(
+                    "stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer"
+                )
+            stops = StopTexts(self.options.tokenizer, params.stop)
         if known is None:  # only now: nobody closes what a refused request has opened
             self.open([request_id])
         row, loop = self._rows[request_id], asyncio.get_running_loop()
@@ -202,7 +208,7 @@ class NativeEngine:
         if self._model.training:
             self._model.eval()
         if self._task is None or self._task.done():
-            self._task = loop.create_task(self._run())
+            self._task = loop.create_task(self._serve())
         self._notify()
         try:
             return await request.future
@@ -255,11 +261,11 @@ class NativeEngine:
                 await self.resume()
 
     def metrics(self) -> Metrics:
-        """What was done since the last call; names and units are those of `EngineFigures.report`."""
-        figures, self._figures = self._figures, EngineFigures()
-        figures.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
-        figures.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
-        return figures.report(self.options.max_num_seqs)
+        """What was done since the last call; names and units are those of `EngineMetrics.report`."""
+        metrics, self._metrics = self._metrics, EngineMetrics()
+        metrics.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
+        metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
+        return metrics.report(self.options.max_num_seqs)
 
     # -- the loop ------------------------------------------------------------------------------------------------
 
@@ -275,67 +281,55 @@ class NativeEngine:
         """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
         return any(row.request is None for row in self._rows.values())
 
-    async def _run(self) -> None:
+    async def _serve(self) -> None:
+        """Admits requests and computes steps until nothing is asked any more."""
         try:
             if self._computing is not None and not self._computing.done():  # an earlier event loop ended under it
                 await asyncio.wait([asyncio.wrap_future(self._computing)])
             self._scheduler.sweep()
-            await self._serve()
+            steps_since_point = 0
+            while (scheduler := self._scheduler).queue or scheduler.active:
+                at_point = not scheduler.active or steps_since_point >= self.options.admit_every
+                if self._paused or (self.options.deterministic and at_point and self._waiting_for()):
+                    await self._wait()
+                    continue
+                with self._metrics.timed("scheduling"):
+                    if at_point or not self.options.deterministic:
+                        self._admissions += 1
+                        scheduler.admit()
+                        steps_since_point = 0
+                    plan = scheduler.plan() if scheduler.active else None
+                    self._metrics.kv_bytes = max(self._metrics.kv_bytes, scheduler.cache.slab_bytes)
+                if plan is None or not plan.feeds:
+                    continue
+                steps_since_point += 1
+                # While the step runs a request may be dropped, and its row may even get another one.
+                served = [(row, row.request) for row in scheduler.active]
+                draws = [(row, row.request) for row, _ in plan.drawing]
+                self._computing = self._threads.submit(plan.tokens, self._compute, plan)
+                self._stepping = asyncio.wrap_future(self._computing)
+                try:
+                    tokens, log_probs = await self._stepping
+                except Exception as error:
+                    self._fail(error)
+                    continue
+                finally:
+                    self._stepping = None
+                with self._metrics.timed("scheduling"):
+                    scheduler.fed(plan)
+                    for (row, request), token, log_prob in zip(draws, tokens, log_probs):
+                        if request is not None and row.request is request:
+                            self._take(row, request, token, log_prob)
+                    scheduler.active = [row for row, request in served if row.request is request]
+                    scheduler.sweep()
         except Exception as error:  # nobody awaits this task: without this its requests would wait for ever
             self._fail(error)
 
-    async def _serve(self) -> None:
-        steps_since_point = 0
-        while (scheduler := self._scheduler).queue or scheduler.active:
-            if self._paused:
-                await self._wait()
-                continue
-            at_point = not scheduler.active or steps_since_point >= self.options.admit_every
-            if self.options.deterministic and at_point and self._waiting_for():
-                await self._wait()
-                continue
-            with self._figures.timed("scheduling"):
-                if at_point or not self.options.deterministic:
-                    self._admissions += 1
-                    scheduler.admit()
-                    steps_since_point = 0
-                plan = self._plan() if scheduler.active else None
-            if plan is not None and plan.feeds:
-                await self._step(plan)
-                steps_since_point += 1
-
-    def _plan(self) -> StepPlan:
-        plan = self._scheduler.plan()
-        self._figures.kv_bytes = max(self._figures.kv_bytes, self._scheduler.cache.slab_bytes)
-        return plan
-
-    async def _step(self, plan: StepPlan) -> None:
-        scheduler = self._scheduler
-        # While the step runs a request may be dropped, and its row may even get another one.
-        served = [(row, row.request) for row in scheduler.active]
-        draws = [(row, row.request) for row, _ in plan.drawing]
-        self._computing = self._threads.submit(plan.tokens, self._compute, plan)
-        self._stepping = asyncio.wrap_future(self._computing)
-        try:
-            tokens, log_probs = await self._stepping
-        except Exception as error:
-            self._fail(error)
-            return
-        finally:
-            self._stepping = None
-        with self._figures.timed("scheduling"):
-            scheduler.fed(plan)
-            for (row, request), token, log_prob in zip(draws, tokens, log_probs):
-                if request is not None and row.request is request:
-                    self._take(row, request, token, log_prob)
-            scheduler.active = [row for row, request in served if row.request is request]
-            scheduler.sweep()
-
-    def _take(self, row: Row, request: Request, token: int, log_prob: float) -> None:
+    def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
         request.tokens.append(token)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
-        self._figures.sampled_tokens += 1
+        self._metrics.sampled_tokens += 1
         row.feed = [token]
         stopped = token in request.params.stop_token_ids
         if request.stops is not None:
@@ -344,14 +338,7 @@ class NativeEngine:
             row.request = None
             request.finish("stop" if stopped else "length")
 
-    def _stop_texts(self, params: SamplingParams) -> StopTexts | None:
-        if not params.stop:
-            return None
-        if self.options.tokenizer is None:
-            raise ConfigError("stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer")
-        return StopTexts(self.options.tokenizer, params.stop)
-
-    def _drop_request(self, row: Row, reason: str) -> None:
+    def _drop_request(self, row: SequenceState, reason: str) -> None:
         request, row.request = row.request, None
         if request is None:
             return
@@ -370,39 +357,37 @@ class NativeEngine:
             if row.request is not None and not row.request.future.done():
                 row.request.future.set_exception(failure)
             row.request = None
-        self._scheduler.rows = {name: Row(rank=row.rank) for name, row in old.rows.items()}
+        self._scheduler.rows = {name: SequenceState(rank=row.rank) for name, row in old.rows.items()}
 
     # -- computing -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
     def _compute(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         """One forward pass over the plan's tokens; draws one token for each of its drawing rows."""
-        figures = self._figures
-        figures.steps += 1
-        figures.rows += len(plan.feeds)
-        figures.prefilled_tokens += plan.prefill
-        with figures.timed("scheduling"):
+        metrics = self._metrics
+        metrics.steps += 1
+        metrics.rows += len(plan.feeds)
+        metrics.prefilled_tokens += plan.prefill
+        with metrics.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
-        with figures.timed_forward(plan.prefill / layout.tokens):
-            hidden = self._hidden(plan, layout)
+        ids, positions, images = layout.ids, layout.positions[None], self._images
+        with metrics.timed_forward(plan.prefill / layout.tokens):
+            if self._decoder is not None:
+                hidden = self._decoder.hidden(ids, positions, layout)
+            elif images is None:
+                hidden = packed_hidden(self._model, ids, positions, layout)
+            else:
+                positions = images.rotary(layout.feeds, layout.positions)
+                shown = images.shown(layout.feeds)
+                hidden = packed_hidden(self._model, images.token_ids(ids), positions, layout, shown)
         if not plan.drawing:
             return [], []
-        with figures.timed("sampling"):
+        with metrics.timed("sampling"):
             logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]
             tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
             return tokens.tolist(), log_probs.tolist()
-
-    def _hidden(self, plan: StepPlan, layout: StepLayout) -> torch.Tensor:
-        """Final hidden states of the step's tokens: (tokens, hidden)."""
-        if self._decoder is not None:
-            return self._decoder.hidden(layout.ids, layout.positions[None], layout)
-        if self._images is None:
-            return packed_hidden(self._model, layout.ids, layout.positions[None], layout)
-        feeds, ids = layout.feeds, self._images.token_ids(layout.ids)
-        positions = self._images.rotary(feeds, layout.positions)
-        return packed_hidden(self._model, ids, positions, layout, self._images.shown(feeds))
 
 
 def _copy_of(model: Any, dtype: torch.dtype) -> Any:

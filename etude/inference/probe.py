@@ -12,13 +12,13 @@ that never takes new weights is therefore caught at the first step whose *accumu
 from __future__ import annotations
 
 import asyncio
-import hashlib
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from etude.errors import EtudeError
 from etude.inference.types import Engine, SamplingParams, TokenOutput
+from etude.seeds import probe_seed
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
 """Largest allowed difference in nats, by the trainer's dtype: many times what rounding was measured to make
@@ -92,8 +92,7 @@ class WeightProbe:
             engine.close(name)
 
     def _params(self, name: str) -> SamplingParams:
-        seed = int.from_bytes(hashlib.blake2b(name.encode(), digest_size=7).digest(), "big")
-        return SamplingParams(temperature=self._temperature, max_tokens=self._tokens, seed=seed)
+        return SamplingParams(temperature=self._temperature, max_tokens=self._tokens, seed=probe_seed(name))
 
     def _judged(self, expected: Sequence[float], actual: Sequence[float], version: int, name: str) -> ProbeResult:
         if not actual:

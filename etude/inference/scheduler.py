@@ -16,21 +16,21 @@ from dataclasses import dataclass
 
 from etude.errors import EngineError
 from etude.inference.cache import SlabCache
-from etude.inference.layout import Feed
+from etude.inference.layout import StepInput
 from etude.inference.prefixes import Prefix, PrefixStore
-from etude.inference.rows import Row
+from etude.inference.sequence_state import SequenceState
 
 _FEW = 12  # rows of a batch whose slots are moved together
 _HEADROOM = 64  # tokens a row may sample before its slot has to grow, where memory allows
 
 
 @dataclass(frozen=True)
-class RowFeed:
+class ScheduledInput:
     """What a row brings to a step: tokens of its own, or of the `prefix` that it waits for; `sampled`: the one token that
     the step before drew."""
 
-    row: Row
-    feed: Feed
+    row: SequenceState
+    feed: StepInput
     prefix: Prefix | None
     sampled: bool
 
@@ -39,8 +39,8 @@ class RowFeed:
 class StepPlan:
     """`drawing`: the rows that get a token, each with the number of the feed whose last logits it is drawn from."""
 
-    feeds: list[RowFeed]
-    drawing: list[tuple[Row, int]]
+    feeds: list[ScheduledInput]
+    drawing: list[tuple[SequenceState, int]]
 
     @property
     def tokens(self) -> int:
@@ -61,13 +61,13 @@ class Scheduler:
     ) -> None:
         self.cache, self.prefixes = cache, prefixes
         self._most_rows, self._most_tokens = max_num_seqs, max_num_batched_tokens
-        self.rows: dict[str, Row] = {}
-        self.queue: list[Row] = []
-        self.active: list[Row] = []
-        self._closed: list[Row] = []  # what they hold is free from the next admission on
+        self.rows: dict[str, SequenceState] = {}
+        self.queue: list[SequenceState] = []
+        self.active: list[SequenceState] = []
+        self._closed: list[SequenceState] = []  # what they hold is free from the next admission on
         self.asked_tokens = self.preemptions = 0
 
-    def close(self, row: Row) -> None:
+    def close(self, row: SequenceState) -> None:
         """The row, no longer among `rows`, gives back what it holds at the next admission."""
         self._closed.append(row)
 
@@ -93,7 +93,7 @@ class Scheduler:
             self.active.append(row)
         self.active.sort(key=lambda row: row.rank)
 
-    def _prepare(self, row: Row) -> bool:
+    def _prepare(self, row: SequenceState) -> bool:
         """Finds what of the row's context is cached, and takes memory for the rest; False: there is none."""
         assert row.request is not None
         context = row.context()
@@ -119,7 +119,7 @@ class Scheduler:
         self.asked_tokens += len(context) if fits else 0
         return fits
 
-    def _give_up(self, row: Row) -> None:
+    def _give_up(self, row: SequenceState) -> None:
         """A context that has no room although nothing else is held: its prompt was changed beyond what was foreseen."""
         self.queue.remove(row)
         row.forget(self.cache, self.prefixes)
@@ -134,7 +134,7 @@ class Scheduler:
 
     # -- memory --------------------------------------------------------------------------------------------------
 
-    def _resize(self, row: Row, length: int, *, evict_batch: bool) -> bool:
+    def _resize(self, row: SequenceState, length: int, *, evict_batch: bool) -> bool:
         """Makes sure that the row's slot has room for `length` tokens."""
         if row.slot is not None and row.slot.capacity >= length:
             return True
@@ -147,7 +147,7 @@ class Scheduler:
         row.slot = slot
         return True
 
-    def _make_room(self, row: Row) -> bool:
+    def _make_room(self, row: SequenceState) -> bool:
         """Takes memory from whoever is not computing, but for `row`; False: there is nobody."""
         if self.prefixes.evict():
             return True
@@ -159,7 +159,7 @@ class Scheduler:
         max(idle, key=lambda r: r.rank).forget(self.cache, self.prefixes)
         return True
 
-    def _preempt_after(self, row: Row) -> bool:
+    def _preempt_after(self, row: SequenceState) -> bool:
         """Sends the batch's last row back to the queue, unless that is `row`."""
         last = self.active[-1]
         if last is row:
@@ -167,7 +167,7 @@ class Scheduler:
         self.preempt(last)
         return True
 
-    def preempt(self, row: Row) -> None:
+    def preempt(self, row: SequenceState) -> None:
         """The row loses its keys and values and its place in the batch; what it has sampled stays."""
         row.forget(self.cache, self.prefixes)
         self.active.remove(row)
@@ -197,8 +197,8 @@ class Scheduler:
             self._draw_together()
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
         room = max(self._most_tokens - decoding, 0 if decoding else 1)
-        feeds: list[RowFeed] = []
-        drawing: list[tuple[Row, int]] = []
+        feeds: list[ScheduledInput] = []
+        drawing: list[tuple[SequenceState, int]] = []
         carried: dict[Prefix, int | None] = {}  # the number of the feed that completes it in this step, if one does
         for row in self.active:
             prefix = row.prefix if row.waiting else None
@@ -230,20 +230,22 @@ class Scheduler:
                 prefix.slot = slot
 
     @staticmethod
-    def _feed(row: Row, prefix: Prefix | None, count: int) -> RowFeed:
+    def _feed(row: SequenceState, prefix: Prefix | None, count: int) -> ScheduledInput:
         """The next `count` tokens of the row, or of the prefix that it waits for and carries."""
         assert row.slot is not None
         assert row.request is not None
         images = row.request.images
         if prefix is not None:
             ids = prefix.tokens[prefix.filled : prefix.filled + count]
-            return RowFeed(row, Feed(ids, prefix.slot, prefix.filled, images=images), prefix, sampled=False)
+            return ScheduledInput(row, StepInput(ids, prefix.slot, prefix.filled, images=images), prefix, sampled=False)
         assert row.prefix is not None
         sampled = len(row.feed) == 1 and bool(row.request.tokens)
         before = row.prefix.slot if row.shared else None
-        return RowFeed(row, Feed(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled)
+        return ScheduledInput(
+            row, StepInput(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled
+        )
 
-    def _fit(self, row: Row) -> None:
+    def _fit(self, row: SequenceState) -> None:
         """Room for what the row feeds next; without it, it waits in the queue."""
         assert row.request is not None
         wanted = len(row.own) + len(row.feed)

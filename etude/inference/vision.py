@@ -1,6 +1,6 @@
 """What an engine step needs where contexts show images: ids, rotary positions, and the features of the step's images.
 
-Scheduler, prefixes and cache know keyed ids only (see `etude.models.placed_images`), in which every placeholder is the
+Scheduler, prefixes and cache know keyed ids only (see `etude.models.image_positions`), in which every placeholder is the
 number of its image: what they find equal is equal for the model. Here keyed ids become token ids again.
 
 Invariant: an image's features are computed alone, so they do not depend on which rows share a step, and once for all rows
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from etude.images import ImageInput
-from etude.inference.layout import Feed
-from etude.models.placed_images import PlacedImages
+from etude.inference.layout import StepInput
+from etude.models.image_positions import ImagePositions
 from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features
 
 
@@ -30,9 +30,9 @@ class StepImages:
         self._known: OrderedDict[int, ImageFeatures] = OrderedDict()
         self.encoded = 0
 
-    def place(self, ids: Sequence[int], images: Sequence[ImageInput]) -> PlacedImages | None:
-        """See `PlacedImages.of`."""
-        return PlacedImages.of(ids, images, self._vision)
+    def place(self, ids: Sequence[int], images: Sequence[ImageInput]) -> ImagePositions | None:
+        """See `ImagePositions.of`."""
+        return ImagePositions.of(ids, images, self._vision)
 
     def forget(self) -> None:
         """The weights have changed."""
@@ -42,7 +42,7 @@ class StepImages:
         """Of keyed ids (tokens,) the ids they stand for."""
         return keyed.masked_fill(keyed < 0, self._vision.image_token_id)
 
-    def rotary(self, feeds: Sequence[Feed], positions: Tensor) -> Tensor:
+    def rotary(self, feeds: Sequence[StepInput], positions: Tensor) -> Tensor:
         """Rotary positions (3, 1, tokens) of a step's tokens, given their places in their contexts (tokens,)."""
         shifts: list[int] = []
         spans: list[tuple[int, Tensor]] = []
@@ -59,7 +59,7 @@ class StepImages:
                 shifted[:, offset : offset + grid.shape[1]] = grid
         return shifted[:, None]
 
-    def shown(self, feeds: Sequence[Feed]) -> ShownImages | None:
+    def shown(self, feeds: Sequence[StepInput]) -> ShownImages | None:
         """The images among a step's tokens, with their features; None: there are none."""
         places: list[Tensor] = []
         parts: list[ImageFeatures] = []

@@ -1,11 +1,10 @@
 """How many at once, and how many a second: within a process and across a Ray cluster, behind one interface."""
 
-from etude.limits.cluster import ClusterLimiter, cluster_limiter
+from etude.limits.cluster import ClusterLimiter, cluster_limiter, open_limiter, require_ray
 from etude.limits.limit import Limit
 from etude.limits.limiter import Limiter, Permit
-from etude.limits.local import ConcurrencyLimit, LocalLimiter, RateLimit
+from etude.limits.local import ConcurrencyLimit, LocalLimiter, RateLimit, local_limiter
 from etude.limits.pool import ExecutionPool, ExecutionWorker, PoolMode, TokenBucketWorker, init_execution_pool
-from etude.limits.shared import local_limiter, open_limiter
 
 __all__ = [
     "ClusterLimiter",
@@ -23,4 +22,5 @@ __all__ = [
     "init_execution_pool",
     "local_limiter",
     "open_limiter",
+    "require_ray",
 ]

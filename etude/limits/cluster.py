@@ -1,83 +1,196 @@
 """`ClusterLimiter`: one limit for a whole Ray cluster, kept by a detached actor that bears the limiter's name.
 
 Invariant: whichever process asks, one name means one limit: asking for it with another limit is an error. The actor
-outlives whoever made it; a process that dies, however it dies, gives its permits back when its lease runs out. Ray is
-imported when the first limiter is opened.
+outlives whoever made it; a process that dies, however it dies, gives its permits back when its lease runs out. While the
+actor cannot be reached, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter goes on
+trying, and what was held runs out by itself. Ray is imported when the first limiter is opened.
 """
 
 from __future__ import annotations
 
 import asyncio
 import atexit
+import contextlib
+import importlib.util
+import logging
+import sys
 import threading
 import time
 import uuid
 import warnings
-from typing import Any
+from typing import Any, Protocol
 
+from etude.bounded import background_loop
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, one_line
-from etude.limits.holder import Holder
-from etude.limits.keeper import Keeper, KeeperInfo
+from etude.limits.lease_client import LeaseClient
+from etude.limits.lease_server import LeaseActor, LimiterInfo, Reply, Report
 from etude.limits.limit import Limit
 from etude.limits.limiter import Limiter, Ticket
-from etude.limits.link import Link
-from etude.limits.messages import Reply, Turn
+from etude.limits.local import local_limiter, refuse_conflict
 
 LEASE_SECONDS = 15.0
 """How long a silent process keeps its permits: longer than a process is ever stalled in good health."""
 NAMESPACE = "etude-limits"
-CONNECT_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to find it a place
+_CONNECT_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to find it a place
+_FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0  # seconds between attempts to reach the actor
 
+_log = logging.getLogger(__name__)
 _open: dict[str, ClusterLimiter] = {}
 _open_lock = threading.Lock()
 
 
-class ClusterLimiter(Limiter):
-    """This process's part of the limiter `name`; made by `cluster_limiter`."""
+class Connection(Protocol):
+    """A way to one `LeaseActor`. Whatever it raises means that the actor was not reached."""
 
-    def __init__(self, name: str, limit: Limit, lease_seconds: float, patience: float) -> None:
+    async def sync(self, report: Report, seconds: float) -> Reply:
+        """As `LeaseActor.sync`."""
+        ...
+
+    async def reconnect(self) -> None:
+        """Called after a failure."""
+        ...
+
+
+class ClusterLimiter(Limiter):
+    """This process's part of the limiter `name`; made by `cluster_limiter`. All of a process share one thread."""
+
+    def __init__(
+        self, name: str, limit: Limit, lease_seconds: float, patience: float, connection: Connection | None = None
+    ) -> None:
         self.name = name
         self.limit = limit
         self.lease_seconds = lease_seconds
-        self._holder: Holder[Ticket] = Holder(limit, lease_seconds, lambda: uuid.uuid4().hex)
-        super().__init__(self._holder, time.monotonic)
-        self._link: Link | None = None
-        self._transport = _RayTransport(name, limit, lease_seconds)
-        self._link = Link(self._holder, self._lock, self._deliver, self._transport, lease_seconds, patience)
+        self._patience = patience
+        self._client: LeaseClient[Ticket] = LeaseClient(limit, lease_seconds, lambda: uuid.uuid4().hex)
+        super().__init__(self._client)
+        self._connection = connection or _RayConnection(name, limit, lease_seconds)
+        self._closed = self._posted = False
+        self._lost_at: float | None = None
+        self._pause = _FIRST_PAUSE
+        self._news, self._known = asyncio.Event(), asyncio.Event()
+        self._loop = background_loop("etude-limits")
+        self._running = asyncio.run_coroutine_threadsafe(self._run(), self._loop)
 
     @property
     def held(self) -> int:
         """How many permits this process uses."""
-        return self._holder.held
+        return self._client.held
 
     @property
     def waiting(self) -> int:
         """How many tasks and threads of this process wait."""
-        return self._holder.waiting
+        return self._client.waiting
 
-    def info(self) -> KeeperInfo:
+    def info(self) -> LimiterInfo:
         """How the limiter stands in the whole cluster; permits that a process keeps for its next call count as held."""
-        return self._transport.info()
+        assert isinstance(self._connection, _RayConnection)
+        return self._connection.info()
 
-    def close(self) -> None:
-        """Gives back what this process holds; its waiters fail."""
+    def usable(self) -> bool:
+        """False when this process has left the cluster that the limiter was opened in."""
+        assert isinstance(self._connection, _RayConnection)
+        return self._connection.is_connected()
+
+    def close(self, seconds: float = 2.0) -> None:
+        """Gives back what this process holds, as far as the actor can be reached within `seconds`; its waiters fail."""
         with _open_lock:
             if _open.get(self.name) is self:
                 del _open[self.name]
-        if self._link is not None:
-            self._link.close()
-
-    def usable(self) -> bool:
-        """False after `close`, and when this process has left the cluster it was opened in."""
-        return self._transport.is_connected()
+        if self._closed:
+            return
+        self._closed = True
+        self._running.cancel()
+        with self._lock:
+            last = self._client.leave(time.monotonic())
+        leaving = asyncio.run_coroutine_threadsafe(self._connection.sync(last, 0.0), self._loop)
+        with contextlib.suppress(Exception):
+            leaving.result(seconds)
+        leaving.cancel()
+        with self._lock:
+            self._fail("it was closed")
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Another process gets its own part of the same limiter."""
         return cluster_limiter, (self.name, self.limit, self.lease_seconds)
 
     def _after(self) -> None:
-        if self._link is not None and self._holder.has_mail:
-            self._link.post()
+        super()._after()
+        if self._closed:
+            self._fail("it was closed")
+        elif self._client.has_news and not self._posted:
+            self._posted = True
+            self._loop.call_soon_threadsafe(self._news.set)
+
+    def _fail(self, reason: str) -> None:
+        for ticket in self._client.fail():
+            ticket.error = InfrastructureError(f"the limiter is gone: {reason}")
+            ticket.wake()
+
+    async def _run(self) -> None:
+        try:
+            await asyncio.gather(self._speak(), self._listen())
+        except Exception as error:  # nobody waits for this task: its end must not be silent
+            _log.exception("the limiter '%s' broke", self.name)
+            self._closed = True
+            with self._lock:
+                self._fail(f"{type(error).__name__}: {one_line(error)}")
+
+    async def _speak(self) -> None:
+        """Reports what has changed, one report at a time."""
+        while True:
+            await self._news.wait()
+            self._news.clear()
+            self._posted = False
+            await self._exchange(0.0)
+
+    async def _listen(self) -> None:
+        """Keeps a call open that brings news and renews the leases, unless there is nothing to renew or wait for."""
+        while True:
+            await self._known.wait()
+            with self._lock:
+                last = self._client.leave(time.monotonic()) if self._client.is_quiet else None
+            if last is None:
+                await self._exchange(self.lease_seconds / 3)
+                continue
+            self._known.clear()  # an open call would keep an idle Ray worker from ending
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._connection.sync(last, 0.0), self.lease_seconds)
+
+    async def _exchange(self, seconds: float) -> None:
+        """Sends a report and takes in its reply; pauses after a failure, and has the state reported again."""
+        sent_at = time.monotonic()
+        with self._lock:
+            report = self._client.report(sent_at)
+        try:
+            reply = await asyncio.wait_for(self._connection.sync(report, seconds), seconds + self.lease_seconds)
+        except Exception as error:  # whatever it is, the actor was not reached
+            await self._recover(error)
+            self._news.set()
+            return
+        self._lost_at = None
+        with self._lock:
+            self._deliver(self._client.hear(reply, sent_at, time.monotonic()))
+            known = self._client.known
+        if known:
+            self._known.set()
+        else:
+            self._known.clear()
+
+    async def _recover(self, error: Exception) -> None:
+        now = time.monotonic()
+        if self._lost_at is None:
+            self._lost_at = now
+            self._pause = _FIRST_PAUSE
+            _log.warning("the limiter '%s' cannot be reached: %s: %s", self.name, type(error).__name__, one_line(error))
+        if now - self._lost_at >= self._patience:
+            with self._lock:
+                self._fail(f"it could not be reached for {self._patience:g} s: {one_line(error)}")
+        await asyncio.sleep(self._pause)
+        self._pause = min(2 * self._pause, _MAX_PAUSE)
+        try:
+            await asyncio.wait_for(self._connection.reconnect(), self.lease_seconds)
+        except Exception as again:  # the next attempt will tell
+            _log.debug("no new way to the limiter '%s': %s", self.name, one_line(again))
 
 
 def cluster_limiter(
@@ -85,7 +198,7 @@ def cluster_limiter(
 ) -> ClusterLimiter:
     """The limiter `name` of the Ray cluster this process is connected to; made if there is none of that name.
 
-    `lease_seconds`: after how long a silent holder's permits return. `patience`: how long waiters of this process wait
+    `lease_seconds`: after how long a silent process's permits return. `patience`: how long waiters of this process wait
     while the actor cannot be reached.
 
     Raises:
@@ -104,36 +217,53 @@ def cluster_limiter(
             limiter = _open[name] = ClusterLimiter(name, limit, lease_seconds, patience)
     if left is not None:
         left.close()
-    _refuse_conflict(name, limiter.limit, limit, limiter.lease_seconds, lease_seconds)
+    refuse_conflict(name, limiter.limit, limit)
+    _refuse_other_lease(name, limiter.lease_seconds, lease_seconds)
     return limiter
+
+
+def open_limiter(name: str, limit: Limit) -> Limiter:
+    """The limiter `name` of the Ray cluster that this process is connected to; without one, of this process.
+
+    Raises:
+        ConfigError: the name is taken by another limit.
+        InfrastructureError: the limiter's actor did not come up.
+    """
+    return cluster_limiter(name, limit) if is_connected() else local_limiter(name, limit)
 
 
 def is_connected() -> bool:
     """Whether this process is connected to a Ray cluster; never imports Ray."""
-    import sys
-
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
-def _refuse_conflict(name: str, held: Limit, asked: Limit, held_lease: float, asked_lease: float) -> None:
+def _leave() -> None:
+    """A process that ends in good order gives its permits back at once."""
+    if is_connected():
+        for limiter in list(_open.values()):
+            limiter.close()
+
+
+def _refuse_other_lease(name: str, held: float, asked: float) -> None:
     if held != asked:
-        raise ConfigError(
-            f"the limiter '{name}' allows {held} already; {asked} is asked for: use one limit or two names"
-        )
-    if held_lease != asked_lease:
-        raise ConfigError(f"the limiter '{name}' has leases of {held_lease:g} s already, not {asked_lease:g} s")
+        raise ConfigError(f"the limiter '{name}' has leases of {held:g} s already, not {asked:g} s")
+
+
+def require_ray(feature: str) -> None:
+    """Raises MissingExtraError, which names the pip line, where Ray is not installed; does not import it."""
+    if importlib.util.find_spec("ray") is None:
+        raise MissingExtraError(feature, "ray")
 
 
 def _ray() -> Any:
-    try:
-        import ray
-    except ImportError as error:
-        raise MissingExtraError("a cluster-wide limit", "ray") from error
+    require_ray("a cluster-wide limit")
+    import ray
+
     return ray
 
 
-class _RayTransport:
+class _RayConnection:
     """Calls of the limiter's actor."""
 
     def __init__(self, name: str, limit: Limit, lease_seconds: float) -> None:
@@ -144,20 +274,21 @@ class _RayTransport:
         self._limit = limit
         self._lease_seconds = lease_seconds
         self._job = ray.get_runtime_context().get_job_id()
-        self._actor = self._connect(settling=False)
+        self._actor = self._find(settling=False)
         info = self.info()
-        _refuse_conflict(name, info.limit, limit, info.lease_seconds, lease_seconds)
+        refuse_conflict(name, info.limit, limit)
+        _refuse_other_lease(name, info.lease_seconds, lease_seconds)
 
     def is_connected(self) -> bool:
         ray = _ray()
         return bool(ray.is_initialized()) and ray.get_runtime_context().get_job_id() == self._job
 
-    def info(self) -> KeeperInfo:
+    def info(self) -> LimiterInfo:
         ray = _ray()
-        give_up_at = time.monotonic() + CONNECT_SECONDS
+        give_up_at = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
-                info: KeeperInfo = ray.get(self._actor.info.remote(), timeout=CONNECT_SECONDS)
+                info: LimiterInfo = ray.get(self._actor.info.remote(), timeout=_CONNECT_SECONDS)
                 return info
             except ray.exceptions.RayError as error:
                 restarting = isinstance(error, ray.exceptions.ActorUnavailableError)
@@ -167,30 +298,21 @@ class _RayTransport:
                     ) from error
                 time.sleep(0.1)
 
-    async def turn(self, turn: Turn) -> Reply:
+    async def sync(self, report: Report, seconds: float) -> Reply:
         self._check_connected()
-        reply: Reply = await self._answer(self._actor.turn.remote(turn))
-        return reply
-
-    async def listen(self, owner: str, heard: int, seconds: float) -> Reply:
-        self._check_connected()
-        reply: Reply = await self._answer(self._actor.listen.remote(owner, heard, seconds))
+        reply: Reply = await asyncio.wrap_future(self._actor.sync.remote(report, seconds).future())
         return reply
 
     async def reconnect(self) -> None:
         self._check_connected()
-        self._actor = await asyncio.to_thread(self._connect, True)
+        self._actor = await asyncio.to_thread(self._find, True)
 
     def _check_connected(self) -> None:
         """Ray would start a cluster of its own for a call after `ray.shutdown()`, and hold the loop up meanwhile."""
         if not self.is_connected():
             raise InfrastructureError("this process has left the Ray cluster")
 
-    @staticmethod
-    async def _answer(reference: Any) -> Any:
-        return await asyncio.wrap_future(reference.future())
-
-    def _connect(self, settling: bool) -> Any:
+    def _find(self, settling: bool) -> Any:
         """The actor of that name; one that is made anew after a loss is `settling`."""
         options = {
             "name": f"limit:{self._name}",
@@ -199,23 +321,16 @@ class _RayTransport:
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": -1,
-            "max_concurrency": 100_000,  # every holder keeps a call open
+            "max_concurrency": 100_000,  # every client keeps a call open
         }
-        return _ray().remote(_KeeperActor).options(**options).remote(self._limit, self._lease_seconds, settling)
+        return _ray().remote(_RestartingActor).options(**options).remote(self._limit, self._lease_seconds, settling)
 
 
-class _KeeperActor(Keeper):
-    """The keeper as Ray starts it: again after its node was lost, when it takes over the leases that are out."""
+class _RestartingActor(LeaseActor):
+    """As Ray starts it: again after its node was lost, when it takes over the leases that are out."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool) -> None:
         with warnings.catch_warnings():  # Ray's own use of a name that it has deprecated
             warnings.simplefilter("ignore")
             restarted = _ray().get_runtime_context().was_current_actor_reconstructed
         super().__init__(limit, lease_seconds, settling or restarted)
-
-
-def _leave() -> None:
-    """A process that ends in good order gives its permits back at once."""
-    if is_connected():
-        for limiter in list(_open.values()):
-            limiter.close()

@@ -10,8 +10,7 @@ from collections import OrderedDict
 from collections.abc import Hashable
 from typing import Generic, TypeVar
 
-from etude.limits.bucket import TokenBucket
-from etude.limits.limit import Limit
+from etude.limits.limit import Limit, TokenBucket
 
 T = TypeVar("T", bound=Hashable)
 
@@ -38,11 +37,6 @@ class Fifo(Generic[T]):
     def waiting(self) -> int:
         """How many tickets wait."""
         return len(self._waiting)
-
-    @property
-    def head(self) -> T | None:
-        """The ticket that is served next."""
-        return next(iter(self._waiting), None)
 
     def take(self, now: float) -> Lease | None:
         """A lease at once, or None: none is free, or somebody waits."""

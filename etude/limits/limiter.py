@@ -1,8 +1,8 @@
-"""`Limiter`: waits for permits, in tasks and in threads, on behalf of a pure state machine that decides who gets one.
+"""`Limiter`: tasks and threads wait for permits; a pure state machine decides who gets one.
 
-Invariant: a waiter that is cancelled or times out leaves no permit behind, also when it was granted in that very
-moment; permits go to waiters in the order in which they asked, whether those are tasks (of any event loop) or threads.
-Order, numbers and expiry are the state machine's (`Core`): `fifo` in one process, `holder` in a cluster.
+Invariant: a waiter that is cancelled or times out leaves no permit behind, not even one granted at that very moment;
+permits go to waiters in the order in which they asked, whether those are tasks (of any event loop) or threads.
+Order, numbers and expiry are the state machine's (`Core`): `fifo` in one process, `lease_client` in a cluster.
 """
 
 from __future__ import annotations
@@ -10,20 +10,16 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
-from collections.abc import Callable
 from types import TracebackType
 from typing import Any, Protocol
+
+from etude.bounded import background_loop
 
 Granted = list[tuple["Ticket", Any]]
 
 
 class Core(Protocol):
-    """What decides; called under the limiter's lock, with the time."""
-
-    @property
-    def head(self) -> Ticket | None:
-        """The ticket that is served next."""
-        ...
+    """What decides; called under the limiter's lock, with the time. A lease is whatever a granted ticket holds."""
 
     def take(self, now: float) -> Any | None:
         """A lease if one is free and nobody waits."""
@@ -42,7 +38,7 @@ class Core(Protocol):
         ...
 
     def advance(self, now: float) -> Granted:
-        """Grants what time has made possible."""
+        """Does what time alone has made possible or due."""
         ...
 
     def next_event(self) -> float | None:
@@ -73,88 +69,39 @@ class Permit:
 
 
 class Ticket:
-    """A waiter's place in the queue."""
+    """A place in the queue: of a task of `loop`, or of a thread (None)."""
 
-    __slots__ = ("error", "lease")
+    __slots__ = ("_loop", "error", "lease", "woken")
 
-    def __init__(self) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
         self.lease: Any | None = None
         self.error: BaseException | None = None
+        self.woken: Any = threading.Event() if loop is None else loop.create_future()
+        self._loop = loop
 
-    def wake(self, after: float = 0.0, then: Callable[[], None] | None = None) -> bool:
-        """Lets the waiter go on, or has it call `then` in `after` seconds; False if it is gone."""
-        raise NotImplementedError
-
-    def is_there(self) -> bool:
-        """False for a task whose event loop was closed under it."""
-        return True
-
-
-class _TaskTicket(Ticket):
-    __slots__ = ("future", "loop", "timer")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[None] = self.loop.create_future()
-        self.timer: asyncio.TimerHandle | None = None
-
-    def wake(self, after: float = 0.0, then: Callable[[], None] | None = None) -> bool:
+    def wake(self) -> bool:
+        """Lets the waiter go on; False if its event loop was closed under it."""
         try:
-            self.loop.call_soon_threadsafe(self._done if then is None else lambda: self._arm(after, then))
+            if self._loop is None:
+                self.woken.set()
+            else:
+                self._loop.call_soon_threadsafe(self._resolve)
         except RuntimeError:  # the loop is closed
             return False
         return True
 
-    def is_there(self) -> bool:
-        return not self.loop.is_closed()
-
-    def _done(self) -> None:
-        if not self.future.done():
-            self.future.set_result(None)
-
-    def _arm(self, after: float, then: Callable[[], None]) -> None:
-        if self.timer is not None:
-            self.timer.cancel()
-        if not self.future.done():
-            self.timer = self.loop.call_later(after, then)
-
-
-class _ThreadTicket(Ticket):
-    __slots__ = ("_alarm", "_bell")
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._bell = threading.Semaphore(0)
-        self._alarm: tuple[float, Callable[[], None]] | None = None  # one attribute, so that it changes in one step
-
-    def wake(self, after: float = 0.0, then: Callable[[], None] | None = None) -> bool:
-        self._alarm = None if then is None else (time.monotonic() + after, then)
-        self._bell.release()
-        return True
-
-    def wait(self, deadline: float | None) -> None:
-        """Until the ticket has a lease or an error, or `deadline` (of `time.monotonic`) has passed."""
-        while self.lease is None and self.error is None:
-            alarm, now = self._alarm, time.monotonic()
-            if deadline is not None and deadline <= now:
-                return
-            if alarm is not None and alarm[0] <= now:
-                self._alarm = None  # an alarm set between these lines is set again by what `then` does
-                alarm[1]()
-                continue
-            ends = [at for at in (deadline, alarm[0] if alarm else None) if at is not None]
-            self._bell.acquire(timeout=min(ends) - now if ends else None)
+    def _resolve(self) -> None:
+        if not self.woken.done():
+            self.woken.set_result(None)
 
 
 class Limiter:
     """Hands out permits: `async with limiter.permit():` in a task, `with limiter.permit():` in a thread."""
 
-    def __init__(self, core: Core, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, core: Core) -> None:
         self._core = core
-        self._clock = clock
         self._lock = threading.Lock()
-        self._armed: tuple[Ticket, float] | None = None
+        self._due: float | None = None  # when `_advance` is called next
 
     def permit(self, timeout: float | None = None) -> Holding:
         """A context manager, asynchronous and plain, that holds a permit; waits at most `timeout` seconds for it."""
@@ -165,34 +112,31 @@ class Limiter:
 
         Raises:
             TimeoutError: none within `timeout` seconds (None: however long it takes).
-            InfrastructureError: whoever keeps the limit is gone.
+            InfrastructureError: the actor that keeps the limit is gone.
         """
-        lease = self._at_once()
+        lease = self._take()
         if lease is None:
-            ticket = _TaskTicket()
+            ticket = Ticket(asyncio.get_running_loop())
             if self._enter(ticket):
                 try:
                     if timeout is None:
-                        await ticket.future
+                        await ticket.woken
                     else:
-                        await asyncio.wait({ticket.future}, timeout=timeout)
+                        await asyncio.wait({ticket.woken}, timeout=timeout)
                 except BaseException:
                     self._abandon(ticket)
                     raise
-                finally:
-                    if ticket.timer is not None:
-                        ticket.timer.cancel()
             lease = self._outcome(ticket, timeout)
         return Permit(self, lease)
 
     def acquire_blocking(self, timeout: float | None = None) -> Permit:
         """As `acquire`, for threads; must not be called in an event loop's thread."""
-        lease = self._at_once()
+        lease = self._take()
         if lease is None:
-            ticket = _ThreadTicket()
+            ticket = Ticket(None)
             if self._enter(ticket):
                 try:
-                    ticket.wait(None if timeout is None else time.monotonic() + timeout)
+                    ticket.woken.wait(timeout)
                 except BaseException:  # Ctrl-C
                     self._abandon(ticket)
                     raise
@@ -201,46 +145,47 @@ class Limiter:
 
     def try_acquire(self) -> Permit | None:
         """A permit if one is free at this moment and nobody waits, else None."""
-        lease = self._at_once()
+        lease = self._take()
         return None if lease is None else Permit(self, lease)
 
-    def _at_once(self) -> Any | None:
+    def _take(self) -> Any | None:
         """A lease without a ticket, the common case."""
         with self._lock:
-            lease = self._core.take(self._clock())
+            lease = self._core.take(time.monotonic())
             self._after()
             return lease
 
     def _enter(self, ticket: Ticket) -> bool:
         """Queues `ticket`; False if it was granted on the way."""
         with self._lock:
-            self._deliver(self._core.enter(ticket, self._clock()))
+            self._deliver(self._core.enter(ticket, time.monotonic()))
             return ticket.lease is None
 
     def _outcome(self, ticket: Ticket, timeout: float | None) -> Any:
         with self._lock:
             if ticket.lease is not None:
                 return ticket.lease
-            self._deliver(self._core.cancel(ticket, self._clock()))
+            self._deliver(self._core.cancel(ticket, time.monotonic()))
         if ticket.error is not None:
             raise ticket.error
         raise TimeoutError(f"no permit within {timeout:g} s")
 
     def _abandon(self, ticket: Ticket) -> None:
         with self._lock:
-            lease, now = ticket.lease, self._clock()
+            lease, now = ticket.lease, time.monotonic()
             self._deliver(
                 self._core.cancel(ticket, now) if lease is None else self._core.release(lease, now, unused=True)
             )
 
     def _release(self, lease: Any) -> None:
         with self._lock:
-            self._deliver(self._core.release(lease, self._clock()))
+            self._deliver(self._core.release(lease, time.monotonic()))
 
-    def _advance(self) -> None:
+    def _advance(self, due: float) -> None:
         with self._lock:
-            self._armed = None
-            self._deliver(self._core.advance(self._clock()))
+            if self._due == due:
+                self._due = None
+            self._deliver(self._core.advance(time.monotonic()))
 
     def _deliver(self, granted: Granted) -> None:
         """Hands leases to their tickets; one whose waiter is gone passes its lease on."""
@@ -249,21 +194,21 @@ class Limiter:
             for ticket, lease in granted:
                 ticket.lease = lease
                 if not ticket.wake():
-                    returned += self._core.release(lease, self._clock(), unused=True)
+                    returned += self._core.release(lease, time.monotonic(), unused=True)
             granted = returned
         self._after()
 
     def _after(self) -> None:
-        """Ends every call of the core: where time alone will serve the next in line, it shall call when that is due."""
-        while (due := self._core.next_event()) is not None:
-            head = self._core.head
-            if head is None or (self._armed == (head, due) and head.is_there()):
-                return
-            self._armed = (head, due)
-            if head.wake(max(0.0, due - self._clock()), self._advance):
-                return
-            if granted := self._core.cancel(head, self._clock()):
-                return self._deliver(granted)
+        """Ends every call of the core: arms a timer where something is due earlier than one is armed for.
+
+        A timer that comes too early finds nothing to do and is armed again, so that permits which come and go quickly
+        need not move it each time.
+        """
+        due = self._core.next_event()
+        if due is not None and (self._due is None or due < self._due):
+            self._due = due
+            loop = background_loop("etude-limits")
+            loop.call_soon_threadsafe(lambda: loop.call_later(max(0.0, due - time.monotonic()), self._advance, due))
 
 
 class Holding:

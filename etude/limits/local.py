@@ -1,13 +1,16 @@
 """Limits within one process: `ConcurrencyLimit` (n at once), `RateLimit` (n a second), `LocalLimiter` (either or both).
 
-Invariant: the interface is that of the cluster-wide limiter, so that what works under one works under the other.
+Invariant: the interface is that of the cluster-wide limiter, so that what works under one works under the other; a name
+is one limit, and asking for it with another limit is an error.
 """
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Callable
+import weakref
 
+from etude.errors import ConfigError
 from etude.limits.fifo import Fifo
 from etude.limits.limit import Limit
 from etude.limits.limiter import Limiter, Ticket
@@ -16,10 +19,10 @@ from etude.limits.limiter import Limiter, Ticket
 class LocalLimiter(Limiter):
     """Enforces a `Limit` among the tasks and threads of this process, first come, first served."""
 
-    def __init__(self, limit: Limit, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, limit: Limit) -> None:
         self.limit = limit
-        self._fifo: Fifo[Ticket] = Fifo(limit, clock())
-        super().__init__(self._fifo, clock)
+        self._fifo: Fifo[Ticket] = Fifo(limit, time.monotonic())
+        super().__init__(self._fifo)
 
     @property
     def held(self) -> int:
@@ -35,8 +38,8 @@ class LocalLimiter(Limiter):
 class ConcurrencyLimit(LocalLimiter):
     """At most `n` permits out at once."""
 
-    def __init__(self, n: int, clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(Limit(max_concurrent=n), clock)
+    def __init__(self, n: int) -> None:
+        super().__init__(Limit(max_concurrent=n))
 
 
 class RateLimit(LocalLimiter):
@@ -45,7 +48,31 @@ class RateLimit(LocalLimiter):
     A permit of it need not be released: `await limit.acquire()` is enough.
     """
 
-    def __init__(
-        self, per_second: float, burst: int | None = None, clock: Callable[[], float] = time.monotonic
-    ) -> None:
-        super().__init__(Limit(per_second=per_second, burst=burst), clock)
+    def __init__(self, per_second: float, burst: int | None = None) -> None:
+        super().__init__(Limit(per_second=per_second, burst=burst))
+
+
+_named: weakref.WeakValueDictionary[str, LocalLimiter] = weakref.WeakValueDictionary()
+_named_lock = threading.Lock()
+
+
+def local_limiter(name: str, limit: Limit) -> LocalLimiter:
+    """The limiter `name` of this process, which lives as long as somebody has it.
+
+    Raises:
+        ConfigError: the name is taken by another limit.
+    """
+    with _named_lock:
+        limiter = _named.get(name)
+        if limiter is None:
+            limiter = _named[name] = LocalLimiter(limit)
+    refuse_conflict(name, limiter.limit, limit)
+    return limiter
+
+
+def refuse_conflict(name: str, held: Limit, asked: Limit) -> None:
+    """Raises ConfigError where a limiter's name is taken by another limit."""
+    if held != asked:
+        raise ConfigError(
+            f"the limiter '{name}' allows {held} already; {asked} is asked for: use one limit or two names"
+        )

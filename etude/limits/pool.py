@@ -21,10 +21,9 @@ from typing import Any, Generic, ParamSpec, TypeVar
 
 from etude.bounded import GRACE_SECONDS
 from etude.errors import ConfigError, InfrastructureError
-from etude.limits.cluster import is_connected
+from etude.limits.cluster import is_connected, open_limiter
 from etude.limits.limit import Limit
 from etude.limits.limiter import Permit
-from etude.limits.shared import open_limiter
 
 P = ParamSpec("P")
 T = TypeVar("T")

@@ -27,18 +27,19 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.config = backbone.config
-        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1)
+        kind = torch.promote_types(backbone.dtype, torch.float32)
+        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=kind)
         nn.init.zeros_(self.head.weight)
         nn.init.zeros_(self.head.bias)
         self.head.to(backbone.device)
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-        """Values (batch, seq), float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
+        """Values (batch, seq), at least float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
         return self.values_of(self.backbone(input_ids=input_ids, **kwargs).last_hidden_state)
 
     def values_of(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Values (...), float32, of final hidden states (..., hidden)."""
-        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1).float()
+        """Values (...) of final hidden states (..., hidden)."""
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
     def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recomputes the backbone's activations in the backward pass; arguments are those of transformers."""

@@ -2,30 +2,34 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from annotated_types import Le
 from pydantic import AfterValidator
 
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind
 from etude.options.declare import Names, When, key, options
-from etude.options.training import KLKind
-from etude.options.types import Count, CountOrOff, Flag, Natural, NonNegative, Positive, Share, Text, Texts
-
-_GROUP_ESTIMATORS = ("grpo",)
-"""Built-in estimators that neither discount nor use values; those of plugins may use every key."""
+from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, NonNegative, Positive, Share, Text, Texts
 
 KL_REWARD = When("with algorithm.use_kl_in_reward=true", lambda own, run: run.algorithm.use_kl_in_reward)
 ADAPTIVE = When(
     "with algorithm.use_kl_in_reward=true and type=adaptive",
     lambda own, run: run.algorithm.use_kl_in_reward and own.type == "adaptive",
 )
-DISCOUNTED = When(
-    "with estimators that discount (adv_estimator=gae)", lambda own, run: own.adv_estimator not in _GROUP_ESTIMATORS
-)
 CRITIC = When(
-    "with estimators that need a critic (algorithm.adv_estimator=gae)", lambda own, run: run.algorithm.needs_critic
+    f"with estimators that need a critic (algorithm.adv_estimator={', '.join(ADVANTAGE_ESTIMATORS.needing('values'))})",
+    lambda own, run: run.may_need("values"),
 )
 VALIDATED = When("where data.val_files is set", lambda own, run: bool(run.data.val_files))
+
+
+def _read(option: str) -> When:
+    """Where the estimator reads `option`."""
+    readers = ", ".join(ADVANTAGE_ESTIMATORS.readers(option))
+    return When(
+        f"with estimators that read it (adv_estimator={readers})",
+        lambda own, run: ADVANTAGE_ESTIMATORS.reads(own.adv_estimator, option),
+    )
 
 
 @options
@@ -68,16 +72,19 @@ class AlgorithmOptions:
     adv_estimator: Text = key(
         "A registered advantage estimator: gae (needs a critic), grpo, or one of yours.",
         default="gae",
-        names=Names("etude.algorithms.advantages:ADVANTAGE_ESTIMATORS", ("gae", "grpo")),
+        names=Names("etude.algorithms.records:ADVANTAGE_ESTIMATORS"),
+    )
+    adv_estimator_kwargs: FreeForm = key(
+        "Options that an estimator of yours has and that are no keys here; any keys.", default_factory=dict
     )
     gamma: Share = key(
-        "Discount a token. 1.0: a reward at the end counts in full at the start.", default=1.0, when=DISCOUNTED
+        "Discount a token. 1.0: a reward at the end counts in full at the start.", default=1.0, when=_read("gamma")
     )
-    lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=DISCOUNTED)
+    lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=_read("lam"))
     norm_adv_by_std_in_grpo: Flag = key(
         "Divide GRPO's advantages by the group's standard deviation. False: Dr.GRPO.",
         default=True,
-        when=When("with group estimators (adv_estimator=grpo)", lambda own, run: own.adv_estimator != "gae"),
+        when=_read("norm_adv_by_std_in_grpo"),
     )
     use_kl_in_reward: Flag = key(
         "Subtract the KL distance from the reference policy from each token's reward.", default=False
@@ -88,9 +95,17 @@ class AlgorithmOptions:
     rollout_correction: RolloutCorrectionOptions = key("", default_factory=RolloutCorrectionOptions)
 
     @property
-    def needs_critic(self) -> bool:
-        """Whether the estimator works from values."""
-        return self.adv_estimator == "gae"
+    def estimator(self) -> Estimator | None:
+        """The record of `adv_estimator`; None where nothing is registered under that name, or nothing yet."""
+        return ADVANTAGE_ESTIMATORS.find(self.adv_estimator)
+
+    def estimator_options(self) -> dict[str, Any]:
+        """What the estimator is called with beside columns.
+
+        Raises:
+            ConfigError: `adv_estimator_kwargs` are not its own.
+        """
+        return ADVANTAGE_ESTIMATORS.settings(self.adv_estimator, self, own=self.adv_estimator_kwargs)
 
 
 def _device(name: str) -> str:

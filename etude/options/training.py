@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Any, Literal
 
+from etude.algorithms.records import POLICY_LOSSES, KLLossKind, LossAggMode, PolicyLoss
 from etude.options.declare import Names, When, key, options
 from etude.options.types import (
     AboveOne,
     BelowOne,
     Count,
     Flag,
+    FreeForm,
     Natural,
     NonNegative,
     Number,
@@ -20,9 +22,6 @@ from etude.options.types import (
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
-KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
-KLKind = Literal["kl", "k1", KLLossKind]
-LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 MUON = When("where name=muon", lambda own, run: own.name == "muon")
 DECAYING = When(
@@ -37,10 +36,20 @@ def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int
 
 _SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size)"
 SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
-RATIOS = When(
-    f"{_SEVERAL}, or with algorithm.rollout_correction.bypass_mode; otherwise each ratio is 1",
-    lambda own, run: SEVERAL_UPDATES.holds(own, run) or run.algorithm.rollout_correction.bypass_mode,
-)
+
+
+def _ratio(option: str) -> When:
+    """Where the loss reads `option`, a bound on probability ratios, and these differ from 1."""
+    return When(
+        f"with losses that read it (policy_loss.loss_mode={', '.join(POLICY_LOSSES.readers(option))}) where ratios differ "
+        f"from 1: with algorithm.rollout_correction.bypass_mode, or {_SEVERAL}",
+        lambda own, run: (
+            POLICY_LOSSES.reads(own.policy_loss.loss_mode, option)
+            and (SEVERAL_UPDATES.holds(own, run) or run.algorithm.rollout_correction.bypass_mode)
+        ),
+    )
+
+
 KL_LOSS = When("with use_kl_loss=true", lambda own, run: own.use_kl_loss)
 MIXED = When(
     "where a batch is cut into several mini-batches (ppo_mini_batch_size < data.train_batch_size)",
@@ -128,8 +137,16 @@ class PolicyLossOptions:
     loss_mode: Text = key(
         "A registered name; vanilla is PPO's clipped ratio.",
         default="vanilla",
-        names=Names("etude.algorithms.losses:POLICY_LOSSES", ("vanilla",)),
+        names=Names("etude.algorithms.records:POLICY_LOSSES"),
     )
+    loss_kwargs: FreeForm = key(
+        "Options that a loss of yours has and that are no keys of the actor; any keys.", default_factory=dict
+    )
+
+    @property
+    def record(self) -> PolicyLoss | None:
+        """The record of `loss_mode`; None where nothing is registered under that name, or nothing yet."""
+        return POLICY_LOSSES.find(self.loss_mode)
 
 
 @options
@@ -146,15 +163,17 @@ class ActorOptions:
         unit="tokens",
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
-    clip_ratio: NonNegative = key("Clip range of the probability ratio, both sides.", default=0.2, when=RATIOS)
+    clip_ratio: NonNegative = key(
+        "Clip range of the probability ratio, both sides.", default=0.2, when=_ratio("clip_ratio")
+    )
     clip_ratio_low: BelowOne | None = key(
-        "Lower clip range. Null: clip_ratio.", default=None, when=RATIOS, verl_default="0.2"
+        "Lower clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_low"), verl_default="0.2"
     )
     clip_ratio_high: NonNegative | None = key(
-        "Upper clip range. Null: clip_ratio.", default=None, when=RATIOS, verl_default="0.2"
+        "Upper clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_high"), verl_default="0.2"
     )
     clip_ratio_c: AboveOne = key(
-        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=RATIOS
+        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=_ratio("clip_ratio_c")
     )
     entropy_coeff: Number = key("Weight of the entropy bonus; below 0, entropy is a cost.", default=0.0)
     use_kl_loss: Flag = key("Add the KL distance from the reference policy to the loss.", default=False)
@@ -192,18 +211,27 @@ class ActorOptions:
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
 
+    def loss_options(self) -> dict[str, Any]:
+        """What the policy loss is called with beside columns and counts.
+
+        Raises:
+            ConfigError: `policy_loss.loss_kwargs` are not its own.
+        """
+        loss = self.policy_loss
+        return POLICY_LOSSES.settings(loss.loss_mode, self, loss, own=loss.loss_kwargs)
+
 
 @options
 class RefOptions:
-    """The frozen reference policy. It is built only where a KL term asks for it."""
+    """The frozen reference policy. It is built only where a KL term, an estimator or a loss asks for it."""
 
     log_prob_max_token_len_per_gpu: Count = key(
         "Size of a forward micro-batch: bounds memory, changes no result.",
         default=16384,
         unit="tokens",
         when=When(
-            "with actor.use_kl_loss or algorithm.use_kl_in_reward",
-            lambda own, run: run.actor_rollout_ref.actor.use_kl_loss or run.algorithm.use_kl_in_reward,
+            "with actor.use_kl_loss, algorithm.use_kl_in_reward, or an estimator or loss that needs ref_log_prob",
+            lambda own, run: run.may_need("ref_log_prob"),
         ),
     )
 
@@ -223,7 +251,7 @@ class ValueModelOptions:
 
 @options
 class CriticOptions:
-    """The value model; built only where the advantage estimator needs values (gae)."""
+    """The value model; built only where the advantage estimator needs values."""
 
     model: ValueModelOptions = key("", default_factory=ValueModelOptions)
     optim: OptimOptions = key("", default_factory=CriticOptimOptions)

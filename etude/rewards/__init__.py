@@ -11,7 +11,7 @@ from etude.rewards.manager import (
     build_manager,
     register,
 )
-from etude.rewards.scoring import TrajectoryScorer, duplicate_judge
+from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge, score_rollout
 
 default_compute_score = compute_score  # its name in verl.utils.reward_score
 
@@ -19,6 +19,7 @@ __all__ = [
     "REWARD_MANAGERS",
     "SCORERS",
     "AbstractRewardManager",
+    "AsyncScorer",
     "DAPORewardManager",
     "NaiveRewardManager",
     "RewardManagerBase",
@@ -32,4 +33,5 @@ __all__ = [
     "duplicate_judge",
     "load_compute_score",
     "register",
+    "score_rollout",
 ]

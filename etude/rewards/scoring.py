@@ -1,26 +1,71 @@
-"""`TrajectoryScorer`: puts the reward manager's score on a finished trajectory.
+"""Scoring a finished rollout: `score_rollout`, with its retries and time limit, and `TrajectoryScorer`, which asks the
+reward manager. A rollout is scored this way the moment it ends, or with its whole batch (`rollout.mode=sync`).
 
-Invariant: the manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's `extra_info`; the
-row itself is never changed. What the score is worth beside the tools' rewards is decided by whoever sums them.
+Invariant: afterwards the main trajectory has its score, or infrastructure kept it from one and the rollout is dropped; a
+broken scorer is never a score. The manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's
+`extra_info`; the row itself is never changed. What the score is worth beside the tools' rewards is decided by whoever sums
+them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
+from collections.abc import Awaitable, Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from etude.bounded import BlockingCalls
-from etude.errors import EtudeError, InfrastructureError, describe_error
+from etude.bounded import BlockingCalls, within
+from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
-from etude.trajectory import Trajectory
+from etude.trajectory import Rollout, StopReason, Trajectory
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
 
 _batch_managers = BlockingCalls("etude-reward-manager", limit=4)
+
+
+AsyncScorer = Callable[[Trajectory, Mapping[str, Any]], Awaitable[None]]
+
+
+async def score_rollout(
+    rollout: Rollout,
+    row: Mapping[str, Any],
+    scorer: AsyncScorer,
+    *,
+    retries: int,
+    timeout: float,
+    on_failure: Callable[[str, InfrastructureError], None],
+) -> None:
+    """Scores the main trajectory if there is one, in at most `retries` + 1 attempts of `timeout` seconds.
+
+    Each failure of infrastructure is counted and reported to `on_failure(request_id, error)`; after the last one the
+    rollout is dropped. Sets `timings["compute_score"]`, in seconds.
+
+    Raises:
+        Exception: the scorer failed for a reason that is not infrastructure.
+    """
+    trajectory = rollout.trajectory
+    if trajectory is None:
+        return
+    for _ in range(retries + 1):
+        started = time.perf_counter()
+        try:
+            await within(timeout, scorer, trajectory, row)
+        except Exception as error:
+            if not is_infrastructure(error):
+                raise
+            rollout.failures += 1
+            failure = InfrastructureError(f"scoring: {describe_error(error)}")
+            failure.__cause__ = error
+            rollout.cause = one_line(failure)
+            on_failure(trajectory.request_id, failure)
+            continue
+        trajectory.timings["compute_score"] = time.perf_counter() - started
+        return
+    rollout.drop(StopReason.INFRASTRUCTURE)
 
 
 class TrajectoryScorer:
@@ -93,7 +138,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "response_mask": torch.tensor([trajectory.response_mask], dtype=torch.long),
         "attention_mask": torch.ones((1, prompts.shape[1] + responses.shape[1]), dtype=torch.long),
     }
-    return DataProto.from_dict(tensors=tensors, non_tensors={key: _object(value) for key, value in objects.items()})
+    return DataProto.from_dict(tensors=tensors, non_tensors={key: [value] for key, value in objects.items()})
 
 
 def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:
@@ -114,13 +159,6 @@ def _batch_result(manager: AbstractRewardManager, data: DataProto) -> RewardResu
         return {"reward_score": float(returned.sum()), "reward_extra_info": {}}
     info = {key: values[0] for key, values in (returned.get("reward_extra_info") or {}).items() if len(values)}
     return {"reward_score": float(returned["reward_tensor"].sum()), "reward_extra_info": info}
-
-
-def _object(value: object) -> np.ndarray:
-    """`value` as the only element of an object array, whatever its own shape."""
-    array = np.empty(1, dtype=object)
-    array[0] = value
-    return array
 
 
 def _plain(value: object) -> object:

@@ -1,4 +1,4 @@
-"""`AnswerCache`: the answers of a tool whose `execute` is pure, kept and shared.
+"""`ResultCache`: the answers of a tool whose `execute` is pure, kept and shared.
 
 Pure means: the answer (text, media, step reward and metrics) depends on the arguments, the row's `create_kwargs` and
 `execute_kwargs` and the tool's configuration alone, and executing changes nothing. Switching the cache on declares that.
@@ -16,15 +16,15 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
-from etude.tools.outcome import Answer, Source
+from etude.tools.outcome import Source, ToolResult
 from etude.tools.policy import CachePolicy
-from etude.tools.store import AnswerStore
-from etude.tools.wire import answer_from_json, answer_to_json
+from etude.tools.store import ResultStore
+from etude.tools.wire import result_from_json, result_to_json
 
 _MAX_CHARACTERS = 2**28
 
 
-class AnswerCache:
+class ResultCache:
     """Keeps the `max_entries` answers used last in memory, 256 million characters at most, and those of `path` on disk."""
 
     def __init__(self, policy: CachePolicy) -> None:
@@ -34,12 +34,12 @@ class AnswerCache:
             ConfigError: it cannot be opened.
         """
         self._policy = policy
-        self._kept: OrderedDict[str, tuple[float, Answer]] = OrderedDict()
+        self._kept: OrderedDict[str, tuple[float, ToolResult]] = OrderedDict()
         self._characters = 0
-        self._flights: dict[tuple[int, str], asyncio.Future[Answer]] = {}
-        self._store = None if policy.path is None else AnswerStore(policy.path, policy.max_entries, policy.ttl)
+        self._flights: dict[tuple[int, str], asyncio.Future[ToolResult]] = {}
+        self._store = None if policy.path is None else ResultStore(policy.path, policy.max_entries, policy.ttl)
 
-    async def answer(self, key: str, execute: Callable[[], Awaitable[Answer]]) -> Answer:
+    async def answer(self, key: str, execute: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
         """The answer to the question `key`: kept, shared with a call under way, or that of `execute()`.
 
         Raises:
@@ -76,7 +76,7 @@ class AnswerCache:
         await self._keep_on_disk(key, answer)
         return answer
 
-    def _recall(self, key: str) -> Answer | None:
+    def _recall(self, key: str) -> ToolResult | None:
         entry = self._kept.get(key)
         if entry is None:
             return None
@@ -86,16 +86,16 @@ class AnswerCache:
         self._kept.move_to_end(key)
         return _copy(entry[1], Source.CACHE)
 
-    async def _recall_from_disk(self, key: str) -> Answer | None:
+    async def _recall_from_disk(self, key: str) -> ToolResult | None:
         record = None if self._store is None else await self._store.get(key)
         if record is None:
             return None
         try:
-            return answer_from_json(record, Source.CACHE)  # not kept in memory: its age would begin anew
+            return result_from_json(record, Source.CACHE)  # not kept in memory: its age would begin anew
         except (KeyError, TypeError, ValueError, OSError):
             return None
 
-    def _keep(self, key: str, answer: Answer) -> None:
+    def _keep(self, key: str, answer: ToolResult) -> None:
         self._forget(key)
         self._kept[key] = (time.monotonic(), answer)
         self._characters += _length(answer)
@@ -107,21 +107,21 @@ class AnswerCache:
         if entry is not None:
             self._characters -= _length(entry[1])
 
-    async def _keep_on_disk(self, key: str, answer: Answer) -> None:
+    async def _keep_on_disk(self, key: str, answer: ToolResult) -> None:
         if self._store is None or answer.error is not None:
             return
         try:
-            record = answer_to_json(answer)
+            record = result_to_json(answer)
         except (TypeError, ValueError):  # a medium that JSON and PNG cannot hold stays in memory
             return
         await self._store.put(key, record)
 
 
-def _length(answer: Answer) -> int:
+def _length(answer: ToolResult) -> int:
     return len(answer.response.text or "")
 
 
-def _copy(answer: Answer, source: Source) -> Answer:
+def _copy(answer: ToolResult, source: Source) -> ToolResult:
     """`answer` for one more trajectory, which may change what it gets."""
     response = answer.response.model_copy(
         update={kind: list(media) for kind in ("image", "video") if (media := getattr(answer.response, kind))}

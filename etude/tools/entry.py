@@ -19,12 +19,12 @@ from etude.errors import ConfigError, one_line
 from etude.registry import did_you_mean, import_beside, import_object
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools.base import BaseTool
-from etude.tools.calls import ToolCalls
 from etude.tools.config_file import beside, read_data_file
 from etude.tools.environment import filled
 from etude.tools.function_tool import FunctionTool, read_schema
 from etude.tools.mcp import MCPBaseTool, McpSelection, anchor_servers, discover_tools
 from etude.tools.qwen import QwenTool, is_qwen_shaped
+from etude.tools.runtime import ToolRuntime
 
 ENTRY_KEYS = ("class_name", "config", "tool_schema", "mcp")
 TYPES = ("native", "mcp", "http", "sandbox_fusion")
@@ -96,7 +96,7 @@ def checked(make: Callable[[], BaseTool], where: str) -> BaseTool:
     try:
         tool = make()
         named = tool.get_openai_tool_schema().function.name
-        ToolCalls.of(tool)  # its policy and its schema make sense
+        ToolRuntime.of(tool)  # its policy and its schema make sense
     except Exception as error:  # whatever a user's constructor raises is theirs to read
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where}: {kind}{one_line(error, 600)}") from error

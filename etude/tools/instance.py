@@ -17,11 +17,11 @@ from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
 from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.calls import Attempts, Question, ToolCalls, overrides
 from etude.tools.faults import CallPlace
 from etude.tools.loop_watch import LoopWatch
 from etude.tools.outcome import TextLimits, read_creation
 from etude.tools.replay import ReplayedInstance
+from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime, overrides
 
 Kwargs = Mapping[str, Any]
 
@@ -45,7 +45,7 @@ class ToolInstance:
     def __init__(
         self,
         tool: BaseTool,
-        calls: ToolCalls,
+        calls: ToolRuntime,
         kwargs: Mapping[str, Kwargs | None],
         limits: TextLimits,
         trajectory: str,
@@ -108,7 +108,7 @@ class ToolInstance:
             self._greeting = self._limits.bounded(response)
         return self._greeting
 
-    def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> Question:
+    def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
         """The next call, as the model wrote them; `agent_data` goes to tools that read it.
 
         Raises:
@@ -121,9 +121,9 @@ class ToolInstance:
         if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
             recorded = self._replayed.execute(arguments, kwargs)
         shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
-        return Question(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
+        return ToolRequest(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
-    async def execute(self, question: Question, attempts: Attempts) -> object:
+    async def execute(self, request: ToolRequest, attempts: Attempts) -> object:
         """One execution of the tool's code; notes in `attempts` where it blocked the event loop.
 
         Raises:
@@ -133,7 +133,7 @@ class ToolInstance:
         """
         if self.closing:  # the call was still waiting for its turn
             raise asyncio.CancelledError
-        work = called(self.tool.execute, self._id, question.arguments, **{**question.shared, **question.kwargs})
+        work = called(self.tool.execute, self._id, request.arguments, **{**request.shared, **request.kwargs})
         task = asyncio.get_running_loop().create_task(work)
         self.executing.add(task)
         try:

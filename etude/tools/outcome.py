@@ -1,4 +1,4 @@
-"""`Answer` and `ToolOutcome`: what a tool said to one call, what came of the call, and the reading of what tools return.
+"""`ToolResult` and `ToolOutcome`: what a tool said to one call, what came of the call, and the reading of what tools return.
 
 Invariant: the text of an outcome is bounded and encodable (no lone surrogates, which tokenizers refuse), its metrics are
 small plain values, and its `error` is one of the words that `ToolCallRecord` knows.
@@ -31,7 +31,7 @@ class Source(str, Enum):
 
 
 @dataclass(frozen=True)
-class Answer:
+class ToolResult:
     """What came of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
 
     response: ToolResponse
@@ -40,7 +40,7 @@ class Answer:
     error: str | None = None
     source: Source = Source.TOOL
 
-    def says_as(self, other: Answer) -> bool:
+    def is_equivalent_to(self, other: ToolResult) -> bool:
         """Whether a trajectory could not tell the two apart; metrics may differ."""
         return (self.response, self.reward, self.error) == (other.response, other.reward, other.error)
 

@@ -1,7 +1,7 @@
 """`CallPolicy`: the keys of a tool's `config` that bound, share, record and disturb its calls.
 
 Invariant: every tool has a time limit and a text limit, whether its `config` mentions them or not. Applying them is the
-business of `ToolCalls` and the session; all other keys of `config` belong to the tool.
+business of `ToolRuntime` and the session; all other keys of `config` belong to the tool.
 """
 
 from __future__ import annotations
@@ -26,11 +26,26 @@ class OnException(str, Enum):
     STOP = "stop"  # the run ends
 
 
+class LimitScope(str, Enum):
+    """Who shares a limit."""
+
+    PROCESS = "process"
+    CLUSTER = "cluster"  # all processes of the Ray cluster; without one, this process
+
+
 class ReplayMode(str, Enum):
     """How a recorded call is found again."""
 
     STRICT = "strict"  # by what was asked
     ORDER = "order"  # by its place in the trajectory, whatever was asked
+
+
+@dataclass(frozen=True)
+class ConcurrencyPolicy:
+    """At most `limit` calls at once among the processes of `scope`."""
+
+    limit: int
+    scope: LimitScope = LimitScope.PROCESS
 
 
 @dataclass(frozen=True)
@@ -68,7 +83,7 @@ class CallPolicy:
         timeout: for each call of each method.
         max_retries: further attempts of an `execute` that infrastructure broke; the other methods are called once.
         retry_delay: before the first of them; each next one waits twice as long, 30 s at most.
-        max_concurrent_calls, calls_per_second: of `execute`, in this process.
+        max_concurrent_calls, calls_per_second: of `execute`; the rate is this process's.
         max_arguments_chars, max_arguments_tokens: of the text that the model wrote as arguments.
         max_response_chars, max_response_tokens, tool_response_truncate_side: of the text that the model is shown. What
             counts tokens, and the side where None, comes from the agent loop.
@@ -78,7 +93,7 @@ class CallPolicy:
     timeout: float = 60.0
     max_retries: int = 0
     retry_delay: float = 0.5
-    max_concurrent_calls: int | None = None
+    max_concurrent_calls: ConcurrencyPolicy | None = None
     calls_per_second: float | None = None
     max_arguments_chars: int = 200_000
     max_arguments_tokens: int | None = None
@@ -191,6 +206,18 @@ def _enum(kind: type[E]) -> Callable[[_Reader, str, Any], E]:
     return lambda read, key, value: kind(_one_of(read, key, value, [member.value for member in kind]))
 
 
+def _concurrency(read: _Reader, key: str, value: Any) -> ConcurrencyPolicy:
+    if not isinstance(value, Mapping):
+        if not _is_number(value, int) or value < 1:
+            raise read.wrong(key, "a positive number without a fraction, or a mapping of limit and scope")
+        return ConcurrencyPolicy(value)
+    read = read.subsection(key, ("limit", "scope"))
+    limit = read.given("limit", _positive_int)
+    if limit is None:
+        raise ConfigError(f"{read.where}limit is missing: how many calls at once")
+    return ConcurrencyPolicy(limit, read.given("scope", _enum(LimitScope)) or LimitScope.PROCESS)
+
+
 def _cache(read: _Reader, key: str, value: Any) -> CachePolicy | None:
     read = read.subsection(key, ("enabled", "ttl", "max_entries", "path"))
     enabled = read.section.get("enabled", True)
@@ -224,7 +251,7 @@ _KEYS: dict[str, Callable[[_Reader, str, Any], Any]] = {
     "timeout": _positive,
     "max_retries": _count,
     "retry_delay": _delay,
-    "max_concurrent_calls": _positive_int,
+    "max_concurrent_calls": _concurrency,
     "calls_per_second": _positive,
     "max_arguments_chars": _positive_int,
     "max_arguments_tokens": _positive_int,

@@ -22,8 +22,8 @@ from etude.errors import ConfigError, DataError, one_line
 from etude.jsonl import JsonLines, read_json_lines
 from etude.schemas import ToolResponse
 from etude.tools.faults import CallPlace
-from etude.tools.outcome import Answer, Source
-from etude.tools.wire import answer_from_json, answer_to_json, canonical, response_from_json, response_to_json
+from etude.tools.outcome import Source, ToolResult
+from etude.tools.wire import canonical, response_from_json, response_to_json, result_from_json, result_to_json
 
 Kwargs = Mapping[str, Any]
 
@@ -51,7 +51,7 @@ class Recorder:
         place: CallPlace,
         kwargs: Kwargs,
         arguments: Kwargs,
-        answer: Answer | None,
+        answer: ToolResult | None,
         seconds: float,
         error: str = "",
     ) -> None:
@@ -73,11 +73,11 @@ class Recorder:
         *,
         kwargs: Kwargs,
         response: ToolResponse | None = None,
-        answer: Answer | None = None,
+        answer: ToolResult | None = None,
         **values: Any,
     ) -> None:
         try:
-            said = answer_to_json(answer) if answer is not None else {}
+            said = result_to_json(answer) if answer is not None else {}
             said |= {"response": response_to_json(response)} if response is not None else {}
             line = {"tool": self._tool, "event": event, "trajectory": trajectory, "kwargs": _plain(kwargs)}
             self._lines.append(line | values | said)
@@ -98,7 +98,7 @@ class RecordedCall:
 
     arguments: Kwargs
     kwargs: Kwargs
-    answer: Answer
+    answer: ToolResult
 
 
 @dataclass
@@ -155,7 +155,7 @@ def _take(instance: RecordedInstance, line: Mapping[str, Any]) -> None:
         case "execute" if line.get("error") == BROKEN:
             instance.broken_calls.add(int(line["number"]))
         case "execute":
-            answer = answer_from_json(line, Source.REPLAY)
+            answer = result_from_json(line, Source.REPLAY)
             instance.calls[int(line["number"])] = RecordedCall(dict(line["arguments"]), kwargs, answer)
         case "calc_reward":
             instance.reward, instance.reward_kwargs = float(line["reward"]), kwargs

@@ -18,7 +18,7 @@ from typing import Any, TypeVar
 
 from etude.errors import DataError
 from etude.schemas import ToolResponse
-from etude.tools.outcome import Answer
+from etude.tools.outcome import ToolResult
 from etude.tools.policy import ReplayMode, ReplayPolicy
 from etude.tools.recording import RecordedInstance, read_recording
 from etude.tools.wire import canonical, digest
@@ -75,7 +75,7 @@ class ReplayedInstance:
 
     greeting: ToolResponse
 
-    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> Answer:
+    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
         """The answer to the next call; calls are to be asked for in the order in which the model wrote them."""
         raise NotImplementedError
 
@@ -90,7 +90,7 @@ class _OrderedInstance(ReplayedInstance):
         self._calls = iter(recorded.in_order())
         self.greeting = recorded.greeting
 
-    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> Answer:
+    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
         call = next(self._calls, None)
         if call is None:
             count = len(self._recorded.calls)
@@ -111,7 +111,7 @@ class _StrictInstance(ReplayedInstance):
         self._kwargs, self._history = dict(create_kwargs), ""
         self.greeting = self._found(index.greetings, digest(self._kwargs), "create", create_kwargs)
 
-    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> Answer:
+    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
         key = digest(self._kwargs, dict(kwargs), dict(arguments))
         self._history = digest(self._history, key)
         return self._found(self._index.answers, key, "call", arguments)
@@ -149,7 +149,7 @@ class _StrictIndex:
 
     def __init__(self, instances: list[RecordedInstance]) -> None:
         self.greetings: dict[str, _Candidates[ToolResponse]] = defaultdict(_Candidates)
-        self.answers: dict[str, _Candidates[Answer]] = defaultdict(_Candidates)
+        self.answers: dict[str, _Candidates[ToolResult]] = defaultdict(_Candidates)
         self.rewards: dict[str, _Candidates[float]] = defaultdict(_Candidates)
         for instance in instances:
             history, row = "", dict(instance.kwargs)
@@ -163,7 +163,9 @@ class _StrictIndex:
 
 
 def _agree(one: object, other: object) -> bool:
-    return one.says_as(other) if isinstance(one, Answer) and isinstance(other, Answer) else one == other
+    return (
+        one.is_equivalent_to(other) if isinstance(one, ToolResult) and isinstance(other, ToolResult) else one == other
+    )
 
 
 def _shown(asked: Kwargs) -> str:

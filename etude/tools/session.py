@@ -8,7 +8,7 @@ tool that is replayed from a recording, no method is called at all.
 Order: tools named in the row are created on entry, others at their first call; a turn's calls run at the same time and
 are answered in order of appearance; on exit, running calls are stopped before their tools are released.
 
-Left to others: one tool's part in it (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolCalls`), how
+Left to others: one tool's part in it (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolRuntime`), how
 many calls a turn may make (agents), which tools a row may name (data), retrying a trajectory whose infrastructure broke
 (the rollout).
 """
@@ -28,11 +28,11 @@ from etude.registry import did_you_mean
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
-from etude.tools.calls import Attempts, Question, ToolCalls
 from etude.tools.instance import SECTIONS, ToolInstance
 from etude.tools.loop_watch import LoopWatch
 from etude.tools.outcome import BrokenCall, TextLimits, ToolOutcome, joined
 from etude.tools.policy import CallPolicy
+from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime
 from etude.tools.truncation import TokenLimit
 from etude.trace import span
 from etude.trajectory import ToolCallRecord
@@ -49,7 +49,7 @@ class _Asked(NamedTuple):
 
     call: FunctionCall
     instance: ToolInstance
-    question: Question
+    request: ToolRequest
     greets: bool
 
 
@@ -81,7 +81,7 @@ class ToolSession:
         self._tools = dict(tools)
         self._kwargs = {name: kwargs for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None}
         _check_kwargs(self._kwargs, self._tools)
-        self._calls = {name: ToolCalls.of(tool) for name, tool in self._tools.items()}
+        self._calls = {name: ToolRuntime.of(tool) for name, tool in self._tools.items()}
         self._request_id = request_id
         self._token_limit = token_limit
         self._instances: dict[str, ToolInstance] = {}
@@ -212,13 +212,13 @@ class ToolSession:
         return TextLimits(policy.max_response_chars, policy.max_response_tokens, side, self._token_limit)
 
     async def _call(self, asked: _Asked) -> ToolOutcome:
-        call, instance, question = asked.call, asked.instance, asked.question
+        call, instance, request = asked.call, asked.instance, asked.request
         greeting = await instance.ready()
         attempts = Attempts()
         started = time.perf_counter()
         with span("tool", call.name) as recorded:
             try:
-                answer = await instance.calls.answer(question, lambda: instance.execute(question, attempts), attempts)
+                answer = await instance.calls.answer(request, lambda: instance.execute(request, attempts), attempts)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
@@ -226,7 +226,7 @@ class ToolSession:
             whole = joined(greeting, answer.response) if asked.greets and not greeting.is_empty() else answer.response
             outcome = ToolOutcome(
                 call,
-                question.place.turn,
+                request.place.turn,
                 instance.shown(whole),
                 answer.reward,
                 dict(answer.metrics),
@@ -293,7 +293,7 @@ class ToolSession:
 def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: float) -> BrokenCall:
     late = isinstance(error, TimeoutError | asyncio.TimeoutError)
     record = ToolCallRecord(
-        asked.question.place.turn,
+        asked.request.place.turn,
         asked.call.name,
         asked.call.arguments,
         one_line(error),

@@ -1,4 +1,4 @@
-"""`AnswerStore`: cached answers on disk, in one SQLite file that processes share.
+"""`ResultStore`: cached answers on disk, in one SQLite file that processes share.
 
 Invariant: an entry is read whole or not at all, and is JSON: reading a file that someone else wrote executes nothing. A
 file that fails (locked, full, gone) costs its entries, never a call: the failure is logged once and the store is passed
@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 _thread = BlockingCalls("etude-cache", limit=1)  # one: SQLite writes one at a time anyway
 
 
-class AnswerStore:
+class ResultStore:
     """At most `max_entries` answers, the oldest deleted first, none older than `ttl` seconds (None: any age)."""
 
     def __init__(self, path: str | Path, max_entries: int, ttl: float | None) -> None:

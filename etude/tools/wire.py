@@ -1,6 +1,6 @@
 """Answers and arguments as JSON, for files that outlive the process: the cache's and recordings.
 
-Invariant: what `answer_from_json` gives equals what `answer_to_json` was given, images included; a value that JSON and
+Invariant: what `result_from_json` gives equals what `result_to_json` was given, images included; a value that JSON and
 PNG cannot hold is a `TypeError`, never written as something else. `canonical` gives equal texts for equal values.
 """
 
@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from etude.schemas import ToolResponse
-from etude.tools.outcome import Answer, Source
+from etude.tools.outcome import Source, ToolResult
 
 _MEDIA = ("image", "video")
 
@@ -42,7 +42,7 @@ def digest(*parts: Any) -> str:
     return hashlib.blake2b(canonical(parts).encode(), digest_size=16).hexdigest()
 
 
-def answer_to_json(answer: Answer) -> dict[str, Any]:
+def result_to_json(answer: ToolResult) -> dict[str, Any]:
     """A mapping that `json.dumps` takes.
 
     Raises:
@@ -57,14 +57,14 @@ def answer_to_json(answer: Answer) -> dict[str, Any]:
     return {key: value for key, value in record.items() if value not in (None, {})}
 
 
-def answer_from_json(record: Mapping[str, Any], source: Source) -> Answer:
+def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
     """The answer in `record`.
 
     Raises:
         KeyError, TypeError, ValueError: it holds none.
     """
     error = record.get("error")
-    return Answer(
+    return ToolResult(
         response_from_json(record.get("response", {})),
         float(record.get("reward", 0.0)),
         dict(record.get("metrics", {})),

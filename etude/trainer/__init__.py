@@ -1,1 +1,1 @@
-"""The loops that train, and what a run shows and leaves behind."""
+"""The training loops, and the events, metrics, dumps and checkpoints that they write."""

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import signal
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
 from etude.errors import TrainingStopped
+from etude.events import EventSink, Notice, ignore_event
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
@@ -32,10 +33,10 @@ class Interrupts:
     """Context manager that owns the signals; `stop` is true once one has come, and `signal_number` is the last one.
     Elsewhere than in the main thread it does nothing."""
 
-    def __init__(self, note: Callable[[str], None]) -> None:
+    def __init__(self, emit: EventSink = ignore_event) -> None:
         self.stop = False
         self.signal_number: int = signal.SIGINT
-        self._note = note
+        self._emit = emit
         self._abandonable = False
         self._held: dict[int, Any] = {}
 
@@ -56,7 +57,7 @@ class Interrupts:
             self._abandonable = False
             raise KeyboardInterrupt
         if not self.stop:
-            self._note("stopping after this step; press Ctrl-C again to abandon the step")
+            self._emit(Notice("stopping after this step; press Ctrl-C again to abandon the step"))
         self.stop = True
 
     @contextmanager

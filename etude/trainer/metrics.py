@@ -26,7 +26,7 @@ import torch
 from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
-from etude.problems import problems
+from etude.problems import find_problems
 from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
@@ -301,7 +301,7 @@ class SkippedSteps:
         """
         self._empty = self._empty + 1 if metrics.get("training/filter_groups/kept") == 0.0 else 0
         if self._empty >= _MOST_EMPTY:
-            why = "; ".join(problems(metrics).values())
+            why = "; ".join(find_problems(metrics).values())
             raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
         taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
         if not any(taken.values()):

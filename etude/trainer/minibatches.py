@@ -15,6 +15,7 @@ import numpy as np
 
 from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
+from etude.seeds import mini_batch_order
 from etude.training import balanced_partitions, count_scored
 
 _WHOLE_GROUPS = 4  # prompts a rank from which on a prompt's rows are kept together: they share its computation
@@ -37,7 +38,7 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
     members = _groups(data)
     numbers = np.arange(len(members))
     if shuffle:
-        np.random.default_rng(list(seed)).shuffle(numbers)
+        numbers = mini_batch_order(seed, len(members))
     for part in np.array_split(numbers, max(1, -(-len(members) // groups))):
         rows = [row for number in part for row in members[number]]
         if rows:

@@ -16,7 +16,6 @@ from typing import Any, Literal
 
 import torch
 
-from etude.agents import RolloutResult
 from etude.algorithms import KLController, kl_penalty, masked_mean
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
@@ -31,10 +30,11 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, results_of, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.tracking import Tracking
+from etude.trajectory import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +102,11 @@ class PPOTrainer:
             groups.rollout.update_weights(self.global_step)
 
     @property
-    def _needs_old_log_probs(self) -> bool:
-        """Whether a forward pass before the update is needed: for several updates, or for the KL in the reward."""
-        several = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size)
-        return several or self.algorithm.use_kl_in_reward
+    def _computes_log_probs(self) -> bool:
+        """Whether a forward pass before the update is needed: for several updates, or for what something else needs."""
+        several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
+        own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
+        return own or bool(needs & {"entropys", "sum_pi_squared"})
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -124,7 +125,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
+        with Interrupts(emit) as interrupts:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
@@ -240,28 +241,36 @@ class PPOTrainer:
     def _roll_out(self) -> tuple[DataProto, Metrics]:
         """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
         parts: list[DataProto] = []
-        results: list[RolloutResult] = []
+        results: list[Rollout] = []
+        baselines: list[Rollout] = []
         engine = []
         limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
         for attempt in range(limit):
-            rolled, sampling = self.rollouts.training(next(self._batches), self.global_step + 1, attempt)
-            results += results_of(rolled)
+            rows, step = next(self._batches), self.global_step + 1
+            rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
+            results += rollouts_of(rolled)
             engine.append(sampling)
+            if "reward_baselines" in self.setup.needs:
+                greedy, sampling = self.rollouts.add_baselines(rolled, rows, step, attempt)
+                baselines += greedy
+                engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
             enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
             if enough or self._passes_are_over:
                 break
-        return joined(parts), self.rollouts.figures(results) | finish_metrics(add_metrics(engine))
+        figures = self.rollouts.figures(results) | (self.rollouts.figures(baselines, "baseline") if baselines else {})
+        return joined(parts), figures | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and no
-        KL in its reward, needs none: that update's own values are the old ones."""
-        bypass = self.algorithm.rollout_correction.bypass_mode
+        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and of
+        which nothing else needs them, has none: that update's own values are the old ones."""
+        bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
+        if computes:
+            batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
+            batch = batch.union(self.groups.actor.compute_log_prob(batch))
         if bypass:
             batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
-        elif self._needs_old_log_probs:
-            batch = batch.union(self.groups.actor.compute_log_prob(batch))
-        batch.meta_info["compare_rollout"] = bypass or not self._needs_old_log_probs
+        batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
@@ -274,8 +283,8 @@ class PPOTrainer:
     def _add_advantages(self, batch: DataProto) -> Metrics:
         """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
         columns, algorithm = batch.batch, self.algorithm
-        mask, episodes = columns["response_mask"], algorithm.needs_critic
-        rewards, metrics = sequence_scores(batch, episodes=episodes), Metrics()
+        mask = columns["response_mask"]
+        rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:
             old, ref = columns["old_log_probs"].double(), columns["ref_log_prob"].double()
             penalty = torch.where(mask > 0, kl_penalty(old, ref, algorithm.kl_penalty), 0.0)
@@ -287,10 +296,7 @@ class PPOTrainer:
             algorithm.adv_estimator,
             batch,
             rewards,
-            episodes=episodes,
-            gamma=algorithm.gamma,
-            lam=algorithm.lam,
-            norm_adv_by_std_in_grpo=algorithm.norm_adv_by_std_in_grpo,
+            **algorithm.estimator_options(),
         )
         return metrics
 
@@ -361,7 +367,7 @@ class PPOTrainer:
                 self.kl.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
         self._end_with_the_passes()
-        if self.algorithm.needs_critic and not (resumption.folder / "critic").is_dir():
+        if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():
             raise ConfigError(
                 f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "
                 "one: set the estimator back, or trainer.default_local_dir for a run of its own"

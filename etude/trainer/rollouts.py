@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from etude.agents import RolloutResult, token_level_scores
+from etude.agents import token_level_scores
 from etude.agents.batch import IMAGES, rows_of, with_images
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
@@ -24,10 +24,11 @@ from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics
 from etude.options import RewardOptions
-from etude.protocol import DataProto
+from etude.protocol import DataProto, object_array
+from etude.seeds import batch_seed
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
-from etude.trajectory import StopReason, Trajectory
+from etude.trajectory import Rollout, StopReason, Trajectory
 
 Figures = dict[str, float]
 
@@ -43,26 +44,47 @@ class Rollouts:
         """`reward`: None where `policy` scores each trajectory the moment it ends, or nothing does."""
         self._setup, self._policy, self._reward = setup, policy, reward
 
-    def training(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> tuple[DataProto, Metrics]:
-        """`rollout.n` trajectories of each row, and the engine's metrics; `attempt` counts the batches of one step."""
+    def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> DataProto:
+        """Each row `rollout.n` times; `attempt` counts the batches of one step."""
         n = self._setup.roles.rollout.n
-        seed = self._seed(step, attempt)
+        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
-        if self._setup.algorithm.adv_estimator == "grpo":  # it compares a prompt's answers
-            prompts.meta_info["least_group"] = 2
-        return self._generate(prompts)
+        prompts.meta_info["least_group"] = self._setup.estimator.min_group
+        return prompts
+
+    def add_baselines(
+        self, batch: DataProto, rows: Sequence[dict[str, Any]], step: int, attempt: int
+    ) -> tuple[list[Rollout], Metrics]:
+        """Adds the object column `reward_baselines` to what `training` made of the same arguments: the total score of one
+        greedy rollout of each row, None where that was dropped. Returns those rollouts, and the engine's metrics.
+
+        Raises:
+            TrainingStopped: too large a share of them fell to infrastructure.
+        """
+        rollout, reward = self._setup.roles.rollout, self._setup.roles.reward
+        first, seed = len(rows) * rollout.n, batch_seed(rollout.seed, step, attempt)  # numbered after the trained ones
+        prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
+        prompts.meta_info |= {"step": step, "greedy": True}
+        greedy, engine = self.generate(prompts)
+        survivors(greedy, self._setup.trainer.min_valid_fraction)
+        results = rollouts_of(greedy)
+        rewards = [None if result.trajectory is None else result.trajectory.rewards for result in results]
+        totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
+        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(rollout.n)])
+        return results, engine
 
     def validation(self, dataset: RLDataset) -> DataProto:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
         seeds, whatever the batches."""
         size = self._setup.data.val_batch_size or len(dataset)
-        n, seed = self._setup.roles.rollout.val_kwargs.n, self._seed(0, 0)
+        rollout = self._setup.roles.rollout
+        n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
         parts = []
         for start in range(0, len(dataset), size):
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
             prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
-            parts.append(self._generate(prompts)[0])
+            parts.append(self.generate(prompts)[0])
         return joined(parts)
 
     def validate(self, dataset: RLDataset) -> tuple[DataProto, Figures]:
@@ -70,19 +92,17 @@ class Rollouts:
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
-        results = results_of(batch)
+        results = rollouts_of(batch)
         totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
         figures = validation_metrics(
             batch.non_tensor_batch["data_source"].tolist(),
             batch.non_tensor_batch["uid"].tolist(),
             [None if result.trajectory is None else total for result, total in zip(results, totals)],
         )
-        overall = {k: v for k, v in self.figures(results).items() if not k.startswith("tool/")}
-        figures |= {f"val/{name}": value for name, value in overall.items()}
-        return batch, figures | {"timing_s/testing": timings.seconds["testing"]}
+        return batch, figures | self.figures(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
 
-    def _generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
-        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len)."""
+    def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len). Also the engine's metrics."""
         rolled: DataProto = self._policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list a name
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
@@ -94,16 +114,17 @@ class Rollouts:
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
         return batch, engine
 
-    def figures(self, results: Sequence[RolloutResult]) -> Figures:
-        """The figures of rollouts, of one batch or several: counts of all, means over all."""
+    def figures(self, results: Sequence[Rollout], prefix: str = "") -> Figures:
+        """The figures of rollouts, of one batch or several: counts of all, means over all. With a `prefix` to their names,
+        those of tools are left out."""
         reward = self._setup.roles.reward
         trajectories = [result.trajectory for result in results if result.trajectory is not None]
         broken = [call for result in results for call in result.broken_calls]
         figures = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
-        return figures | reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-
-    def _seed(self, step: int, attempt: int) -> int:
-        return (self._setup.roles.rollout.seed * 1_000_003 + step) * 64 + attempt
+        figures |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        if not prefix:
+            return figures
+        return {f"{prefix}/{name}": value for name, value in figures.items() if not name.startswith("tool/")}
 
 
 def rollout_batch(
@@ -113,24 +134,24 @@ def rollout_batch(
     what a trajectory's random numbers follow from, beside `seed`."""
     batch = collate(rows)
     batch.pop(batch_keys=_PROMPT_TENSORS)
-    batch.non_tensor_batch["uid"] = _objects([f"{label}-{first // n + i}" for i in range(len(rows))])
+    batch.non_tensor_batch["uid"] = object_array([f"{label}-{first // n + i}" for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
-    batch.non_tensor_batch["rollout_index"] = _objects(range(first, first + len(batch)))
+    batch.non_tensor_batch["rollout_index"] = object_array(range(first, first + len(batch)))
     batch.meta_info = {"seed": seed, "validate": validate}
     return batch
 
 
-def results_of(batch: DataProto) -> list[RolloutResult]:
-    """The rollout results, one a row."""
+def rollouts_of(batch: DataProto) -> list[Rollout]:
+    """The rollouts, one a row."""
     return batch.non_tensor_batch["rollout"].tolist()
 
 
 def trajectories_of(batch: DataProto) -> list[Trajectory]:
     """The trajectories of rows that have one."""
-    return [result.trajectory for result in results_of(batch) if result.trajectory is not None]
+    return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
 
 
-def failure_metrics(results: Sequence[RolloutResult]) -> Figures:
+def failure_metrics(results: Sequence[Rollout]) -> Figures:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
     few of their group were left among them), for a long prompt, or for what the chat template does not write; of the
     others, those without a sampled token, which nothing can be learnt from, and the tools that were not released."""
@@ -147,30 +168,34 @@ def failure_metrics(results: Sequence[RolloutResult]) -> Figures:
     }
 
 
-def sequence_metrics(results: Sequence[RolloutResult]) -> Figures:
+def sequence_metrics(results: Sequence[Rollout]) -> Figures:
     """How many sequences a rollout that was not dropped left: 1 where no agent rewrote its history."""
     counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
     return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
 
 
 def survivors(batch: DataProto, min_fraction: float) -> DataProto:
-    """The rows that can be trained on: not dropped, and with at least one sampled token in the main sequence.
+    """The rows that can be trained on: not dropped, with at least one sampled token in the main sequence, and with a
+    baseline where the others have one.
 
     Raises:
         TrainingStopped: too large a share fell to infrastructure.
     """
-    results = results_of(batch)
+    results = rollouts_of(batch)
     dropped = sum(result.dropped in DROPPED for result in results)
     if 1 - dropped / len(results) < min_fraction:
         raise TrainingStopped(
             f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
             f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
         )
-    has_trajectory = torch.tensor([result.trajectory is not None for result in results])
-    return batch.select_idxs(has_trajectory & batch.batch["response_mask"].any(dim=1))
+    usable = batch.batch["response_mask"].any(dim=1)
+    usable &= torch.tensor([result.trajectory is not None for result in results])
+    if (baselines := batch.non_tensor_batch.get("reward_baselines")) is not None:
+        usable &= torch.tensor([baseline is not None for baseline in baselines.tolist()])
+    return batch.select_idxs(usable)
 
 
-def first_cause(results: Sequence[RolloutResult]) -> str:
+def first_cause(results: Sequence[Rollout]) -> str:
     """What broke the first row that infrastructure broke."""
     return next((result.cause for result in results if result.cause), "none")
 
@@ -181,7 +206,7 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
     Raises:
         DataError: a reward is not finite, or so large that nothing can be computed with it; names its row.
     """
-    width, results = batch.batch["response_mask"].shape[1], results_of(batch)
+    width, results = batch.batch["response_mask"].shape[1], rollouts_of(batch)
     scores = token_level_scores(results, width, options.tool_reward_weight, options.score_weight)
     for row, result in enumerate(results):
         if result.trajectory is not None and not bool((scores[row].abs() <= MAX_REWARD).all()):
@@ -216,7 +241,7 @@ def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, op
     """Writes every trajectory of the batch to `{folder}/{step}.jsonl`."""
     records = []
     decode = chat.tokenizer.decode
-    for row, result in zip(rows_of(batch), results_of(batch)):
+    for row, result in zip(rows_of(batch), rollouts_of(batch)):
         trajectory = result.trajectory
         if trajectory is None:
             continue
@@ -260,9 +285,3 @@ def joined(parts: Sequence[DataProto]) -> DataProto:
             tail = 0 if name == "prompts" else right
             part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
     return DataProto.concat(parts)
-
-
-def _objects(values: Any) -> np.ndarray:
-    column = np.empty(len(values), dtype=object)
-    column[:] = list(values)
-    return column

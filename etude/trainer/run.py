@@ -24,7 +24,7 @@ from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import run_lock
-from etude.trainer.rollouts import Rollouts, dump, first_cause, results_of, survivors
+from etude.trainer.rollouts import Rollouts, dump, first_cause, rollouts_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Trajectory
@@ -93,7 +93,7 @@ def evaluate(
     result = evaluation_metrics(batch, setup.roles.reward) | {"metrics": metrics}
     if not result["samples"]:
         raise EtudeError(
-            f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(results_of(batch))}"
+            f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(rollouts_of(batch))}"
         )
     if output is not None:
         with write_atomically(output) as file:
@@ -108,7 +108,7 @@ def evaluation_metrics(batch: DataProto, options: RewardOptions) -> dict[str, An
     Samples of one prompt are averaged before prompts are, and intervals count prompts; a trajectory that infrastructure
     broke is in `dropped` alone.
     """
-    pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), results_of(batch))]
+    pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch))]
     sources: dict[str, list[Pair]] = defaultdict(list)
     for source, pair in zip(batch.non_tensor_batch["data_source"].tolist(), pairs):
         sources[str(source)].append(pair)

@@ -3,9 +3,9 @@
 Until here a rollout is one row: it is counted, scored, compared with its group and filtered as one. `expanded` puts a row
 for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
 
-Credit. An estimator that compares whole answers (GRPO) sees main rows alone; what it finds a rollout worth holds for all
-of its sequences, since the same answer came of each. With a critic (GAE) every sequence is an episode of its own, whose
-last token carries the rollout's total: values are of contexts, and no context spans two sequences.
+Credit. An estimator that judges whole rollouts sees main rows alone; what it finds a rollout worth holds for all
+of its sequences, since the same answer came of each. Where its record says `episodes` (with a critic) every sequence is an
+episode of its own, whose last token carries the rollout's total: values are of contexts, and no context spans two sequences.
 
 Invariant: every sampled token is in one row; rows of a rollout share its `uid` and stand together, the main one first; a
 batch whose rollouts have one sequence each is left as it is, to the object.
@@ -18,11 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from etude.agents import RolloutResult, to_batch
+from etude.agents import to_batch
 from etude.agents.batch import IMAGES
-from etude.algorithms import compute_advantage
+from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
-from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, results_of
+from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, rollouts_of
+from etude.trajectory import Rollout
 
 
 def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
@@ -31,13 +32,13 @@ def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
     The added rows carry their rollout's object columns and no `token_level_scores`: a reward is there once.
     """
     owners, earlier = [], []
-    for row, result in enumerate(results_of(batch)):
+    for row, result in enumerate(rollouts_of(batch)):
         sampled = [sequence for sequence in result.earlier if any(sequence.response_mask)]
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
         return batch
-    added = to_batch([RolloutResult(sequence) for sequence in earlier], pad_token_id)
+    added = to_batch([Rollout([sequence]) for sequence in earlier], pad_token_id)
     added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"], dtype=torch.float64)
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name != IMAGES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
@@ -59,24 +60,25 @@ def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
     return scores + torch.where(main, 0.0, totals)[:, None] * _at_last_sampled(batch.batch["response_mask"])
 
 
-def sequence_advantages(
-    name: str, batch: DataProto, rewards: Tensor, *, episodes: bool, **options: Any
-) -> tuple[Tensor, Tensor, Tensor]:
+def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
     """Rewards as the estimator `name` saw them, advantages and returns, each (rows, response_len).
 
     Args:
-        batch: with `response_mask`, `uid`, and `values` where the estimator needs them.
+        batch: with `response_mask`, `uid`, and what the estimator needs.
         rewards: (rows, response_len), penalties included.
-        episodes: whether each sequence is an episode. If not, what `rewards` holds in a rollout's earlier sequences (the
-            penalties there) counts at the first sampled token of its main one, and earlier sequences have the advantage
-            of that token: whatever was earned came after them.
         options: of `etude.algorithms.compute_advantage`.
+
+    Where sequences are no episodes, what `rewards` holds in a rollout's earlier ones (the penalties there) counts at the
+    first sampled token of its main one, and earlier ones have the advantage of that token: whatever was earned came after
+    them.
     """
+    estimator = ADVANTAGE_ESTIMATORS.get(name)
     columns, uids = batch.batch, batch.non_tensor_batch["uid"]
-    mask, values = columns["response_mask"], columns.get("values", None)
-    if episodes or MAIN_SEQUENCE not in columns:
+    mask = columns["response_mask"]
+    needed: dict[str, Any] = {need: _column(batch, need) for need in estimator.needs}
+    if estimator.episodes or MAIN_SEQUENCE not in columns:
         found = compute_advantage(
-            name, token_level_rewards=rewards, response_mask=mask, index=uids, values=values, **options
+            name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options
         )
         return rewards, *found
     main = main_rows(batch)
@@ -91,11 +93,18 @@ def sequence_advantages(
         token_level_rewards=rewards[main],
         response_mask=mask[main],
         index=uids[main.numpy()],
-        values=None if values is None else values[main],
+        **{need: column[main] for need, column in needed.items()},
         **options,
     )
     advantages, returns = (_shared(part, first[main], main, mask) for part in found)
     return rewards, advantages, returns
+
+
+def _column(batch: DataProto, name: str) -> Tensor:
+    """A column by name: (rows, response_len), or (rows,) float64 of a column of numbers."""
+    if name in batch.batch:
+        return batch.batch[name]
+    return torch.tensor(batch.non_tensor_batch[name].tolist(), dtype=torch.float64)
 
 
 def _shared(part: Tensor, first: Tensor, main: Tensor, mask: Tensor) -> Tensor:

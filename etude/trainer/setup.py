@@ -10,10 +10,11 @@ from typing import Any
 import torch
 from omegaconf import DictConfig, OmegaConf
 
+from etude.algorithms import ADVANTAGE_ESTIMATORS, Estimator
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
-from etude.config.checks import check_names
+from etude.config.checks import check_names, check_records, effective_keys
 from etude.data import RLDataset
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
@@ -39,16 +40,23 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The checked options of a run, its tokenizer and chat template, and its groups, with what tools they have loaded."""
+    """The checked options of a run, its tokenizer and chat template, and its groups, with what tools they have loaded.
+    `needs` are the columns that estimator, loss and KL terms need beside what a rollout has."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
+    needs: frozenset[str]
     trainer: TrainerOptions
     roles: RoleOptions
     reading: Reading
     config: DictConfig
     groups: Groups
     catalogue: ToolCatalogue
+
+    @property
+    def estimator(self) -> Estimator:
+        """The advantage estimator's record."""
+        return ADVANTAGE_ESTIMATORS.get(self.algorithm.adv_estimator)
 
     @property
     def tokenizer(self) -> Any:
@@ -111,10 +119,18 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     options, roles, reading = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False)
-    groups = open_groups(roles, trains=trains, critic=trains and options.algorithm.needs_critic)
+    groups = open_groups(roles, trains=trains, critic=trains and "values" in options.needs)
     catalogue, *_ = groups.rollout.load_tools()
     setup = RunSetup(
-        options.data, options.algorithm, options.trainer, roles, reading, config, groups=groups, catalogue=catalogue
+        options.data,
+        options.algorithm,
+        options.needs,
+        options.trainer,
+        roles,
+        reading,
+        config,
+        groups=groups,
+        catalogue=catalogue,
     )
     _check_tool_messages(setup, options.data.apply_chat_template_kwargs)
     return setup
@@ -129,7 +145,10 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Reading]:
     plain = plain_config(config)
     options = to_options(TrainOptions, plain)
     policy, data, run = options.actor_rollout_ref, options.data, options.trainer
+    effective = effective_keys(options)
     register_names(options, run, policy.rollout.agent.agent_loop_config_path)
+    for line in check_records(options, effective):
+        logger.warning("%s", line)
     roles = role_options(
         options.plugins,
         run,
@@ -143,8 +162,8 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Reading]:
         reward=_reward_options(options.reward_model),
         custom_reward=options.custom_reward_function,
         chat_template_kwargs=data.apply_chat_template_kwargs,
-        actor_first_step=run.critic_warmup if options.algorithm.needs_critic else 0,
-        needs_ref=policy.actor.use_kl_loss or options.algorithm.use_kl_in_reward,
+        actor_first_step=run.critic_warmup if "values" in options.needs else 0,
+        needs_ref="ref_log_prob" in options.needs,
     )
     reading = load_reading(roles.model, data.apply_chat_template_kwargs)
     if reading.processor is not None:

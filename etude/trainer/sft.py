@@ -23,13 +23,14 @@ from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, 
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
+from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, written_whole
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.resume import find_resumption, used_values, write_config
-from etude.trainer.rollouts import first_cause, place_scores, results_of, rollout_batch, trajectories_of
+from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
 from etude.trainer.tracking import Tracking
 from etude.training import demonstrations_to_batch
@@ -164,7 +165,7 @@ class SFTTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with Interrupts(lambda text: emit(Notice(text))) as interrupts:
+        with Interrupts(emit) as interrupts:
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
@@ -243,7 +244,8 @@ class SFTTrainer:
 
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
-        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=self._trial_seed(step), validate=False)
+        seed = trial_seed(self.options.seed, step)
+        prompts = rollout_batch(list(rows), n=1, label=f"trial.{step}", seed=seed, validate=False)
         self.groups.rollout.update_weights(step)
         batch = prompts.union(self.groups.rollout.generate_sequences(prompts))
         batch.meta_info.pop("metrics", None)
@@ -251,12 +253,9 @@ class SFTTrainer:
         trajectories = trajectories_of(batch)
         if not trajectories:
             raise EtudeError(
-                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(results_of(batch))}"
+                f"all {len(batch)} trial rollouts were dropped; the first cause: {first_cause(rollouts_of(batch))}"
             )
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
-
-    def _trial_seed(self, step: int) -> int:
-        return self.options.seed * 1_000_003 + step
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""

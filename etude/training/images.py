@@ -1,7 +1,7 @@
 """The images of packed rows: rotary positions of every laid-out token, and whose features stand where.
 
 Invariant: rows share a laid-out token only if they agree on everything before it, images included, because what is laid out
-are keyed ids (see `etude.models.placed_images`). An image that several rows show is encoded once for all of them, and its
+are keyed ids (see `etude.models.image_positions`). An image that several rows show is encoded once for all of them, and its
 gradient is the sum of theirs.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from etude.errors import DataError
 from etude.images import ImageInput
-from etude.models.placed_images import PlacedImages
+from etude.models.image_positions import ImagePositions
 from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features, no_images
 from etude.protocol import DataProto
 
@@ -41,7 +41,7 @@ class PackedImages:
         return ShownImages(self.places, made.rows(self.features))
 
 
-def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[PlacedImages | None]:
+def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
     """The images of each row; None: it has none.
 
     Raises:
@@ -54,7 +54,7 @@ def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) 
     for row in rows:
         ids = batch.batch["input_ids"][row][batch.batch["attention_mask"][row].bool()].tolist()
         try:
-            placed.append(PlacedImages.of(ids, () if column is None else column[row], vision))
+            placed.append(ImagePositions.of(ids, () if column is None else column[row], vision))
         except DataError as error:
             raise DataError(f"row {row}: {error}") from error
     return placed
@@ -68,7 +68,7 @@ def check_images(batch: DataProto, config: Any) -> None:
 
 
 def packed_images(
-    placed: Sequence[PlacedImages | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
+    placed: Sequence[ImagePositions | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
 ) -> PackedImages | None:
     """The images of laid-out rows; None: there are none.
 

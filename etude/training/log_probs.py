@@ -30,6 +30,7 @@ def token_log_probs(
     finish: Finish | None = None,
     temperature: float = 1.0,
     entropy_grad: bool = False,
+    sum_pi_squared: Tensor | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution, in float32 (float64 for a float64 model).
@@ -40,6 +41,7 @@ def token_log_probs(
         finish: what the model does to its logits before that (see `etude.models.packed.logit_finish`).
         labels: (tokens,).
         entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
+        sum_pi_squared: (tokens,), filled with Σ p² over the vocabulary, without a gradient.
         chunk: tokens computed at once.
 
     Returns:
@@ -47,7 +49,7 @@ def token_log_probs(
     """
     size = chunk or max(64, _CHUNK // weight.shape[0])
     keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
-    head = _Head(finish, temperature, entropy_grad, size, keep)
+    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared)
     log_probs, entropies = _LabelLogProbs.apply(hidden, weight, bias, labels, head)
     return log_probs, entropies
 
@@ -55,9 +57,17 @@ def token_log_probs(
 class _Head:
     """What does not change from chunk to chunk."""
 
-    def __init__(self, finish: Finish | None, temperature: float, entropy_grad: bool, chunk: int, keep: bool) -> None:
+    def __init__(
+        self,
+        finish: Finish | None,
+        temperature: float,
+        entropy_grad: bool,
+        chunk: int,
+        keep: bool,
+        sum_pi_squared: Tensor | None,
+    ) -> None:
         self.finish, self.temperature, self.entropy_grad = finish, temperature, entropy_grad
-        self.chunk, self.keep = chunk, keep
+        self.chunk, self.keep, self.sum_pi_squared = chunk, keep, sum_pi_squared
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
         """The product, and what the softmax sees of it; (rows, vocabulary) both, the second at least float32."""
@@ -93,6 +103,8 @@ class _LabelLogProbs(torch.autograd.Function):
             normaliser = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # log Σ exp: the largest p is exp(max - that)
             log_probs[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - normaliser
             entropies[rows] = normaliser - torch.linalg.vecdot(probs, logits)
+            if head.sum_pi_squared is not None:
+                head.sum_pi_squared[rows] = torch.linalg.vecdot(probs, probs)
             if head.keep:
                 kept.append(probs)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)

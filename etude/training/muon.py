@@ -48,9 +48,9 @@ class Muon(torch.optim.Muon):
 
 
 def orthogonalise(matrices: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """Newton–Schulz iteration towards U Vᵀ of each matrix = U S Vᵀ; (batch, rows, columns) in and out, float32."""
+    """Newton–Schulz iteration towards U Vᵀ of each matrix = U S Vᵀ; (batch, rows, columns) in and out, at least float32."""
     a, b, c = coefficients
-    x = matrices.float()
+    x = matrices.to(torch.promote_types(matrices.dtype, torch.float32))
     tall = x.shape[1] > x.shape[2]
     if tall:
         x = x.transpose(1, 2)

@@ -17,8 +17,8 @@ import torch
 from torch import Tensor
 
 from etude.errors import DataError
+from etude.models.image_positions import ImagePositions
 from etude.models.packed import CausalSequences, packed_hidden
-from etude.models.placed_images import PlacedImages
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import PackedImages, packed_images, placed_images
@@ -171,7 +171,7 @@ def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None =
 
 def _needed_rows(
     batch: DataProto, rows: Sequence[int], vision: Vision | None
-) -> tuple[list[list[int]], list[PlacedImages | None]]:
+) -> tuple[list[list[int]], list[ImagePositions | None]]:
     index = torch.as_tensor(list(rows), dtype=torch.long)
     attention, mask = batch.batch["attention_mask"][index].bool(), batch.batch["response_mask"][index].bool()
     needed = [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]

@@ -86,7 +86,9 @@ class PolicyEngine:
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
 
-    def _forward(self, packed: PackedRows, temperature: float, entropy_grad: bool = False) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, packed: PackedRows, temperature: float, entropy_grad: bool = False, squares: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         return token_log_probs(
             packed.hidden(self.model),
@@ -96,21 +98,25 @@ class PolicyEngine:
             finish=logit_finish(self.model),
             temperature=temperature,
             entropy_grad=entropy_grad,
+            sum_pi_squared=squares,
         )
 
     @torch.no_grad()
-    def log_probs(self, batch: DataProto, temperature: float) -> tuple[Tensor, Tensor]:
-        """Log-probs and entropies (batch, response_len) on the CPU; 0 where `response_mask` is 0."""
+    def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and, if wished, Σ p² over the vocabulary, (batch, response_len) each, on the CPU; 0 where
+        `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
-        entropy = torch.zeros_like(result)
+        kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
+        shape = batch.batch["response_mask"].shape
+        result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
         for rows in micro_batches(batch, self._max_tokens, self._vision):
             packed = pack(batch, rows, self._device, self._vision)
-            values, entropies = self._forward(packed, temperature)
-            result[rows] = packed.scatter(values).cpu()
-            entropy[rows] = packed.scatter(entropies).cpu()
-        return result, entropy
+            squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
+            found = self._forward(packed, temperature, squares=squares)
+            for column, values in zip(result, found if squares is None else (*found, squares)):
+                column[rows] = packed.scatter(values).cpu()
+        return result
 
     def update(
         self,

@@ -35,7 +35,7 @@ class ValueEngine:
         """(batch, response_len) values on the CPU; 0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
-        result = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
+        result = torch.zeros(batch.batch["response_mask"].shape, dtype=self.model.head.weight.dtype)
         for rows in micro_batches(batch, self._max_tokens, self._vision):
             result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
         return result

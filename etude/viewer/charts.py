@@ -129,7 +129,7 @@ SUBJECTS = (
 )
 
 
-def charts(records: Records) -> list[Chart]:
+def draw_charts(records: Records) -> list[Chart]:
     """The charts that the records have data for, in reading order."""
     drawn = [_subject_chart(number, subject, records) for number, subject in enumerate(SUBJECTS)]
     return [chart for chart in [*drawn, _time_chart(records)] if chart is not None]

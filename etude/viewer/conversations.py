@@ -1,13 +1,12 @@
-"""Trajectories of a dump as something to read: blocks of text, each with who wrote it, and the rewards beside them.
+"""Trajectories of a dump as conversations to read: blocks of text by provenance, with the rewards between them.
 
-Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. What
-a page shows as the model's words is what the policy sampled: provenance comes from the record's segments where they
-carry text, and from message roles only where they do not.
+Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text
+is labelled as the model's only if its segment says that the policy sampled it; where segments carry no text, the whole
+response is one block without an author.
 """
 
 from __future__ import annotations
 
-import json
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -16,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from etude.dumps import dump_steps, read_rollouts
+from etude.dumps import list_dump_steps, read_rollouts
 from etude.trajectory import StopReason
 
 MAX_TEXT = 6000  # characters shown of one block
@@ -24,16 +23,15 @@ MAX_BLOCKS = 80
 MAX_SCANNED = 5000  # records searched for a prompt's second appearance
 
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
-_ROLE_KINDS = {"assistant": "sampled", "tool": "tool", "user": "prompt", "system": "prompt"}
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # would show text in another order than it was written
 _HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
 _CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
 
 
-def readable(text: str) -> str:
-    """`text` with control characters, and those that reorder what is shown, replaced; a special token that is there many
-    times in a row, as an image's placeholder is, once with its count."""
+def sanitize_text(text: str) -> str:
+    """`text` with control characters and those that change the writing direction replaced; a special token repeated many
+    times in a row, such as an image's placeholder, is written once with its count."""
     return _REPEATED.sub(_counted, text).translate(_CONTROL)
 
 
@@ -80,12 +78,12 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
     Raises:
         DataError: a dump cannot be read; names file and line.
     """
-    steps = dump_steps(folder)
+    steps = list_dump_steps(folder)
     if not steps:
         return None
     before = list(islice(read_rollouts(folder / f"{steps[0]}.jsonl"), count))
     if len(steps) == 1:
-        return Samples(folder.name, steps[0], steps[0], tuple((conversation(record), None) for record in before))
+        return Samples(folder.name, steps[0], steps[0], tuple((parse_conversation(record), None) for record in before))
     last = folder / f"{steps[-1]}.jsonl"
     again = _same_prompts(read_rollouts(last), before)
     if again:
@@ -93,7 +91,9 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
     else:
         after = [*islice(read_rollouts(last), count), *[None] * count]
         pairs = list(zip(before, after))
-    return Samples(folder.name, steps[0], steps[-1], tuple((conversation(a), conversation(b)) for a, b in pairs))
+    return Samples(
+        folder.name, steps[0], steps[-1], tuple((parse_conversation(a), parse_conversation(b)) for a, b in pairs)
+    )
 
 
 def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
@@ -102,11 +102,11 @@ def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
     Raises:
         DataError: the dump cannot be read; names file and line.
     """
-    steps = dump_steps(folder)
+    steps = list_dump_steps(folder)
     if not steps:
         return ()
     records = islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)
-    found = (conversation(record) for record in records if _has_failed(record))
+    found = (parse_conversation(record) for record in records if _has_failed(record))
     return tuple(one for one in islice(found, count) if one is not None)
 
 
@@ -135,11 +135,11 @@ def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[st
     return found
 
 
-def conversation(record: Mapping[str, Any] | None) -> Conversation | None:
+def parse_conversation(record: Mapping[str, Any] | None) -> Conversation | None:
     """A dump's record as blocks to read."""
     if record is None:
         return None
-    blocks = _segment_blocks(record) or _message_blocks(record) or _flat_blocks(record)
+    blocks = _segment_blocks(record) or _flat_blocks(record)
     if len(blocks) > MAX_BLOCKS:
         left = len(blocks) - MAX_BLOCKS
         blocks = [*blocks[:MAX_BLOCKS], Block("template", "template", f"… {left} more parts")]
@@ -154,7 +154,7 @@ def conversation(record: Mapping[str, Any] | None) -> Conversation | None:
 
 
 def _block(kind: str, text: object, label: str = "") -> Block:
-    clean = readable(str(text))
+    clean = sanitize_text(str(text))
     return Block(kind, label or _LABELS[kind], clean[:MAX_TEXT], max(len(clean) - MAX_TEXT, 0))
 
 
@@ -186,31 +186,6 @@ def _step_rewards(record: Mapping[str, Any]) -> dict[object, list[Block]]:
     return groups
 
 
-def _message_blocks(record: Mapping[str, Any]) -> list[Block]:
-    blocks: list[Block] = []
-    answered = False
-    for message in _list(record, "messages")[: MAX_BLOCKS + 1]:
-        if not isinstance(message, Mapping):
-            continue
-        role = str(message.get("role"))
-        kind = _ROLE_KINDS.get(role, "template")
-        answered = answered or kind == "sampled"
-        kind = "user" if kind == "prompt" and answered else kind
-        label = role[:20] if kind == "prompt" else ""
-        blocks.append(_block(kind, _message_text(message), label))
-    return blocks if answered else []
-
-
-def _message_text(message: Mapping[str, Any]) -> str:
-    content = message.get("content")
-    if isinstance(content, list):
-        parts = [part.get("text", f"[{part.get('type')}]") for part in content if isinstance(part, Mapping)]
-        content = "\n".join(str(part) for part in parts)
-    calls = message.get("tool_calls")
-    called = json.dumps(calls, ensure_ascii=False, indent=1) if calls else ""
-    return "\n".join(part for part in (str(content or ""), called) if part)
-
-
 def _flat_blocks(record: Mapping[str, Any]) -> list[Block]:
     return [_block("prompt", record.get("input", "")), _block("template", record.get("output", ""), "response")]
 
@@ -224,7 +199,7 @@ def _facts(record: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
         for tool, value in islice(final.items(), 8) if isinstance(final, Mapping) else ():
             yield f"{str(tool)[:60]} at the end", f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:20]
     if isinstance(record.get("gts"), (str, int, float)):
-        yield "expected", readable(str(record["gts"]))[:120]
+        yield "expected", sanitize_text(str(record["gts"]))[:120]
     yield "ended", str(record.get("stop_reason", "?")).replace("_", " ")[:40]
     mask = _list(record, "response_mask")
     if mask:

@@ -1,8 +1,8 @@
-"""`Display` and `RolloutBar`: what a person sees of a run, or of an evaluation, while it goes on.
+"""`Display` and `RolloutBar`: the live view of a run, and of an evaluation, made from its events.
 
-Invariant: showing a run never changes it: neither raises for anything that happens, and after a fault the display goes
-quiet with one log line. On a terminal it is a live panel with log records scrolling above; elsewhere it is one plain line
-a step. Nothing is shown where `console` is not among `trainer.logger`. What the panel holds is `panel`'s part.
+Invariant: watching a run never changes it: neither sink raises, and after an error the display goes quiet with one log
+line. On a terminal it is a live panel with log records scrolling above; elsewhere one line of text per step. Nothing is
+shown unless `console` is among `trainer.logger`. The panel itself is drawn in `panel`.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from rich.text import Text
 from etude.errors import EtudeError, describe_error, one_line
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
-from etude.viewer.panel import REWARD_KEYS, RunState, duration, is_validation, plain_line, render
+from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_line, is_validation, render_panel
 
 logger = logging.getLogger(__name__)
 
-_LINE_SECONDS = 5.0  # between two plain lines of steps that have little to tell, such as those of a warm-up
+_LINE_SECONDS = 5.0  # between two lines of steps without rewards, such as those of a warm-up
 _REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
 
 
@@ -54,7 +54,7 @@ class Display:
         self._options = RunOptions()
 
     def __call__(self, event: Event) -> None:
-        """Shows an event; a fault of the view silences the view instead of ending the training."""
+        """Shows an event; an error in the view silences the view instead of ending the training."""
         if isinstance(event, RunStarted):
             self._options = event.options
         if isinstance(event, RunEnded) and isinstance(self._options, TrainerOptions) and self._options.report:
@@ -99,7 +99,7 @@ class Display:
             self._live.refresh()
         elif self._enabled and (_is_telling(event) or now - self._line_printed >= _LINE_SECONDS):
             self._line_printed = now
-            self._print(plain_line(self._state))
+            self._print(format_line(self._state))
 
     def _note(self, line: str) -> None:
         with self._lock:
@@ -110,7 +110,7 @@ class Display:
     def __rich__(self) -> RenderableType:
         try:
             with self._lock:
-                return render(self._state, self._console.width)
+                return render_panel(self._state, self._console.width)
         except Exception as error:  # in the refresh thread nobody else would catch it
             return Text(f"(the view failed: {type(error).__name__})", style="dim")
 
@@ -149,13 +149,14 @@ class Display:
 
 
 def _is_telling(event: StepFinished) -> bool:
-    """Whether a step deserves a plain line whenever it comes: rewards, a validation, or the end of the run."""
+    """Whether a step always gets its line: it has rewards or a validation, or is the last."""
     names = event.metrics
     return event.step >= event.total_steps or any(key in names for key in REWARD_KEYS) or any(map(is_validation, names))
 
 
 def write_run_report(options: TrainerOptions) -> str:
-    """Writes the report of a run that has ended; returns what to say of it: a failure must hide no other error."""
+    """Writes the report of a run that has ended; returns a notice of success or failure, for a report that fails must not
+    hide the error that ended the run."""
     from etude.viewer.report import write_report  # draws charts: nothing before the end waits for them
 
     try:
@@ -170,8 +171,8 @@ def write_run_report(options: TrainerOptions) -> str:
 
 
 class RolloutBar:
-    """A sink that shows how far a rollout is that belongs to no training step, such as an evaluation's: a bar on a
-    terminal, elsewhere a line every few seconds, both on stderr."""
+    """A sink that shows the progress of an evaluation: a bar on a terminal, elsewhere a line every few seconds, both on
+    stderr."""
 
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole(stderr=True)
@@ -180,7 +181,7 @@ class RolloutBar:
         self._live: Progress | None = None
 
     def __call__(self, event: Event) -> None:
-        """Shows an event; a reader that goes away disturbs nothing."""
+        """Shows an event; a closed output is ignored."""
         with suppress(OSError):
             match event:
                 case RunStarted():
@@ -205,5 +206,7 @@ class RolloutBar:
         elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
             self._line_printed = now
             left = (now - self._began) * (total - done) / max(done, 1)
-            eta = f" · {duration(left)} left" if 10 * done >= total else ""  # the first few say little of the rest
+            eta = (
+                f" · {format_duration(left)} left" if 10 * done >= total else ""
+            )  # the first few say little of the rest
             self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)

@@ -75,7 +75,7 @@ def read_row(path: Path, row: int) -> dict[str, Any]:
     return record
 
 
-def tokens_of(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
+def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | None = None) -> Iterator[Token]:
     """The response, token by token; without a tokenizer a segment's text stands at its first token."""
     trajectory = trajectory_from_record(record)
     rewards = trajectory.token_level_scores(*_weights(record))
@@ -114,12 +114,12 @@ class Weights:
         return load_causal_lm(self.folder, dtype="float32", device="cpu").eval()
 
 
-def checks_of(
+def check_sequence(
     record: Mapping[str, Any], model: Path | Weights | None = None, tolerance: float = TOLERANCE
 ) -> list[Check]:
     """What must hold of every sequence; with `model`, the weights that sampled it or their folder, the log-probs too.
 
-    A rollout's main sequence has its rewards checked as well. `claims_of` has what must hold between sequences.
+    A rollout's main sequence has its rewards checked as well. `check_overlap` has what must hold between sequences.
 
     Raises:
         DataError: the record lacks what a trajectory is made of.
@@ -135,7 +135,7 @@ def checks_of(
     ]
 
 
-def claims_of(record: Mapping[str, Any]) -> Check | None:
+def check_overlap(record: Mapping[str, Any]) -> Check | None:
     """That no token is trained on twice, where a rollout has several sequences.
 
     Two of them may hold the same sampled tokens after the same ids only if the engine drew them twice, which ids alone
@@ -162,7 +162,7 @@ def _sampled_alike(one: Trajectory, other: Trajectory) -> int:
     return sum(first and second for _, first, second in zip(alike, *masks))
 
 
-def sampled_by(trajectory: Trajectory) -> list[int]:
+def weight_versions_of(trajectory: Trajectory) -> list[int]:
     """The versions of the weights that sampled the trajectory, ascending."""
     return sorted({version for segment in trajectory.segments for version in segment.weight_versions or ()})
 
@@ -227,7 +227,7 @@ def _rewards_add_up(record: Mapping[str, Any], trajectory: Trajectory) -> Check:
 
 def _scored_again(record: Mapping[str, Any], trajectory: Trajectory, model: Weights | None, tolerance: float) -> Check:
     statement = "a full forward pass gives the engine's log-probs"
-    versions = ", ".join(map(str, sampled_by(trajectory))) or "unknown"
+    versions = ", ".join(map(str, weight_versions_of(trajectory))) or "unknown"
     if model is None:
         return Check(statement, Verdict.SKIPPED, f"sampled by weights {versions}: name their folder with --model")
     if not any(trajectory.response_mask):

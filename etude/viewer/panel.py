@@ -1,7 +1,7 @@
-"""The panel of a live run: from what is known of it to something that Rich prints, or one line of text.
+"""The panel of a live run, drawn with Rich, and its one-line form.
 
-Invariant: pure functions of a `RunState`; every number is optional and left out where its metric is absent, whatever the
-values are something can be drawn, and no curve is longer than what was asked for. When it is shown is `display`'s part.
+Invariant: pure functions of a `RunState`. Every metric is optional, and its row is left out where it is absent; any finite
+values can be drawn; no curve is wider than asked for. When to draw is decided in `display`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from etude.problems import problems, tools_called
+from etude.problems import count_tool_calls, find_problems
 
 _CURVE_ROWS = 5
 _RECENT = 50  # steps that the time left is estimated from: more than lie between two trials of a supervised run
@@ -71,7 +71,7 @@ ROWS = (
 )
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """`4.2 s`, `3 min 20 s` or `2 h 05 min`."""
     if seconds < 59.95:
         return f"{seconds:.1f} s"
@@ -83,7 +83,7 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class RunState:
-    """What the view knows of the run; `history` maps a row's label to its finite values, oldest first."""
+    """The state that is drawn; `history` maps a row's label to its finite values, oldest first."""
 
     title: str
     total_steps: int
@@ -104,7 +104,7 @@ class RunState:
         if step > 0:  # not a validation before training
             self.seconds.append(seconds)
         for row in ROWS:
-            if (value := first_of(finite, row.keys)) is not None:
+            if (value := first_value(finite, row.keys)) is not None:
                 self.history.setdefault(row.label, []).append(value)
         found = {name: value for name, value in finite.items() if is_validation(name)}
         self.validation = found or self.validation
@@ -116,7 +116,7 @@ class RunState:
 
 
 def is_number(value: object) -> TypeGuard[float]:
-    """Whether `value` is a finite number that a float can hold (a truth value is none)."""
+    """Whether `value` is a finite number within a float's range; booleans are not numbers."""
     return isinstance(value, Real) and not isinstance(value, bool) and abs(cast(float, value)) <= sys.float_info.max
 
 
@@ -130,12 +130,12 @@ def validation_label(key: str) -> str:
     return key.removeprefix("val-core/").rpartition("/reward/")[0]
 
 
-def first_of(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
+def first_value(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
     """The value of the first key that is there."""
     return next((metrics[key] for key in keys if key in metrics), None)
 
 
-def time_split(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
+def split_time(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     """(activity, share of the step's time), largest first; what `timing_s/step` has beyond its parts is `other`."""
     parts = {name.removeprefix("timing_s/"): value for name, value in metrics.items() if name.startswith("timing_s/")}
     known = {name: value for name, value in parts.items() if name != "step" and value > 0}
@@ -147,23 +147,23 @@ def time_split(metrics: Mapping[str, float]) -> list[tuple[str, float]]:
     return [*shares, ("other", rest)] if rest > 0.005 else shares
 
 
-def plain_line(state: RunState) -> str:
+def format_line(state: RunState) -> str:
     """The newest step as one line of text."""
     parts = [f"step {state.step}/{state.total_steps}"]
     for row in ROWS:
-        if (value := first_of(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
+        if (value := first_value(state.metrics, row.keys)) is not None and (row.label != "dropped" or value > 0):
             parts.append(f"{row.short} {row.form(value)}")
     validations = [(name, value) for name, value in state.metrics.items() if is_validation(name)]
     parts += [f"{name} {_number(value)} ({state.validated})" for name, value in validations]
     if state.seconds:
-        parts.append(duration(state.seconds[-1]))
+        parts.append(format_duration(state.seconds[-1]))
     if (eta := state.eta()) is not None and state.step < state.total_steps:
-        parts.append(f"{duration(eta)} left")
-    parts += [f"! {sentence}" for sentence in problems(state.metrics).values()]
+        parts.append(f"{format_duration(eta)} left")
+    parts += [f"! {sentence}" for sentence in find_problems(state.metrics).values()]
     return " · ".join(parts)
 
 
-def render(state: RunState, width: int) -> RenderableType:
+def render_panel(state: RunState, width: int) -> RenderableType:
     """The whole panel for a terminal of `width` columns."""
     inner = max(min(width, 110) - 6, 30)
     blocks: list[RenderableType] = [_progress(state, inner)]
@@ -171,13 +171,13 @@ def render(state: RunState, width: int) -> RenderableType:
         blocks += [Text(), curves]
     if state.history:
         blocks += [Text(), _table(state, inner)]
-    if split := time_split(state.metrics):
+    if split := split_time(state.metrics):
         blocks += [Text(), _time_bar(split, inner)]
-    if tools := tools_called(state.metrics):
+    if tools := count_tool_calls(state.metrics):
         blocks.append(_tools_line(tools, state.metrics))
     if state.validation:
         blocks.append(_validation_line(state.validation, state.validated))
-    found = list(problems(state.metrics).values())
+    found = list(find_problems(state.metrics).values())
     blocks += [Text(f"! {each}", "yellow", no_wrap=True, overflow="ellipsis") for each in found[:_MAX_PROBLEMS]]
     if state.notice:
         blocks.append(Text(f"› {state.notice}", style="dim", no_wrap=True, overflow="ellipsis"))
@@ -198,9 +198,9 @@ def _progress(state: RunState, width: int) -> RenderableType:
     grid.add_column(width=8)
     grid.add_column(width=max(width - 48, 10))
     grid.add_column(no_wrap=True)
-    elapsed = duration(time.monotonic() - state.started)
+    elapsed = format_duration(time.monotonic() - state.started)
     eta = state.eta()
-    left = "" if eta is None or state.step >= state.total_steps else f" · {duration(eta)} left"
+    left = "" if eta is None or state.step >= state.total_steps else f" · {format_duration(eta)} left"
     bar = _bar(state.step, state.total_steps)
     grid.add_row(
         "step", bar, Text.assemble((f"{state.step}/{state.total_steps}", "bold"), (f" · {elapsed}{left}", "dim"))

@@ -24,7 +24,7 @@ from markupsafe import Markup
 
 from etude.errors import DataError, one_line
 from etude.jsonl import write_atomically
-from etude.problems import problems
+from etude.problems import find_problems
 from etude.run_folder import (
     COMPLETED,
     CONFIG_FILE,
@@ -34,9 +34,9 @@ from etude.run_folder import (
     read_metrics,
     read_run_record,
 )
-from etude.viewer.charts import Chart, Records, charts, series, validation_keys
-from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, readable
-from etude.viewer.panel import duration, is_number, validation_label
+from etude.viewer.charts import Chart, Records, draw_charts, series, validation_keys
+from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, sanitize_text
+from etude.viewer.panel import format_duration, is_number, validation_label
 
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
@@ -141,7 +141,7 @@ def render_page(contents: Contents) -> str:
 
 
 def _readable(value: object) -> object:
-    return readable(value) if isinstance(value, str) and not isinstance(value, Markup) else value
+    return sanitize_text(value) if isinstance(value, str) and not isinstance(value, Markup) else value
 
 
 def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents:
@@ -161,7 +161,7 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
             :MAX_HEADLINES
         ],
         facts=_facts(summary) + ran_on,
-        charts=charts(records),
+        charts=draw_charts(records),
         samples=samples,
         failures=next(filter(None, map(load_failures, folders)), ()),
         problems=_problems(records),
@@ -185,7 +185,7 @@ def _problems(records: Records) -> list[str]:
     count: Counter[str] = Counter()
     for record in steps:
         numbers = {name: float(value) for name, value in record.items() if is_number(value)}
-        for kind, sentence in problems(numbers).items():
+        for kind, sentence in find_problems(numbers).items():
             last[kind] = sentence, record["step"]
             count[kind] += 1
     return [
@@ -199,7 +199,7 @@ def _subtitle(records: Records) -> str:
     if not steps:
         return ""
     _, tokens = series(records, "perf/total_num_tokens")
-    spent = f"{len(steps)} training steps in {duration(sum(seconds))}"
+    spent = f"{len(steps)} training steps in {format_duration(sum(seconds))}"
     return f"{spent}, {sum(tokens):,.0f} tokens" if tokens else spent
 
 

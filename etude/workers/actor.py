@@ -8,7 +8,15 @@ from typing import Any
 from torch import Tensor
 
 from etude.agents.batch import IMAGES
-from etude.algorithms import agg_loss, kl_penalty, masked_mean, policy_loss, rollout_mismatch
+from etude.algorithms import (
+    POLICY_LOSSES,
+    PolicyLoss,
+    agg_loss,
+    kl_penalty,
+    masked_mean,
+    policy_loss,
+    rollout_mismatch,
+)
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
@@ -52,9 +60,11 @@ class TrainWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
-        """`old_log_probs` and `entropys` (batch, response_len) of the current weights, at meta_info's `temperature`."""
-        log_probs, entropies = self._actor.log_probs(data, data.meta_info["temperature"])
-        return DataProto.from_single_dict({"old_log_probs": log_probs, "entropys": entropies})
+        """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
+        weights, at meta_info's `temperature`."""
+        squares = bool(data.meta_info.get("sum_pi_squared"))
+        found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
+        return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -66,7 +76,7 @@ class TrainWorker(RoleWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=("old_log_probs", "rollout_log_probs", "ref_log_prob", IMAGES),
+        optional=(IMAGES, *PolicyLoss.columns),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -114,10 +124,8 @@ class TrainWorker(RoleWorker):
             advantages=columns["advantages"],
             response_mask=mask,
             loss_agg_mode=actor.loss_agg_mode,
-            clip_ratio=actor.clip_ratio,
-            clip_ratio_low=actor.clip_ratio_low,
-            clip_ratio_high=actor.clip_ratio_high,
-            clip_ratio_c=actor.clip_ratio_c,
+            **{need: columns[need] for need in POLICY_LOSSES.get(actor.policy_loss.loss_mode).needs},
+            **actor.loss_options(),
             **scaling,
         )
         metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}

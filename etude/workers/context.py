@@ -17,8 +17,8 @@ from etude.agents.interactions import load_interactions
 from etude.chat import ToolParser
 from etude.errors import ConfigError
 from etude.options import MultiTurnOptions
-from etude.tools import BaseTool, ToolCalls, load_function_tools, load_tools
-from etude.tools.calls import overrides
+from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
+from etude.tools.runtime import overrides
 from etude.trace import Tracer
 from etude.workers.options import RoleOptions
 from etude.workers.reading import Reading
@@ -97,6 +97,6 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
         for tool in load(path):
             if tool.name in tools:
                 raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
-            ToolCalls.of(tool)  # refuses limits, a schema or recordings that cannot be used
+            ToolRuntime.of(tool)  # refuses limits, a schema or recordings that cannot be used
             tools[tool.name] = tool
     return tools

@@ -6,15 +6,13 @@ import asyncio
 import logging
 from typing import Any
 
-import numpy as np
-
-from etude.agents import RolloutResult, score_result
 from etude.agents.batch import rows_of
 from etude.bounded import settle
 from etude.distributed import Dispatch, register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
-from etude.rewards import TrajectoryScorer, build_manager, load_compute_score
+from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, score_rollout
+from etude.trajectory import Rollout
 from etude.workers.options import RoleOptions
 from etude.workers.role import RoleWorker
 
@@ -51,30 +49,23 @@ class RewardWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Scores the trajectories of column `rollout`, in place of their earlier scores; returns that column."""
-        results: list[RolloutResult] = data.non_tensor_batch["rollout"].tolist()
+        rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()
         if self._scorer is not None:
-            asyncio.run(self._score_all(results, rows_of(data)))
-        column = np.empty(len(results), dtype=object)
-        column[:] = results
-        return DataProto.from_single_dict({"rollout": column})
+            asyncio.run(self._score_all(rollouts, rows_of(data), self._scorer))
+        return DataProto.from_single_dict({"rollout": rollouts})
 
-    async def _score_all(self, results: list[RolloutResult], rows: list[dict[str, Any]]) -> None:
-        scorings = [asyncio.ensure_future(self._score(result, row)) for result, row in zip(results, rows)]
+    async def _score_all(self, rollouts: list[Rollout], rows: list[dict[str, Any]], scorer: TrajectoryScorer) -> None:
+        retries, timeout = self.options.rollout.infrastructure_retries, self.options.rollout.trajectory_timeout
+        scorings = [
+            asyncio.ensure_future(
+                score_rollout(rollout, row, scorer, retries=retries, timeout=timeout, on_failure=_log_failure)
+            )
+            for rollout, row in zip(rollouts, rows)
+        ]
         try:
             await asyncio.gather(*scorings)
         finally:
             await settle(scorings)
-
-    async def _score(self, result: RolloutResult, row: dict[str, Any]) -> None:
-        assert self._scorer is not None
-        await score_result(
-            result,
-            row,
-            self._scorer,
-            retries=self.options.rollout.infrastructure_retries,
-            timeout=self.options.rollout.trajectory_timeout,
-            on_failure=_log_failure,
-        )
 
 
 def _log_failure(request_id: str, error: InfrastructureError) -> None:

@@ -84,13 +84,14 @@ class RolloutWorker(RoleWorker):
         """Rolls out each row once.
 
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
-        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`). Returns the
+        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's figures.
         """
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
-        temperature = chosen.temperature if chosen.do_sample else 0.0
+        greedy = data.meta_info.get("greedy") or not chosen.do_sample
+        temperature = 0.0 if greedy else chosen.temperature
         sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
         manager = self._manager
         assert manager is not None, "init_model() comes first"

@@ -12,7 +12,7 @@ import json
 import re
 from typing import Any
 
-from etude.agents import AgentContext, AgentLoopBase, AgentLoopOutput, AgentState
+from etude.agents import AgentContext, AgentLoopBase, AgentState
 from etude.agents import register as register_agent_loop
 from etude.chat import ParsedResponse, ToolParser
 from etude.protocol import DataProto
@@ -79,12 +79,12 @@ class AtlasAgentLoop(AgentLoopBase):
         super().__init__(trainer_config, **kwargs)
         self.lookups_left = 2
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput:
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
         """Rolls out `row`. The session creates the tools, and releases them whatever happens in here."""
         trajectory = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"]))
         if not self.prompt_fits(trajectory):
             trajectory.stop_reason = StopReason.PROMPT_TOO_LONG
-            return trajectory.to_output()
+            return trajectory
         async with ToolSession(self.tools, row.get("tools_kwargs"), request_id=row["request_id"]) as session:
             state = AgentState.GENERATING
             calls: list[FunctionCall] = []
@@ -94,7 +94,7 @@ class AtlasAgentLoop(AgentLoopBase):
                 else:
                     state = await self._look_up(trajectory, session, calls)
             trajectory.rewards.final = await session.calc_rewards()
-        return trajectory.to_output()
+        return trajectory
 
     async def _generate(
         self, trajectory: Trajectory, sampling_params: dict[str, Any]

@@ -14,6 +14,7 @@ from etude.agents import (
     ToolAgentLoop,
     TrajectoryClient,
 )
+from etude.agents.validation import check_sampled, validate_output
 from etude.chat import ChatTemplate, HermesToolParser
 from etude.inference import ScriptedEngine, TokenOutput
 from etude.models import build_tiny_tokenizer
@@ -124,9 +125,7 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
         client = TrajectoryClient(engine, "r")
         loop = loop_class(trainer_config=shared, server_manager=client, tokenizer=TOKENIZER, processor=None)
         params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
-        output = await loop.run(params, **row)
-        client.check(output)
-        return output.to_trajectory("r")
+        return validate_output(await loop.run(params, **row), client, "own", shared.options.response_length)[-1]
 
     return asyncio.run(main()), engine
 
@@ -141,6 +140,12 @@ def run(name, rows=1, script=None, tools=(), engine=None, **given):
         return await asyncio.wait_for(manager.generate(made, SAMPLING), 30)
 
     return asyncio.run(main()), engine
+
+
+def check(client, *outputs):
+    """The draws that outputs or trajectories hold; refuses what the client's engine did not draw."""
+    sequences = [each if isinstance(each, Trajectory) else each.to_trajectory(client.request_id) for each in outputs]
+    return check_sampled(sequences, client)
 
 
 class Drawn(Recorder):

@@ -4,7 +4,7 @@ import asyncio
 
 import pytest
 import torch
-from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, encode, says
+from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, check, encode, says
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -29,6 +29,14 @@ def client_after(script, prompts):
     return client
 
 
+def drawn_log_probs(client, made):
+    """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
+    found = [0.0] * len(made.response_ids)
+    for place, log_probs, _, _ in check(client, made)[0]:
+        found[place : place + len(log_probs)] = log_probs
+    return found
+
+
 def output(response, mask, prompt=PROMPT):
     return AgentLoopOutput(prompt_ids=list(prompt), response_ids=response, response_mask=mask)
 
@@ -46,10 +54,10 @@ def test_sampled_tokens_are_accepted_whole_cut_short_masked_out_or_left_out():
     one, tool, two = says("one"), encode("tool"), says("two")
     client = client_after([one, two], [PROMPT, PROMPT + one + tool])
     whole, mask = one + tool + two, [1] * len(one) + [0] * len(tool) + [1] * len(two)
-    client.check(output(whole, mask))
-    client.check(output(whole[:-2], mask[:-2]))
-    client.check(output(whole, [0] * len(one) + mask[len(one) :]))  # a turn that shall not be trained on
-    client.check(output(one, [1] * len(one)))  # the second turn was a branch not taken
+    check(client, output(whole, mask))
+    check(client, output(whole[:-2], mask[:-2]))
+    check(client, output(whole, [0] * len(one) + mask[len(one) :]))  # a turn that shall not be trained on
+    check(client, output(one, [1] * len(one)))  # the second turn was a branch not taken
 
 
 @pytest.mark.parametrize(
@@ -66,7 +74,7 @@ def test_tokens_that_were_not_sampled_there_are_refused(forge):
     one, tool, two = says("one"), encode("a tool's answer"), says("two")
     client = client_after([one, two], [PROMPT, PROMPT + one + tool])
     with pytest.raises(EtudeError, match="marked response token") as caught:
-        client.check(output(*forge(one, tool, two)))
+        check(client, output(*forge(one, tool, two)))
     assert "\n" not in str(caught.value)
 
 
@@ -74,14 +82,14 @@ def test_another_prompt_than_the_one_asked_with_is_refused():
     one = says("one")
     client = client_after([one], [PROMPT])
     with pytest.raises(EtudeError, match="marked response token 0"):
-        client.check(output(one, [1] * len(one), prompt=PROMPT[1:]))
+        check(client, output(one, [1] * len(one), prompt=PROMPT[1:]))
 
 
 def test_nobody_sampled_anything():
     client = TrajectoryClient(Recorder([]), "r")
-    client.check(output([1, 2], [0, 0]))
+    check(client, output([1, 2], [0, 0]))
     with pytest.raises(EtudeError, match="marked response token 1"):
-        client.check(output([1, 2], [0, 1]))
+        check(client, output([1, 2], [0, 1]))
 
 
 def test_missing_log_probs_are_those_of_the_engine():
@@ -93,9 +101,8 @@ def test_missing_log_probs_are_those_of_the_engine():
     one, tool = says("one"), encode("tool")
     client = TrajectoryClient(Engine([one]), "r")
     asyncio.run(client.generate(prompt_ids=PROMPT, sampling_params=PARAMS))
-    assert client.log_probs(output(one + tool, [1] * len(one) + [0] * len(tool))) == [-float(t) for t in one] + [
-        0.0
-    ] * len(tool)
+    made = output(one + tool, [1] * len(one) + [0] * len(tool))
+    assert drawn_log_probs(client, made) == [-float(t) for t in one] + [0.0] * len(tool)
 
 
 def test_media_of_other_loops_are_understood_or_refused():
@@ -170,12 +177,12 @@ def test_what_was_drawn_is_found_wherever_a_context_goes(turns, prompt, noise):
             if end > split:
                 expected[end - 1 - split] = -float(turn + 1)
     made = AgentLoopOutput(prompt_ids=whole[:split], response_ids=whole[split:], response_mask=[0] * len(expected))
-    assert client.log_probs(made) == expected
+    assert drawn_log_probs(client, made) == expected
     made.response_mask = [int(p != 0) for p in expected]
-    client.check(made)
+    check(client, made)
     for place, p in enumerate(expected):
         if p == 0:
             made.response_mask[place] = 1
             with pytest.raises(EtudeError, match=f"marked response token {place} "):
-                client.check(made)
+                check(client, made)
             break

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from etude.agents import AgentLoopManager, AgentState
 from etude.agents.environments import ENVIRONMENTS, EnvOptions, TextEnv, load_environment, register_env
-from etude.agents.groups import Groups
+from etude.agents.manager import Groups
 from etude.sandbox import RunRequest, SandboxUnavailableError
 from etude.tools.builtin.code_interpreter import SandboxFusionTool
 from etude.trajectory import Provenance, StopReason

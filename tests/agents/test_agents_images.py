@@ -6,7 +6,7 @@ import json
 
 import pytest
 import torch
-from agents_stage import Echo, call, options
+from agents_stage import Echo, call, check, options
 from hypothesis import given
 from hypothesis import strategies as st
 from vision_stage import TEMPLATE, build_vision_stage, picture
@@ -17,18 +17,18 @@ from etude.agents import (
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
-    RolloutResult,
+    Rollout,
     Sampling,
     SingleTurnAgentLoop,
     ToolAgentLoop,
     TrajectoryClient,
     to_batch,
 )
-from etude.agents import pictures as agent_pictures
-from etude.agents.answers import UNWRITABLE
+from etude.agents import images as agent_images
 from etude.agents.environments.loop import EnvAgentLoop, Environment
+from etude.agents.images import noted
 from etude.agents.interactions.simulated_user import _seen_by_the_user
-from etude.agents.pictures import noted
+from etude.agents.tool_messages import UNWRITABLE
 from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError, DataError, EngineError, EtudeError, InfrastructureError
@@ -91,11 +91,10 @@ def roll(script, tools=(), *, row=None, loop_class=ToolAgentLoop, **given):
         assert loop.processor is PROCESSOR
         params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
         output = await loop.run(params, **(ROW | (row or {})))
-        client.check(output)
+        check(client, output)
         return output
 
-    output = asyncio.run(main())
-    return output.to_trajectory("r"), engine, client
+    return asyncio.run(main()), engine, client
 
 
 def by_processor(messages, pictures, tools=None):
@@ -191,7 +190,7 @@ def test_calls_of_one_turn_are_answered_with_their_images_in_order():
     ],
 )
 def test_what_cannot_be_shown_is_said(response, text, shown, monkeypatch):
-    monkeypatch.setattr(agent_pictures, "MAX_IMAGES", 3)
+    monkeypatch.setattr(agent_images, "MAX_IMAGES", 3)
     trajectory, engine, _ = roll([says(call()), says("x")], [answering(response)])
     assert trajectory.tool_calls[0].response.startswith(text)
     assert engine.asked[1][1] == digests(A, *shown)
@@ -461,11 +460,11 @@ def test_the_same_ids_with_another_image_are_another_history():
     client = TrajectoryClient(engine, "r")
     loop = Twice(trainer_config=shared, server_manager=client, tokenizer=TOKENIZER, processor=PROCESSOR)
     outputs = asyncio.run(loop.run(SAMPLING.params(0, 50, CHAT.stop_token_ids), **ROW))
-    client.check(*outputs)
+    check(client, *outputs)
     assert [[image.digest for image in output.images] for output in outputs] == [digests(A), digests(other)]
     outputs[1].images = outputs[0].images
     with pytest.raises(EtudeError, match="an earlier sequence claims that draw"):
-        client.check(*outputs)
+        check(client, *outputs)
 
 
 def test_a_turn_that_saw_another_image_is_none_of_a_conversation():
@@ -517,19 +516,19 @@ def test_a_retry_starts_from_the_rows_images():
 def test_the_column_of_images_is_there_where_a_row_has_some():
     seen, _, _ = roll([says("x")])
     plain, _, _ = roll([says("x")], row={"raw_prompt": [{"role": "user", "content": "x"}]})
-    batch = to_batch([RolloutResult(seen), RolloutResult(plain), RolloutResult(None)], 0)
+    batch = to_batch([Rollout([seen]), Rollout([plain]), Rollout()], 0)
     column = batch.non_tensor_batch["multi_modal_inputs"].tolist()
     assert [[image.digest for image in images] for images in column] == [digests(A), [], []]
     assert batch.batch["input_ids"][0].tolist().count(NUMBER) == 4
     assert torch.equal(batch.batch["position_ids"][1], (batch.batch["attention_mask"][1].cumsum(0) - 1).clamp(min=0))
-    assert "multi_modal_inputs" not in to_batch([RolloutResult(plain)], 0).non_tensor_batch
+    assert "multi_modal_inputs" not in to_batch([Rollout([plain])], 0).non_tensor_batch
 
 
 def test_earlier_sequences_bring_their_own_images():
     seen, _, _ = roll([says("x")])
     plain, _, _ = roll([says("x")], row={"raw_prompt": [{"role": "user", "content": "x"}]})
     for main, earlier in ((seen, plain), (plain, seen)):
-        batch = to_batch([RolloutResult(main, earlier=[earlier]), RolloutResult(main)], 0)
+        batch = to_batch([Rollout([earlier, main]), Rollout([main])], 0)
         batch.batch["token_level_scores"] = torch.zeros_like(batch.batch["rollout_log_probs"], dtype=torch.float64)
         column = expanded(batch, 0).non_tensor_batch["multi_modal_inputs"].tolist()
         assert [len(images) for images in column] == [len(t.images) for t in (main, earlier, main)]

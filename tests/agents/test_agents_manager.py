@@ -11,7 +11,7 @@ from etude.agents import (
     AgentLoopBase,
     AgentLoopManager,
     AgentLoopOutput,
-    RolloutResult,
+    Rollout,
     ToolAgentLoop,
     to_batch,
     token_level_scores,
@@ -21,7 +21,7 @@ from etude.errors import ConfigError, EtudeError, InfrastructureError
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import TinyModelSpec, build_tiny_model
 from etude.schemas import FunctionCall
-from etude.trajectory import Rewards, StopReason, Trajectory
+from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
 
 ANSWER = [says(call(text="x")), says("5")]
 
@@ -51,6 +51,24 @@ def assert_balanced(engine, *tools):
 
 
 # -- results -----------------------------------------------------------------------------------------------------
+
+
+class AsGiven(AgentLoopBase):
+    """A turn with the sampling parameters as they are."""
+
+    async def run(self, sampling_params, **row):
+        made = Trajectory(row["request_id"], self.chat.initial_ids(row["raw_prompt"]))
+        drawn = await self.server_manager.generate(prompt_ids=made.prompt_ids, sampling_params=sampling_params)
+        made.append(drawn.token_ids, Provenance.SAMPLED, log_probs=drawn.log_probs)
+        made.assistant_turns += 1
+        return made.to_output()
+
+
+def test_the_sampling_parameters_that_a_loop_is_given_allow_the_longest_response(loop_named):
+    loop_named("as_given", AsGiven)
+    manager, engine = make([TOKENIZER.encode("What is 2 + 3? " * 20)], response_length=16)
+    [result] = generate(manager, rows_of(1, agent_name="as_given"))
+    assert engine.asked[0][2].max_tokens == result.trajectory.response_length == 16
 
 
 def test_one_result_a_row_in_order_whatever_order_they_end_in():
@@ -165,7 +183,7 @@ def run_of(output_of):
 @pytest.mark.parametrize(
     ("output_of", "error", "message"),
     [
-        (lambda ids: None, EtudeError, "'bad' must return an AgentLoopOutput, or several, not NoneType"),
+        (lambda ids: None, EtudeError, "'bad' must return a Trajectory or AgentLoopOutput, or several, not NoneType"),
         (lambda ids: ([*ids, 3], [1] * len(ids)), EtudeError, "'bad' returned a wrong AgentLoopOutput"),
         (lambda ids: ([*ids, 3], [1] * (len(ids) + 1)), EtudeError, "did not sample it"),
         (lambda ids: (ids + [3] * 40, [1] * len(ids) + [0] * 40), ConfigError, "than data.max_response_length=30"),
@@ -293,7 +311,7 @@ def test_a_loop_that_ignores_its_end_cannot_sample_on(loop_named):
 
     loop_named("stubborn", Stubborn)
     manager, engine = make([says("5")], trajectory_timeout=0.02, infrastructure_retries=0)
-    manager._clean_up_seconds = 0.0
+    manager.clean_up_seconds = 0.0
     (result,) = generate(manager, rows_of(1, agent_name="stubborn"))
     assert result.dropped is StopReason.INFRASTRUCTURE
     assert asked_on == ["trajectory u0/0/0 is over: nothing more is sampled for it"]
@@ -503,7 +521,7 @@ def test_cancellation_while_scoring_leaves_no_task_behind():
 
 def test_columns_of_a_batch_with_a_dropped_row():
     manager, _ = make(lambda request_id, *_: says("5" * (1 + int(request_id[1]))))
-    results = [*generate(manager, rows_of(2)), RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)]
+    results = [*generate(manager, rows_of(2)), Rollout(dropped=StopReason.INFRASTRUCTURE)]
     first, second = (r.trajectory for r in results[:2])
     first.rewards = Rewards(score=2.0, final={"echo": 1.0})
     batch = to_batch(results, pad_token_id=0)
@@ -529,13 +547,13 @@ def test_columns_of_a_batch_with_a_dropped_row():
 
 
 def test_a_batch_of_dropped_rows_only():
-    batch = to_batch([RolloutResult(None, dropped=StopReason.INFRASTRUCTURE)] * 2, pad_token_id=9)
+    batch = to_batch([Rollout(dropped=StopReason.INFRASTRUCTURE)] * 2, pad_token_id=9)
     assert batch.batch["response_mask"].sum() == 0
     assert batch.batch["prompts"].tolist() == [[9], [9]]
 
 
 def test_prompts_are_padded_on_the_left():
-    results = [RolloutResult(Trajectory("a", [4, 5])), RolloutResult(Trajectory("b", [6, 7, 8]))]
+    results = [Rollout([Trajectory("a", [4, 5])]), Rollout([Trajectory("b", [6, 7, 8])])]
     batch = to_batch(results, pad_token_id=9).batch
     assert batch["prompts"].tolist() == [[9, 4, 5], [6, 7, 8]]
     assert batch["attention_mask"].tolist() == [[0, 1, 1, 0], [1, 1, 1, 0]]

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.agents import TrajectoryClient
-from etude.agents.request_ids import RequestIds
+from etude.agents.client import RequestIds
 from etude.errors import EngineError
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import TinyModelSpec, build_tiny_model

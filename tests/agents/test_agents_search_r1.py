@@ -54,7 +54,7 @@ def rollout(script, tool):
             trainer_config=shared, server_manager=TrajectoryClient(engine, "r"), tokenizer=TOKENIZER, processor=None
         )
         params = SAMPLING.params(0, shared.options.response_length, CHAT.stop_token_ids)
-        return (await loop.run(params, raw_prompt=QUESTION, request_id="r")).to_trajectory("r")
+        return await loop.run(params, raw_prompt=QUESTION, request_id="r")
 
     return asyncio.run(main()), engine
 

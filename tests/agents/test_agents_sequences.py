@@ -7,7 +7,7 @@ from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
-from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, context, says
+from agents_stage import CHAT, QUESTION, SAMPLING, TOKENIZER, Recorder, check, context, says
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -123,7 +123,11 @@ def longer(outputs):
 @pytest.mark.parametrize(
     ("finish", "error", "message"),
     [
-        (lambda outputs: [], EtudeError, "'forgetful' must return an AgentLoopOutput, or several, not an empty list"),
+        (
+            lambda outputs: [],
+            EtudeError,
+            "must return a Trajectory or AgentLoopOutput, or several, not an empty list",
+        ),
         (lambda outputs: [None, *outputs], EtudeError, "or several, not NoneType"),
         (lambda outputs: tuple(outputs), EtudeError, "or several, not tuple"),
         (lambda outputs: rewarded(outputs, score=1.0), EtudeError, "gave sequence 0 of 2 a reward; the last one"),
@@ -257,10 +261,10 @@ def test_a_token_may_be_claimed_as_often_as_it_was_drawn(turns, picks):
         claims.update(end for end, sampled in zip(ends, mask) if sampled)
         outputs.append(AgentLoopOutput(whole[:1], whole[1:], mask))
     if all(count <= draws[end] for end, count in claims.items()):
-        client.check(*outputs)
+        check(client, *outputs)
     else:
         with pytest.raises(EtudeError, match="trained on twice"):
-            client.check(*outputs)
+            check(client, *outputs)
 
 
 # -- an output and the trajectory behind it --------------------------------------------------------------------------

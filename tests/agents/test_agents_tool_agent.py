@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import SingleTurnAgentLoop, ToolAgentLoop
-from etude.agents.answers import LEAST_TOKENS, shortened
+from etude.agents.tool_messages import LEAST_TOKENS, shortened
 from etude.chat import ToolParser
 from etude.errors import DataError, InfrastructureError
 from etude.tools import TokenLimit, ToolResponse

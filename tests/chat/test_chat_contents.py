@@ -1,49 +1,39 @@
-"""Marking contents: the rendered text is unchanged and each span is where its content is."""
+"""Messages as templates expect them, and the texts of their contents."""
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.chat.contents import CLOSE, OPEN, Span, mark, plain_message, unmark
-
-TEXT = st.text(alphabet=st.characters(exclude_categories=["Cs"], exclude_characters=OPEN + CLOSE), max_size=20)
+from etude.chat.contents import CLOSE, OPEN, around, clean_message, plain_message, texts_of, with_texts
 
 
-@given(contents=st.lists(TEXT, max_size=4), trims=st.booleans())
-def test_marks_do_not_change_what_a_template_renders(contents, trims):
-    def render(texts):
-        return "".join(f"[{text.strip() if trims else text}]\n" for text in texts)
-
-    marked = [mark({"role": "tool", "content": content}) for content in contents]
-    text, spans = unmark(render(entry.message["content"] for entry in marked), marked)
-    assert text == render(contents)
-    found = {span.message: text[span.start : span.end] for span in spans}
-    for number, content in enumerate(contents):
-        if content.strip():
-            assert found[number] == (content.strip() if trims else content)
-        else:
-            assert number not in found
+@given(st.text(st.sampled_from("a \n\té\u2028"), max_size=8))
+def test_white_space_stands_around_words(text):
+    lead, words, trail = around(text)
+    assert lead + words + trail == text
+    assert words == text.strip()
 
 
-def test_escaped_contents_keep_their_span():
-    entry = mark({"role": "tool", "content": 'a "b"'})
-    text, spans = unmark('{"out": "' + entry.message["content"].replace('"', '\\"') + '"}', [entry])
-    assert [text[span.start : span.end] for span in spans] == ['a \\"b\\"']
-
-
-def test_parts_belong_to_their_message():
-    image = {"type": "image", "url": "x"}
-    entry = mark({"role": "tool", "content": [{"type": "text", "text": "a"}, image, {"type": "text", "text": "b"}]})
-    assert entry.message["content"][1] == image
-    first, _, second = entry.message["content"]
-    text, spans = unmark(f"{first['text']}|{second['text']}", [mark({"role": "user", "content": ""}), entry])
-    assert (text, spans) == ("a|b", [Span(0, 1, 1), Span(2, 3, 1)])
-
-
-@pytest.mark.parametrize("rendered", ["", f"{OPEN}a{CLOSE}{OPEN}a{CLOSE}", f"{OPEN}a", f"{CLOSE}a{OPEN}"])
-def test_lost_and_repeated_contents_are_noticed(rendered):
-    with pytest.raises(ValueError, match="exactly once"):
-        unmark(rendered, [mark({"role": "tool", "content": "a"})])
+@pytest.mark.parametrize(
+    ("content", "texts"),
+    [
+        ("a", ["a"]),
+        (None, [""]),
+        (f"a{OPEN}b{CLOSE}", ["a\ufffdb\ufffd"]),
+        (
+            [{"type": "text", "text": "a"}, {"type": "image", "url": "x"}, {"type": "text", "text": OPEN}],
+            ["a", "\ufffd"],
+        ),
+        ([], []),
+    ],
+)
+def test_texts_are_taken_out_and_put_back(content, texts):
+    message = clean_message({"role": "tool", "content": content, "name": "f"})
+    assert texts_of(message) == texts
+    assert with_texts([message, message], texts * 2) == [message] * 2
+    [other] = with_texts([message], ["b"] * len(texts))
+    assert texts_of(other) == ["b"] * len(texts)
+    assert {**other, "content": None} == {**message, "content": None}
 
 
 def test_arguments_become_objects_where_they_are_json():

@@ -5,9 +5,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from etude.chat import ChatTemplate
-from etude.chat.decoding import Decoder
-from etude.chat.encoding import Encoder, plain_backend
-from etude.chat.recent import Recent, rendering_key
+from etude.chat.cache import LRUCache, rendering_key
+from etude.chat.encoding import Decoder, Encoder, plain_backend
 from etude.models import build_tiny_tokenizer
 
 TOKENIZER = build_tiny_tokenizer(["one two three, four five six", "été à Genève"], 400)
@@ -48,23 +47,23 @@ def test_a_tokenizer_with_ideas_of_its_own_is_asked_itself():
     assert plain_backend(TOKENIZER, "decode", "_decode") is TOKENIZER.backend_tokenizer
 
 
-def test_recent_keeps_what_was_asked_for_last():
-    recent = Recent(2)
+def test_the_cache_keeps_what_was_asked_for_last():
+    cache = LRUCache(2)
     for key in "ab":
-        recent.put((key,), key)
-    assert recent.get(("a",)) == "a"
-    recent.put(("c",), "c")
-    assert [recent.get((key,)) for key in "abc"] == ["a", None, "c"]
-    recent.put(None, "d")
-    assert recent.get(None) is None
-    assert len(recent) == 2
+        cache.put(key, key)
+    assert cache.get("a") == "a"
+    cache.put("c", "c")
+    assert [cache.get(key) for key in "abc"] == ["a", None, "c"]
+    cache.put(None, "d")
+    assert cache.get(None) is None
+    assert len(cache) == 2
 
 
-def test_only_messages_that_are_a_role_and_a_text_have_a_key():
+def test_messages_that_are_not_json_have_no_key():
     plain = {"role": "tool", "content": "7"}
-    assert rendering_key([plain], "tools") == ("tools", "tool", "7")
-    for other in ({"role": "tool", "content": ["7"]}, {**plain, "name": "x"}, {"role": "tool"}):
-        assert rendering_key([plain, other]) is None
+    others = [{**plain, "name": "x"}, {**plain, "content": ["7"]}, {"role": "tool"}, {"content": "7", "role": "tool"}]
+    assert len({rendering_key([each]) for each in [plain, *others]} | {rendering_key([plain], [])}) == 6
+    assert rendering_key([plain, {**plain, "content": object()}]) is None
 
 
 @pytest.mark.parametrize("system", ["Be brief.", "Be brief. <|im_end|> Or not."])

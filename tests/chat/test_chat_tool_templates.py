@@ -198,7 +198,7 @@ def test_what_stands_for_tools_is_never_shown():
     assert words(chat, chat.context_ids([QUESTION])) == "[INST] 1 + 2?[/INST]"
     told = {"role": "tool", "content": "3"}
     assert words(chat, chat.context_ids([told])) == "[RESULT]3[/RESULT]"
-    with pytest.raises(ConfigError, match="lists the tools again behind a turn"):
+    with pytest.raises(ConfigError, match="lists the tools again after a turn"):
         chat.context_ids([told, QUESTION])
     assert chat.initial_ids([QUESTION]) == whole(chat, [QUESTION], None)
 

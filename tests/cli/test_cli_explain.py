@@ -9,7 +9,7 @@ from etude.dumps import read_rollouts
 from etude.errors import DataError
 from etude.jsonl import json_line
 from etude.trainer.run import train
-from etude.viewer.explain import Verdict, checks_of, read_row, tokens_of
+from etude.viewer.explain import Verdict, check_sequence, list_tokens, read_row
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -33,7 +33,7 @@ def run_dir(tiny, tmp_path_factory):
 
 
 def verdicts(record, **given):
-    return [check.verdict for check in checks_of(record, **given)]
+    return [check.verdict for check in check_sequence(record, **given)]
 
 
 def doctored(record, change):
@@ -46,13 +46,13 @@ def test_a_real_trajectory_holds_every_check(run_dir):
     weights = run_dir / "global_step_1" / "actor" / "huggingface"
     for record in read_rollouts(run_dir / "rollouts" / "2.jsonl"):
         assert record["sampling"] == {"temperature": 0.8, "top_p": 0.95, "top_k": 40}
-        checks = checks_of(record, weights)
+        checks = check_sequence(record, weights)
         assert [check.verdict for check in checks] == [Verdict.HOLDS] * 5, checks
 
 
 def test_other_weights_are_told_apart(run_dir):
     record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
-    check = checks_of(record, run_dir / "global_step_2" / "actor" / "huggingface")[-1]
+    check = check_sequence(record, run_dir / "global_step_2" / "actor" / "huggingface")[-1]
     assert check.verdict is Verdict.FAILS
     assert "does the folder hold weights 1?" in check.evidence
 
@@ -82,7 +82,7 @@ def test_a_doctored_record_fails_the_check_that_names_it(run_dir, failing, chang
 
 def test_tokens_carry_mask_turn_log_prob_and_reward(run_dir):
     record = read_row(run_dir / "rollouts" / "2.jsonl", 0)
-    tokens = list(tokens_of(record))
+    tokens = list(list_tokens(record))
     assert [token.id for token in tokens] == record["response_ids"]
     assert [token.mask for token in tokens] == record["response_mask"]
     assert [token.log_prob is not None for token in tokens] == [bool(m) for m in record["response_mask"]]
@@ -139,4 +139,4 @@ def test_another_models_weights_are_refused(run_dir):
         read_row(run_dir / "rollouts" / "2.jsonl", 0), lambda r: r["segments"][0]["token_ids"].__setitem__(0, 10**6)
     )
     with pytest.raises(DataError, match="another model's"):
-        checks_of(record, run_dir / "global_step_1" / "actor" / "huggingface")
+        check_sequence(record, run_dir / "global_step_1" / "actor" / "huggingface")

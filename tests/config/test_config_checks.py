@@ -1,6 +1,7 @@
 """Values against declarations in a whole configuration: refused with the key named, or accepted; what has no effect is
 said; and what is written from the declarations is current."""
 
+import itertools
 import logging
 import math
 
@@ -10,20 +11,22 @@ from omegaconf import OmegaConf
 
 from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
-from etude.config.checks import check_names, problems_with
+from etude.config.checks import check_names, check_records, effective_keys, problems_with
 from etude.config.generate import pages, tree_files
 from etude.config.layers import flatten
+from etude.config.preflight import start_problems
 from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
 from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.serving import BUILTIN
 from etude.options.types import choices
-from etude.registry import import_object
+from etude.registry import import_object, load_plugins
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 GRPO = ("algorithm.adv_estimator=grpo",)
 TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
+COMMANDS = {"ppo_trainer": "train", "sft": "sft"}
 HOSTILE = [
     *(None, True, False, 0, 1, -1, -2, 10**30, -(10**30), 0.5, -0.5, math.nan, math.inf, -math.inf, 1e308),
     *(
@@ -66,7 +69,8 @@ def test_a_hostile_value_is_refused_with_its_key_or_accepted(root):
     raw, sources = dict(flatten(tree)), dict.fromkeys(declarations(TREES[root]), "command line")
     for key in declarations(TREES[root]):
         for value in HOSTILE:
-            _, lines = problems_with(changed(tree, key, value), raw, sources)
+            options, lines = problems_with(TREES[root], changed(tree, key, value), raw, sources)
+            assert all("\n" not in text for _, text in start_problems(options, COMMANDS[root]))
             assert all(key.rpartition(".")[2] in line and "\n" not in line for line in lines[:1]), (key, value, lines)
             numbers = value if isinstance(value, list) else [value]
             unbounded = any(
@@ -271,6 +275,71 @@ def test_what_is_declared_of_an_engine_is_what_it_says_of_itself():
     assert {name: kind_of(name) for name in BUILTIN} == BUILTIN
 
 
+OWN = """
+from etude.algorithms import register_estimator, register_policy_loss
+
+@register_estimator("checks_{number}", needs={{"values"}}, min_group=3, ties_teach=True)
+def estimator(*, token_level_rewards, values, lam, alpha=1.0):
+    return token_level_rewards, values
+
+@register_policy_loss("checks_{number}", needs={{"ref_log_prob"}})
+def loss(*, log_prob, clip_ratio_c):
+    return log_prob.sum(), {{}}
+"""
+NUMBERS = itertools.count()
+
+
+def loaded(tmp_path, *overrides: str) -> tuple[str, list[str], TrainOptions]:
+    """The name of an estimator and a loss that only plugins register, what is said once they have, and the options."""
+    name = next(NUMBERS)
+    (tmp_path / f"own{name}.py").write_text(OWN.format(number=name))
+    chosen = (f"plugins=[{tmp_path}/own{name}.py]", f"algorithm.adv_estimator=checks_{name}")
+    options = compose_with_sources("ppo_trainer", [*chosen, *overrides]).options
+    effective = effective_keys(options)
+    load_plugins(options.plugins)
+    return f"checks_{name}", check_records(options, effective), options
+
+
+@pytest.mark.parametrize(
+    ("overrides", "key", "why"),
+    [
+        ((f"{ROLLOUT}.n=2",), f"{ROLLOUT}.n=2", "compares answers to one prompt: set it to 3 or more"),
+        (("algorithm.filter_groups.enable=true",), "algorithm.filter_groups.enable=true", "do have gradients with"),
+        (
+            ("algorithm.adv_estimator_kwargs={alhpa:2}",),
+            "algorithm.adv_estimator_kwargs=",
+            "estimator has no option 'alhpa'; did you mean 'alpha'? (known: alpha)",
+        ),
+        (("algorithm.adv_estimator_kwargs={lam:1}",), "algorithm.adv_estimator_kwargs=", "'lam' is a key of its own"),
+    ],
+)
+def test_settings_are_held_against_an_estimator_of_ones_own_once_it_is_there(tmp_path, overrides, key, why):
+    with pytest.raises(ConfigError) as caught:
+        loaded(tmp_path, *overrides)
+    assert str(caught.value).startswith(key)
+    assert why in str(caught.value)
+
+
+def test_what_records_of_ones_own_need_and_read_is_known_once_they_are_there(tmp_path, caplog):
+    name, lines, options = loaded(tmp_path, "algorithm.gamma=0.9", "algorithm.lam=0.9", "critic.ppo_epochs=2")
+    assert [line.partition(" ")[0] for line in lines] == ["algorithm.gamma=0.9"]
+    assert "it applies with estimators that read it (adv_estimator=gae)" in lines[0]
+    assert caplog.messages == []  # before it was there, each might have had an effect
+    assert options.needs == {"values"}
+    chosen = [f"algorithm.adv_estimator={name}", f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.ppo_epochs=2"]
+    said = notices(caplog, *chosen, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=2", "algorithm.gamma=0.9")
+    assert [line.partition("=")[0] for line in said] == [f"{ACTOR}.clip_ratio", "algorithm.gamma"]
+    assert compose_with_sources("ppo_trainer", chosen).options.needs == {"values", "ref_log_prob"}
+
+
+def test_a_built_in_estimator_has_no_free_form_options():
+    text = refusal("algorithm.adv_estimator_kwargs={alpha:1}")
+    assert text.startswith("algorithm.adv_estimator_kwargs=")
+    assert "has no option 'alpha'" in text
+    text = refusal(f"{ACTOR}.policy_loss.loss_kwargs={{clip_ratio:1}}")
+    assert "'clip_ratio' is a key of its own" in text
+
+
 def test_closed_choices_are_those_that_the_code_knows():
     declared = {key: choices(each.hint) for key, each in declarations(TrainOptions).items()}
     ones = torch.ones(1, 1)
@@ -326,6 +395,13 @@ def test_nothing_is_said_of_what_has_an_effect(caplog):
     assert notices(caplog, *GRPO, "algorithm.gamma=1.0") == []  # what it is anyway
     for root in ("quickstart", "quickstart_sft", "gsm8k_tool", "grpo_trainer", "sft"):
         assert notices(caplog, root=root) == []
+
+
+def test_what_muon_does_not_take_of_betas_is_said(caplog):
+    [line] = notices(caplog, f"{ACTOR}.optim.name=muon", f"{ACTOR}.optim.betas=[0.8,0.9]")
+    assert line.startswith(f"{ACTOR}.optim.betas=[0.8, 0.9] (command line) has no effect on weight matrices")
+    assert len(notices(caplog, "optim.name=muon", "optim.betas=[0.8,0.9]", root="sft")) == 1
+    assert notices(caplog, f"{ACTOR}.optim.betas=[0.8,0.9]") == []
 
 
 def test_a_mini_batch_beyond_the_batch_is_said(caplog):

@@ -176,12 +176,12 @@ def test_pause_update_resume_in_the_middle_of_a_request(model):
 
     async def main():
         task = asyncio.create_task(engine.generate("a", [1, 2, 3], SamplingParams(max_tokens=40)))
-        while engine._figures.sampled_tokens < 5:
+        while engine._metrics.sampled_tokens < 5:
             await asyncio.sleep(0)
         await engine.pause()
-        before = engine._figures.sampled_tokens
+        before = engine._metrics.sampled_tokens
         await asyncio.sleep(0.05)
-        assert engine._figures.sampled_tokens == before
+        assert engine._metrics.sampled_tokens == before
         await engine.update_weights(None, version=1)
         await engine.resume()
         return await task
@@ -198,7 +198,7 @@ def test_abort_cancel_and_close_leave_the_others_alone(model):
     async def main():
         params = SamplingParams(max_tokens=60)
         tasks = [asyncio.create_task(engine.generate(f"r{i}", [1, 2, 3], params)) for i in range(5)]
-        while engine._figures.sampled_tokens < 4:
+        while engine._metrics.sampled_tokens < 4:
             await asyncio.sleep(0)
         await engine.abort("r0")
         tasks[1].cancel()
@@ -223,7 +223,7 @@ def test_abort_of_a_prefilling_leader_frees_its_followers(model):
     async def main():
         prompt = list(range(40))
         tasks = [asyncio.create_task(engine.generate(f"r{i}", prompt, SamplingParams(max_tokens=4))) for i in range(3)]
-        while engine._figures.steps < 3:
+        while engine._metrics.steps < 3:
             await asyncio.sleep(0)
         await engine.abort("r0")
         return prompt, await asyncio.gather(*tasks)

@@ -32,7 +32,7 @@ def test_asking_again_while_the_step_of_a_dropped_request_runs(model, how, other
         params = SamplingParams(max_tokens=30)
         more = [asyncio.create_task(engine.generate(f"o{i}", PROMPT, params)) for i in range(others)]
         first = asyncio.create_task(engine.generate("a", PROMPT, params))
-        await until(lambda: engine._figures.sampled_tokens >= 3 * (others + 1) and engine._stepping is not None)
+        await until(lambda: engine._metrics.sampled_tokens >= 3 * (others + 1) and engine._stepping is not None)
         if how == "abort":
             await engine.abort("a")
         else:
@@ -74,7 +74,7 @@ def test_new_weights_in_the_middle_of_a_step(model):
 
     async def main():
         task = asyncio.create_task(engine.generate("a", PROMPT, SamplingParams(max_tokens=20)))
-        await until(lambda: engine._figures.sampled_tokens >= 5 and engine._stepping is not None)
+        await until(lambda: engine._metrics.sampled_tokens >= 5 and engine._stepping is not None)
         await engine.update_weights(None, version=3)
         assert engine._stepping is None
         return await task
@@ -88,7 +88,7 @@ def test_new_weights_in_the_middle_of_a_step(model):
 def test_an_error_of_the_scheduler_fails_requests_instead_of_leaving_them_waiting(model, monkeypatch):
     engine = NativeEngine(model)
     with monkeypatch.context() as patch:
-        patch.setattr(engine, "_plan", lambda: 1 / 0)
+        patch.setattr(engine._scheduler, "plan", lambda: 1 / 0)
         with pytest.raises(EngineError, match="ZeroDivisionError"):
             asyncio.run(asyncio.wait_for(engine.generate("a", PROMPT, SamplingParams(max_tokens=3)), 30))
     out = asyncio.run(asyncio.wait_for(engine.generate("a", PROMPT, SamplingParams(max_tokens=3)), 30))

@@ -1,12 +1,12 @@
-"""A cluster in miniature for tests: one ledger, several holders, and a network that delays, loses and repeats, all on
+"""A cluster in miniature for tests: one server, several clients, and a network that delays, loses and repeats, all on
 one clock that the test moves. After every step the promises that must hold at every moment are checked."""
 
 import heapq
 import itertools
 import random
 
-from etude.limits.holder import Holder
-from etude.limits.ledger import Ledger
+from etude.limits.lease_client import LeaseClient
+from etude.limits.lease_server import LeaseServer
 from etude.limits.limit import Limit
 
 LEASE = 3.0
@@ -14,12 +14,12 @@ RECALL = 0.050  # no permit is idle for longer while somebody waits
 
 
 class Process:
-    """A holder with its link: one turn under way, one `listen` open, both said again until answered."""
+    """A client with its calls: one report under way, one that waits for news, both repeated after a failure."""
 
     def __init__(self, world, number):
         self.world, self.number = world, number
         self.names = itertools.count()
-        self.holder = Holder(world.limit, LEASE, lambda: f"p{number}.{next(self.names)}")
+        self.client = LeaseClient(world.limit, LEASE, lambda: f"p{number}.{next(self.names)}")
         self.alive, self.paused = True, False
         self.inbox = []  # what arrives while the process is stopped
         self.entered, self.served = [], []
@@ -30,8 +30,8 @@ class Process:
     def enter(self):
         ticket = (self.number, next(self.tickets))
         self.entered.append(ticket)
-        lease = self.holder.take(self.world.now)
-        self.take_in([(ticket, lease)] if lease is not None else self.holder.enter(ticket, self.world.now))
+        lease = self.client.take(self.world.now)
+        self.take_in([(ticket, lease)] if lease is not None else self.client.enter(ticket, self.world.now))
         return ticket
 
     def take_in(self, granted):
@@ -39,7 +39,7 @@ class Process:
             assert ticket not in self.in_use, "granted twice"
             assert ticket in self.entered, "granted after its cancellation"
             if self.world.limit.per_second is None:
-                assert self.world.now < self.holder._valid_until, "granted under a lease that may have expired"
+                assert self.world.now < self.client._valid_until, "granted under a lease that may have expired"
             if self.served:
                 assert ticket > self.served[-1], "served out of order"
             self.served.append(ticket)
@@ -49,29 +49,32 @@ class Process:
 
     def cancel(self, ticket):
         self.entered.remove(ticket)
-        self.take_in(self.holder.cancel(ticket, self.world.now))
+        self.take_in(self.client.cancel(ticket, self.world.now))
 
     def release(self, ticket, unused=False):
-        self.take_in(self.holder.release(self.in_use.pop(ticket), self.world.now, unused))
+        self.take_in(self.client.release(self.in_use.pop(ticket), self.world.now, unused))
 
     def speak(self):
-        if self.speaking or self.paused or not self.alive:
+        if self.paused or not self.alive:
             return
-        turn = self.holder.next_turn()
-        if turn is not None:
+        if not self.speaking and self.client.has_news:
             self.speaking = True
-            self.world.send(self, turn)
-        if not self.listening and self.holder.introduced:
+            self.world.send(self, self.client.report(self.world.now), 0.0)
+        if not self.listening and self.client.known:
             self.listening = True
-            self.world.send(self, self.holder.farewell() if self.holder.is_quiet else None)
+            quiet, now = self.client.is_quiet, self.world.now
+            report = self.client.leave(now) if quiet else self.client.report(now)
+            self.world.send(self, report, 0.0 if quiet else LEASE / 3)
 
-    def hear(self, turn, reply, sent_at):
-        if turn is None or turn.leaves:
+    def hear(self, seconds, leaves, reply, sent_at):
+        if seconds or leaves:
             self.listening = False
         else:
             self.speaking = False
+        if reply is None and not leaves:
+            self.client.has_news = True
         if reply is not None:
-            self.take_in(self.holder.hear(reply, turn, sent_at, self.world.now))
+            self.take_in(self.client.hear(reply, sent_at, self.world.now))
         self.speak()
 
     def resume(self):
@@ -83,21 +86,20 @@ class Process:
 
     def usable(self):
         """Leases that this process would still work under."""
-        if not self.alive or self.world.now >= self.holder._valid_until:
+        if not self.alive or self.world.now >= self.client._valid_until:
             return 0
-        return self.holder.held + self.holder.idle
+        return self.client.held + self.client.idle
 
 
 class World:
-    """The clock, the network, the ledger."""
+    """The clock, the network, the server."""
 
     def __init__(self, limit: Limit, processes: int, seed: int, delay=0.01, loss=0.0):
         self.limit, self.now, self.chance = limit, 0.0, random.Random(seed)
         self.delay, self.loss = delay, loss
-        self.keepers = itertools.count()
-        self.ledger = Ledger(limit, LEASE, f"k{next(self.keepers)}", 0.0)
+        self.server = LeaseServer(limit, LEASE, 0.0)
         self.queue, self.order = [], itertools.count()
-        self.listeners = {}
+        self.polls = {}  # client → the version it knows, and how to answer it
         self.restarts = 0
         self.idle_since = {}
         self.processes = [Process(self, number) for number in range(processes)]
@@ -109,40 +111,36 @@ class World:
     def travel(self):
         return self.chance.uniform(0.0, self.delay)
 
-    def send(self, process, turn):
-        """One call: it may be lost on its way there or on its way back, and is then tried again by the link."""
-        sent_at, name, heard = self.now, process.holder.name, process.holder.heard
+    def send(self, process, report, seconds):
+        """One call: it may be lost on its way there or on its way back, and is then repeated by the process."""
+        sent_at = self.now
         lost_there, lost_back = self.chance.random() < self.loss, self.chance.random() < self.loss
 
         def fail():
-            self.arrive(process, (turn, None, sent_at))
+            self.arrive(process, (seconds, report.leaves, None, sent_at))
 
         def answer(reply):
             if lost_back:
                 self.later(0.1, fail)
             else:
-                self.later(self.travel(), lambda: self.arrive(process, (turn, reply, sent_at)))
+                self.later(self.travel(), lambda: self.arrive(process, (seconds, report.leaves, reply, sent_at)))
 
-        def at_keeper():
+        def at_server():
             if lost_there:
                 return self.later(0.1, fail)
-            if turn is not None:
-                answer(self.ledger.turn(turn, self.now))
+            reply = self.server.hear(report, self.now)
+            if seconds and reply.known and reply.version == report.version:
+                poll = self.polls[report.client] = (report.version, answer)
+                self.later(seconds, lambda: self.polls.get(report.client) is poll and self.wake(report.client))
             else:
-                reply = self.ledger.listen(name, heard, self.now)
-                if reply.events or not reply.known:
-                    answer(reply)
-                else:
-                    self.listeners[name] = answer
-                    self.later(LEASE / 3, lambda: self.listeners.get(name) is answer and self.wake(name))
-            self.settle()
+                answer(reply)
+            self.publish()
 
-        self.later(self.travel(), at_keeper)
+        self.later(self.travel(), at_server)
 
     def wake(self, name):
-        answer = self.listeners.pop(name, None)
-        if answer is not None:
-            answer(self.ledger.unheard(name))
+        _, answer = self.polls.pop(name)
+        answer(self.server.reply(name))
 
     def arrive(self, process, arguments):
         if not process.alive:
@@ -152,31 +150,32 @@ class World:
         else:
             process.hear(*arguments)
 
-    def settle(self):
-        """After the ledger did something: news leaves at once, and it is called again when something is due."""
-        for name in list(self.ledger.fresh):
-            self.wake(name)
-        self.ledger.fresh.clear()
-        due, ledger = self.ledger.next_event(), self.ledger
+    def publish(self):
+        """After the server did something: news leaves at once, and it is called again when something is due."""
+        for name, (version, _) in list(self.polls.items()):
+            reply = self.server.reply(name)
+            if not (reply.known and reply.version == version):
+                self.wake(name)
+        due, server = self.server.next_event(), self.server
         if due is not None:
-            self.later(max(0.0, due - self.now) + 1e-9, lambda: ledger is self.ledger and self._advance())
+            self.later(max(0.0, due - self.now) + 1e-9, lambda: server is self.server and self._advance())
 
     def _advance(self):
-        due = self.ledger.next_event()
+        due = self.server.next_event()
         if due is not None and due <= self.now:
-            self.ledger.advance(self.now)
-            self.settle()
+            self.server.advance(self.now)
+            self.publish()
 
     def _tidy(self):
         for process in self.processes:
             if process.alive and not process.paused:
-                process.take_in(process.holder.advance(self.now))
+                process.take_in(process.client.advance(self.now))
         self.later(0.25, self._tidy)
 
-    def restart_keeper(self):
+    def restart_server(self):
         """The actor was lost, and started again with no memory."""
-        self.ledger = Ledger(self.limit, LEASE, f"k{next(self.keepers)}", self.now, settling=True)
-        for name in list(self.listeners):
+        self.server = LeaseServer(self.limit, LEASE, self.now, settling=True)
+        for name in list(self.polls):
             self.wake(name)
         self.restarts += 1
 
@@ -190,28 +189,29 @@ class World:
         self.check()
 
     def check(self):
-        n = self.limit.max_concurrent
+        n, info = self.limit.max_concurrent, self.server.info()
+        clients = self.server._clients.values()
         if n is not None:
-            assert self.ledger.held <= n
+            assert info.held <= n
             assert sum(process.usable() for process in self.processes) <= n
-        assert sum(self.ledger._waiting.values()) == self.ledger.waiting
-        assert sum(len(owner.leases) for owner in self.ledger._owners.values()) == self.ledger.held
+        assert sum(len(client.places) for client in clients) == info.waiting
+        assert sum(client.granted - client.returned for client in clients) == info.held
         if not self.restarts:
             self._check_books()
         self._check_idle()
 
     def _check_books(self):
-        """What a process works under is in the ledger, under its name."""
+        """What a process works under is on the server's books, under its name."""
         for process in self.processes:
             if process.usable():
-                held = process.holder._busy | {lease for lease, _ in process.holder._idle}
-                assert held <= self.ledger._owners[process.holder.name].leases
+                client = self.server._clients[process.client.name]
+                assert process.client.held + process.client.idle <= client.granted - client.returned
 
     def _check_idle(self):
         """Only of processes that are well and messages that are not lost: a stopped process can return nothing."""
         for process in self.processes:
-            others = any(name != process.holder.name for name, _ in self.ledger._queue)
-            if process.alive and not process.paused and process.holder.idle and others:
+            others = any(client.name != process.client.name for client in self.server._queue.values())
+            if process.alive and not process.paused and process.client.idle and others:
                 since = self.idle_since.setdefault(process.number, self.now)
                 assert self.loss or self.now - since <= RECALL, "a permit lies idle while somebody waits"
             else:

@@ -1,4 +1,4 @@
-"""The ledger and its holders, over a network that delays, loses and repeats, through pauses, deaths and restarts."""
+"""The server and its clients, over a network that delays, loses and repeats, through pauses, deaths and restarts."""
 
 import random
 
@@ -7,10 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits_stage import LEASE, World
 
-from etude.limits.holder import IDLE_SECONDS, Holder
-from etude.limits.ledger import MAX_BATCH, Ledger
+from etude.limits.lease_client import IDLE_SECONDS, LeaseClient
+from etude.limits.lease_server import MAX_BATCH, LeaseServer, Reply, Report
 from etude.limits.limit import Limit
-from etude.limits.messages import Grant, Refused, Reply, Turn
 
 HEALTHY = ("enter",) * 6 + ("release",) * 4 + ("cancel", "cancel", "unused")
 FRAIL = (*HEALTHY, "pause", "pause", "resume", "resume", "kill")
@@ -51,7 +50,7 @@ def act(world, schedule):
         elif what == "kill" and sum(p.alive for p in world.processes) > 1:
             process.alive = False
         elif what == "restart":
-            world.restart_keeper()
+            world.restart_server()
         world.run(pause)
 
 
@@ -70,8 +69,9 @@ def drain(world):
         world.run(0.02)
     assert not any(process.entered for process in left), "a waiter was never served"
     world.run(3 * LEASE + 2 * IDLE_SECONDS)
-    assert world.ledger.held == world.ledger.waiting == 0
-    assert all(process.holder.held == process.holder.idle == process.holder.waiting == 0 for process in left)
+    info = world.server.info()
+    assert info.held == info.waiting == 0
+    assert all(process.client.held == process.client.idle == process.client.waiting == 0 for process in left)
 
 
 @given(limits, st.integers(1, 4), st.integers(0, 99), schedules(HEALTHY))
@@ -89,7 +89,7 @@ def test_through_pauses_and_deaths(limit, n, seed, schedule):
 
 
 @given(limits, st.integers(2, 4), st.integers(0, 99), schedules(LOSSY))
-def test_through_lost_messages_and_a_keeper_that_forgets(limit, n, seed, schedule):
+def test_through_lost_messages_and_a_server_that_forgets(limit, n, seed, schedule):
     world = World(limit, n, seed, loss=0.2)
     act(world, schedule)
     drain(world)
@@ -105,187 +105,220 @@ def test_through_long_histories(seed):
     drain(world)
 
 
-LIMIT = Limit(max_concurrent=1)
+ONE = Limit(max_concurrent=1)
 
 
-def told(reply):
-    return [(type(event).__name__, *list(vars(event).values())[1:]) for event in reply.events]
+class Told:
+    """A client's reports to a server, written by hand."""
+
+    def __init__(self, server, name):
+        self.server, self.name = server, name
+        self.state = {"version": 0, "granted": 0, "returned": 0, "unused": 0, "waiting": 0, "in_force": True}
+        self.number = 0
+
+    def report(self, now=0.0, number=None, leaves=False, **state):
+        self.state |= state
+        self.number = self.number + 1 if number is None else self.number
+        return self.server.hear(Report(self.name, number or self.number, **self.state, leaves=leaves), now)
 
 
-def leases(reply):
-    return [event.lease for event in reply.events if isinstance(event, Grant)]
+def test_places_are_served_in_the_order_in_which_they_were_asked_for():
+    server = LeaseServer(ONE, LEASE, 0.0)
+    a, b = Told(server, "a"), Told(server, "b")
+    assert a.report(waiting=2).granted == 1
+    assert b.report(waiting=1).granted == 0
+    a.report(granted=1, waiting=2)
+    a.report(returned=1)
+    assert (server.reply("a").granted, server.reply("b").granted) == (2, 0), "a's second place is older than b's"
+    a.report(granted=2, returned=2, waiting=1)
+    assert (server.reply("a").granted, server.reply("b").granted) == (2, 1), "a's third is younger"
 
 
-def test_requests_are_granted_in_the_order_in_which_they_arrive():
-    ledger = Ledger(LIMIT, LEASE, "k", 0.0)
-    ledger.turn(Turn("a", 1, 0, requests=(1, 2)), 0.0)
-    ledger.turn(Turn("b", 1, 0, requests=(1,)), 0.0)
-    ledger.turn(Turn("a", 2, 0, requests=(3,)), 0.0)
-    order = []
-    turn = {"a": 2, "b": 1}
-    for _ in range(4):
-        for name in ("a", "b"):
-            for lease in leases(ledger.unheard(name)):
-                if lease in ledger._owners[name].leases:
-                    order.append(name)
-                    turn[name] += 1
-                    ledger.turn(Turn(name, turn[name], 0, releases=((lease, False),)), 0.0)
-                    break
-    assert order == ["a", "a", "b", "a"]
+def test_a_report_that_comes_twice_or_late_counts_once():
+    server = LeaseServer(Limit(max_concurrent=4, per_second=1, burst=2), LEASE, 0.0)
+    a = Told(server, "a")
+    assert a.report(waiting=1) == a.report(number=1)
+    a.report(granted=1, returned=1, unused=1, waiting=2)
+    assert a.report(number=2).granted == 3, "the token that was put back came back once"
+    info = server.info()
+    assert (info.held, info.waiting) == (2, 0)
+    late = server.hear(Report("a", 1, 0, 0, 0, 0, 3, True), 0.0)
+    assert (late.granted, server.info().waiting) == (3, 0)
 
 
-def test_a_turn_that_arrives_twice_counts_once():
-    ledger = Ledger(Limit(max_concurrent=4, per_second=1, burst=2), LEASE, "k", 0.0)
-    first = Turn("a", 1, 0, requests=(1,))
-    assert ledger.turn(first, 0.0) == ledger.turn(first, 0.0)
-    assert (ledger.held, ledger.waiting) == (1, 0)
-    back = Turn("a", 2, 1, requests=(2,), releases=((f"{ledger.keeper}-1", True),))
-    assert ledger.turn(back, 0.0) == ledger.turn(back, 0.0)
-    assert (ledger.held, ledger.waiting) == (1, 0)
-    assert ledger.turn(Turn("a", 3, 2, requests=(3, 4)), 0.0).events[0].request == 3
-    assert ledger.waiting == 1, "the token that was put back came back once"
+def test_what_is_granted_and_not_heard_of_is_not_asked_for_again():
+    server = LeaseServer(ONE, LEASE, 0.0)
+    a, b = Told(server, "a"), Told(server, "b")
+    a.report(waiting=1)
+    assert a.report(waiting=1).granted == 1
+    assert server.info().waiting == 0
+    a.report(waiting=2)
+    b.report(waiting=1)
+    a.report(waiting=1)
+    assert server.info().waiting == 1, "who leaves the queue takes the youngest place along"
+    a.report(granted=1, returned=1, waiting=0)
+    assert server.reply("b").granted == 1
 
 
 def test_batches_are_for_when_nobody_waits():
-    ledger = Ledger(Limit(max_concurrent=400), LEASE, "k", 0.0)
-    assert len(leases(ledger.turn(Turn("a", 1, 0, requests=(1,)), 0.0))) == 1 + MAX_BATCH
-    small = Ledger(Limit(max_concurrent=5), LEASE, "k", 0.0)
-    assert len(leases(small.turn(Turn("a", 1, 0, requests=(1,)), 0.0))) == 1 + 2
-    assert len(leases(small.turn(Turn("b", 1, 0, requests=(1, 2, 3)), 0.0))) == 2
-    assert small.waiting == 1
-    rated = Ledger(Limit(max_concurrent=50, per_second=100), LEASE, "k", 0.0)
-    assert len(leases(rated.turn(Turn("a", 1, 0, requests=(1,)), 0.0))) == 1
+    def granted(limit, **state):
+        return Told(LeaseServer(limit, LEASE, 0.0), "a").report(**state).granted
+
+    assert granted(Limit(max_concurrent=400), waiting=1) == 1 + MAX_BATCH
+    assert granted(Limit(max_concurrent=5), waiting=1) == 1 + 2
+    assert granted(Limit(max_concurrent=5), waiting=7) == 5
+    assert granted(Limit(max_concurrent=50, per_second=100), waiting=1) == 1
+    assert granted(Limit(max_concurrent=50), waiting=0) == 0
 
 
-def test_whoever_keeps_permits_hears_when_another_waits_and_when_not_any_more():
-    ledger = Ledger(Limit(max_concurrent=2), LEASE, "k", 0.0)
-    ledger.turn(Turn("a", 1, 0, requests=(1, 2)), 0.0)
-    ledger.turn(Turn("b", 1, 0, requests=(1,)), 0.0)
-    assert told(ledger.listen("a", 2, 0.0)) == [("Crowded", True)]
-    assert told(ledger.listen("b", 0, 0.0)) == []
-    ledger.turn(Turn("b", 2, 0, cancels=(1,)), 0.0)
-    assert told(ledger.listen("a", 2, 0.0)) == [("Crowded", True), ("Crowded", False)]
+def test_clients_hear_when_others_wait_and_when_not_any_more():
+    server = LeaseServer(Limit(max_concurrent=2), LEASE, 0.0)
+    a, b = Told(server, "a"), Told(server, "b")
+    assert not a.report(waiting=2).crowded
+    before = server.reply("a").version
+    assert not b.report(waiting=1).crowded
+    assert server.reply("a").crowded
+    assert server.reply("a").version > before
+    b.report(waiting=0)
+    assert not server.reply("a").crowded
 
 
-def test_a_silent_holder_loses_its_leases_and_an_unheard_answer_is_no_sign_of_life():
-    ledger = Ledger(LIMIT, LEASE, "k", 0.0)
-    ledger.turn(Turn("a", 1, 0, requests=(1,)), 0.0)
-    ledger.turn(Turn("b", 1, 0, requests=(1,)), 1.0)
-    ledger.unheard("a")
-    assert ledger.next_event() == LEASE
-    ledger.advance(LEASE)
-    assert leases(ledger.unheard("b")) == ["k-2"]
-    assert not ledger.listen("a", 0, LEASE).known
+def test_a_silent_client_loses_its_leases_and_a_reply_is_no_sign_of_life():
+    server = LeaseServer(ONE, LEASE, 0.0)
+    a, b = Told(server, "a"), Told(server, "b")
+    a.report(waiting=1)
+    b.report(1.0, waiting=1)
+    server.reply("a")
+    assert server.next_event() == LEASE
+    server.advance(LEASE)
+    assert server.reply("b").granted == 1
+    assert not a.report(LEASE, granted=1, returned=1).known, "it cannot return what is another's"
+    assert server.info().held == 1
+    assert not Told(server, "c").report(LEASE, granted=1).known, "nor claim what it was never granted"
 
 
-def test_a_resumed_holder_cannot_release_the_lease_of_another():
-    ledger = Ledger(LIMIT, LEASE, "k", 0.0)
-    (stale,) = leases(ledger.turn(Turn("a", 1, 0, requests=(1,)), 0.0))
-    (fresh,) = leases(ledger.turn(Turn("b", 1, 0, requests=(1,)), LEASE))
-    for name in (stale, fresh):
-        assert not ledger.turn(Turn("a", 2, 1, releases=((name, False),)), LEASE).known
-        ledger.turn(Turn(f"a-again-{name}", 1, 0, releases=((name, False),)), LEASE)
-    assert ledger.held == 1
-    assert not leases(ledger.turn(Turn("c", 1, 0, requests=(1,)), LEASE))
+def test_who_leaves_gives_everything_back_at_once():
+    server = LeaseServer(ONE, LEASE, 0.0)
+    a, b = Told(server, "a"), Told(server, "b")
+    a.report(waiting=3)
+    b.report(waiting=1)
+    a.report(leaves=True)
+    assert server.reply("b").granted == 1
+    assert (server.info().held, server.info().waiting, server.info().clients) == (1, 0, 1)
+    assert not a.report().known
 
 
-def test_who_leaves_gives_back_everything_at_once():
-    ledger = Ledger(LIMIT, LEASE, "k", 0.0)
-    ledger.turn(Turn("a", 1, 0, requests=(1, 2, 3)), 0.0)
-    ledger.turn(Turn("b", 1, 0, requests=(1,)), 0.0)
-    ledger.turn(Turn("a", 2, 0, leaves=True), 0.0)
-    assert leases(ledger.unheard("b"))
-    assert (ledger.held, ledger.waiting, ledger.owners) == (1, 0, 1)
+def test_a_server_that_lost_its_memory_takes_over_the_leases_that_are_out():
+    server = LeaseServer(Limit(max_concurrent=2), LEASE, 10.0, settling=True)
+    a, b, c = Told(server, "a"), Told(server, "b"), Told(server, "c")
+    assert b.report(10.0, waiting=2).granted == 0, "nothing is granted while others may still come forward"
+    a.number = c.number = 7
+    assert a.report(10.5, version=9, granted=5, returned=4).version > 9
+    assert server.info().held == 1
+    assert not c.report(10.5, granted=2).known, "that would be three"
+    assert not c.report(10.5, granted=1, in_force=False).known, "that may have expired before"
+    assert c.report(10.5, in_force=True).known
+    for client in (a, b):
+        assert client.report(12.0).granted == client.state["granted"]
+    server.advance(10.0 + LEASE)
+    assert server.info().held == 2
+    server.advance(10.5 + LEASE)  # c was not heard of again
+    assert (server.info().held, server.reply("b").granted) == (2, 1)
+    assert not a.report(10.6 + LEASE, granted=6).known, "too late to come forward"
+    assert server.reply("b").granted == 2
 
 
-def test_a_keeper_that_lost_its_memory_waits_for_the_leases_that_are_out():
-    ledger = Ledger(Limit(max_concurrent=2), LEASE, "new", 10.0, settling=True)
-    assert not ledger.listen("a", 7, 10.0).known
-    ledger.turn(Turn("b", 1, 0, requests=(1, 2)), 10.0)
-    assert ledger.waiting == 2, "nothing is granted while holders may still come forward"
-    assert told(ledger.turn(Turn("a2", 1, 0, adopt=("old-1",)), 10.5)) == [("Crowded", True)]
-    assert told(ledger.turn(Turn("c2", 1, 0, adopt=("old-2", "old-3")), 10.5))[0] == ("Refused", "old-3")
-    ledger.listen("a2", 0, 12.0)
-    ledger.listen("b", 0, 12.0)
-    ledger.advance(10 + LEASE)
-    assert ledger.held == 2
-    ledger.advance(10.5 + LEASE)  # c2 was not heard of again
-    assert len(leases(ledger.unheard("b"))) == 1
-    late = ledger.turn(Turn("d2", 1, 0, adopt=("old-4",)), 10.6 + LEASE)
-    assert ("Refused", "old-4") in told(late)
-
-
-def introduced(limit=LIMIT):
-    """A holder that a keeper knows, at time 0."""
+def client_of(limit=ONE, **granted):
+    """A client that has sent a report at time 0 and heard `granted` in return."""
     names = iter("abcdefgh")
-    holder = Holder(limit, LEASE, lambda: next(names))
-    holder.enter("first", 0.0)
-    turn = holder.next_turn()
-    holder.cancel("first", 0.0)
-    holder.hear(Reply("k", "a", True), turn, 0.0, 0.0)
-    holder.hear(Reply("k", "a", True), holder.next_turn(), 0.0, 0.0)
-    assert holder.is_quiet
-    return holder
+    client = LeaseClient(limit, LEASE, lambda: next(names))
+    client.enter("first", 0.0)
+    client.report(0.0)
+    served = client.hear(Reply("a", True, 1, **granted), 0.0, 0.0)
+    return client, served
 
 
-def test_a_request_that_was_cancelled_is_cancelled_at_the_keeper():
-    holder = introduced()
-    holder.enter("x", 0.0)
-    holder.enter("y", 0.0)
-    holder.cancel("y", 0.0)  # was never sent
-    turn = holder.next_turn()
-    assert (turn.requests, turn.cancels) == ((2,), ())
-    holder.cancel("x", 0.0)
-    assert holder.next_turn() is turn, "said again until it is answered"
-    holder.hear(Reply("k", "a", True, (Grant(1, 2, "k-1"),)), turn, 0.0, 0.0)
-    assert holder.next_turn().cancels == (2,)
-    assert holder.idle == 1, "the grant crossed the cancellation: it is kept"
+def test_a_request_that_was_cancelled_is_not_waited_for():
+    client, _ = client_of(granted=0)
+    client.enter("second", 0.0)
+    assert client.report(0.0).waiting == 2
+    client.cancel("second", 0.0)
+    assert client.has_news
+    assert client.report(0.0).waiting == 1
+    client.cancel("second", 0.0)
+    assert not client.has_news
+    client.cancel("first", 0.0)
+    assert client.hear(Reply("a", True, 2, 1), 0.0, 0.0) == []
+    assert client.idle == 1, "the grant crossed the cancellation: it is kept"
+
+
+def test_a_permit_that_passes_within_the_process_is_not_asked_of_the_server():
+    client, [(_, lease)] = client_of(granted=1)
+    client.enter("second", 0.0)
+    assert client.report(0.0).waiting == 1
+    [(ticket, other)] = client.release(lease, 0.0)
+    assert (ticket, client.has_news) == ("second", True)
+    assert client.report(0.0).waiting == 0
+    client.hear(Reply("a", True, 2, 1, crowded=True), 0.0, 0.0)
+    assert client.release(lease, 0.0) == [], "a second time does nothing"
+    client.enter("third", 0.0)
+    assert client.release(other, 0.0) == [], "somebody else waits: the server says who is next"
+    report = client.report(0.0)
+    assert (report.returned, report.unused, report.waiting) == (1, 0, 1)
 
 
 def test_a_lease_is_not_used_when_it_may_have_expired():
-    holder = introduced()
-    holder.enter("x", 0.0)
-    turn = holder.next_turn()
-    assert holder.hear(Reply("k", "a", True, (Grant(1, 2, "k-1"),)), turn, 0.1, 0.2) == [("x", "k-1")]
-    assert holder.release("k-1", 0.3) == []
-    assert holder.take(0.1 + LEASE) is None
-    assert holder.enter("y", 0.1 + LEASE) == []
-    assert holder.hear(Reply("k", "a", True), None, 3.05, 3.2) == [("y", "k-1")], "the keeper renewed it meanwhile"
+    client, [(_, lease)] = client_of(granted=1)
+    client.release(lease, 0.3)
+    assert client.take(LEASE) is None
+    assert client.enter("second", LEASE) == []
+    report = client.report(LEASE)
+    assert (report.waiting, report.in_force) == (0, False)
+    [(ticket, _)] = client.hear(Reply("a", True, 1, 1), 3.05, 3.2)
+    assert ticket == "second", "the server renewed it meanwhile"
 
 
-def test_a_holder_that_expired_begins_again_and_its_old_permits_count_for_nothing():
-    holder = introduced()
-    holder.enter("x", 0.0)
-    holder.hear(Reply("k", "a", True, (Grant(1, 2, "k-1"),)), holder.next_turn(), 0.0, 0.0)
-    holder.enter("y", 0.0)
-    holder.hear(Reply("k", "a", False), None, 20.0, 20.0)
-    assert (holder.name, holder.held, holder.waiting) == ("b", 0, 1)
-    assert holder.release("k-1", 20.0) == []
-    turn = holder.next_turn()
-    assert (turn.owner, turn.number, turn.requests, turn.releases, turn.adopt) == ("b", 1, (3,), (), ())
-    assert holder.hear(Reply("k", "a", True, (Grant(2, 3, "k-9"),)), None, 20.0, 20.0) == [], "a late answer to the old"
+def test_replies_that_are_overtaken_only_renew():
+    client, [(_, lease)] = client_of(granted=1)
+    client.hear(Reply("a", True, 3, 1, crowded=True), 1.0, 1.0)
+    client.hear(Reply("a", True, 2, 1, crowded=False), 1.5, 1.5)
+    client.release(lease, 1.5)
+    assert (client.idle, client.report(1.5).returned) == (0, 1)
+    assert client.report(1.4 + LEASE).in_force
 
 
-def test_a_holder_offers_its_leases_to_a_keeper_that_forgot_them():
-    holder = introduced(Limit(max_concurrent=3))
-    holder.enter("x", 0.0)
-    grants = (Grant(1, 2, "k-1"), Grant(2, None, "k-2"))
-    holder.hear(Reply("k", "a", True, grants), holder.next_turn(), 0.0, 0.0)
-    holder.hear(Reply("new", "a", False), None, 1.0, 1.0)
-    turn = holder.next_turn()
-    assert turn.owner == "b"
-    assert sorted(turn.adopt) == ["k-1", "k-2"]
-    holder.hear(Reply("new", "b", True, (Refused(1, "k-1"),)), turn, 1.0, 1.0)
-    assert (holder.held, holder.idle) == (0, 1)
+def test_a_client_that_expired_begins_again_and_its_old_permits_count_for_nothing():
+    client, [(_, lease)] = client_of(granted=1)
+    client.enter("second", 0.0)
+    client.hear(Reply("a", False), 20.0, 20.0)
+    assert (client.name, client.known, client.held, client.waiting) == ("b", False, 0, 1)
+    assert client.release(lease, 20.0) == []
+    report = client.report(20.0)
+    assert (report.client, report.number, report.granted, report.returned, report.waiting) == ("b", 1, 0, 0, 1)
+    assert client.hear(Reply("a", True, 9, 1), 20.0, 20.0) == [], "a late reply to the old name"
 
 
-def test_idle_leases_return_after_a_while():
-    holder = introduced(Limit(max_concurrent=3))
-    holder.enter("x", 0.0)
-    grants = (Grant(1, 2, "k-1"), Grant(2, None, "k-2"))
-    holder.hear(Reply("k", "a", True, grants), holder.next_turn(), 0.0, 0.0)
-    holder.advance(IDLE_SECONDS / 2)
-    assert holder.idle == 1
-    holder.advance(IDLE_SECONDS)
-    assert holder.idle == 0
-    assert holder.next_turn().releases == (("k-2", True),)
+def test_an_unused_grant_is_reported_as_such():
+    client, [(_, lease)] = client_of(Limit(per_second=5), granted=1)
+    assert client.held == 0
+    client.release(lease, 0.0, unused=True)
+    report = client.report(0.0)
+    assert (report.granted, report.returned, report.unused) == (1, 1, 1)
+    client, [(_, lease)] = client_of(Limit(max_concurrent=2, per_second=5), granted=2)
+    assert client.report(0.0).unused == 1, "under a rate nothing is kept"
+    client.release(lease, 0.0)
+    report = client.report(0.0)
+    assert (report.granted, report.returned, report.unused) == (2, 2, 1)
+
+
+def test_idle_permits_return_after_a_while():
+    client, [(_, lease)] = client_of(Limit(max_concurrent=3), granted=2)
+    client.advance(IDLE_SECONDS / 2)
+    assert client.idle == 1
+    assert client.next_event() == IDLE_SECONDS
+    client.advance(IDLE_SECONDS)
+    assert client.idle == 0
+    client.release(lease, IDLE_SECONDS)
+    client.advance(2 * IDLE_SECONDS)
+    assert client.report(2 * IDLE_SECONDS).returned == 2
+    assert client.is_quiet

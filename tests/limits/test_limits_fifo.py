@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.limits import Limit
-from etude.limits.bucket import TokenBucket
 from etude.limits.fifo import Fifo
+from etude.limits.limit import TokenBucket
 
 
 @pytest.mark.parametrize(

@@ -24,6 +24,8 @@ from etude.limits import (
     open_limiter,
 )
 from etude.limits.cluster import NAMESPACE, ClusterLimiter
+from etude.schemas import FunctionCall, OpenAIFunctionToolSchema, ToolResponse
+from etude.tools import BaseTool, ToolSession
 
 ray = pytest.importorskip("ray")
 
@@ -118,6 +120,35 @@ class Holding:
 
     def info(self):
         return self.limiter.info()
+
+
+class Rollouts:
+    """An actor that has trajectories call a tool whose calls are limited in the whole cluster."""
+
+    def __init__(self, witness):
+        class Watched(BaseTool):
+            async def execute(self, instance_id, parameters, **kwargs):
+                await witness.enter.remote()
+                await asyncio.sleep(parameters.get("seconds", 0.01))
+                await witness.leave.remote()
+                return ToolResponse(text="done"), 0.0, {}
+
+        function = {"type": "function", "function": {"name": "watched"}}
+        config = {"max_concurrent_calls": {"limit": 3, "scope": "cluster"}, "timeout": WAIT}
+        self.tool = Watched(config, OpenAIFunctionToolSchema.model_validate(function))
+
+    async def call(self, count, seconds=0.01):
+        """What the answers of one turn were; [] if it was given up."""
+        async with ToolSession({"watched": self.tool}, request_id="r") as session:
+            calls = [FunctionCall(name="watched", arguments=f'{{"seconds": {seconds}}}')] * count
+            self.turn = asyncio.ensure_future(session.execute(calls, 0))
+            try:
+                return [outcome.response.text for outcome in await self.turn]
+            except asyncio.CancelledError:
+                return []
+
+    async def give_up(self):
+        self.turn.cancel()
 
 
 @pytest.fixture(scope="module")
@@ -224,7 +255,7 @@ class TestMultiNodeRateLimiterCase:
         assert not ray.wait([waiting], timeout=0.2)[0]
         os.kill(pid, signal.SIGKILL)
         ray.get(waiting, timeout=WAIT)
-        assert ray.get(heir.info.remote()).owners == 1
+        assert ray.get(heir.info.remote()).clients == 1
 
     def test_a_holder_that_was_stopped_cannot_release_what_others_hold_now(self, holding):
         lease = 2.0
@@ -241,6 +272,26 @@ class TestMultiNodeRateLimiterCase:
         assert not ray.wait([again], timeout=0.2)[0], "both permits are the heir's"
         ray.get(heir.give.remote())
         ray.get(again, timeout=WAIT)
+
+
+def test_a_tools_calls_are_limited_in_the_whole_cluster(cluster, witness):
+    """From two nodes; the calls of a turn that is given up, running and waiting ones, leave no permit behind."""
+    first, second = (
+        ray.remote(Rollouts).options(num_cpus=0, resources={node: 1}).remote(witness) for node in ("first", "second")
+    )
+    given_up = first.call.remote(8, WAIT)
+    until(lambda: ray.get(witness.report.remote())[1] == 3, "no call began")
+    ray.get(first.give_up.remote())
+    answers = ray.get([second.call.remote(6), first.call.remote(6), second.call.remote(6)], timeout=WAIT)
+    assert answers == [["done"] * 6] * 3
+    assert ray.get(given_up) == []
+    most, seen, _ = ray.get(witness.report.remote())
+    assert (most <= 3 + 3, seen) == (True, 18 + 3)  # the three given up never said that they left
+    limiter = cluster_limiter("tool:watched", Limit(max_concurrent=3))
+    permits = [limiter.acquire_blocking(WAIT) for _ in range(3)]
+    assert limiter.try_acquire() is None
+    for permit in permits:
+        permit.release()
 
 
 class TestSingleNodeRateLimiterCase:
@@ -275,7 +326,7 @@ class TestSingleNodeRateLimiterCase:
 
 
 def test_basic_multi_process_init(cluster):
-    """Seed 003's case: however many processes ask at once, there is one keeper."""
+    """Seed 003's case: however many processes ask at once, there is one actor."""
 
     @ray.remote(num_cpus=0)
     def worker_of(_):
@@ -308,7 +359,7 @@ def test_closing_a_pool_gives_its_permits_back_before_any_lease_runs_out(cluster
     with init_execution_pool(1, rate_limit=1, name="closed") as pool:
         assert ray.get(pool.execute.remote(int)) == 0
     limiter = cluster_limiter("closed", Limit(max_concurrent=1))
-    until(lambda: limiter.info().owners == 1, "the worker's part was not given back")
+    until(lambda: limiter.info().clients == 1, "the worker's part was not given back")
 
 
 async def test_waiters_are_cancelled_and_time_out_without_losing_a_permit(holding):
@@ -375,7 +426,7 @@ async def test_a_rate_holds_across_processes(cluster):
     assert time.monotonic() - began >= 8 / 20  # a bound that no busy machine can break
 
 
-def test_the_keeper_starts_again_with_the_leases_that_are_out(holding):
+def test_the_actor_starts_again_with_the_leases_that_are_out(holding):
     """The actor's process dies; Ray starts it anew; who held still holds, nobody else gets in meanwhile."""
     limiter = cluster_limiter("reborn", Limit(max_concurrent=1), lease_seconds=3)
     permit = limiter.acquire_blocking(WAIT)
@@ -390,7 +441,7 @@ def test_the_keeper_starts_again_with_the_leases_that_are_out(holding):
     ray.get(waiting, timeout=WAIT)
 
 
-def test_a_keeper_that_was_removed_is_made_again(cluster):
+def test_an_actor_that_was_removed_is_made_again(cluster):
     limiter = cluster_limiter("removed", Limit(max_concurrent=1), lease_seconds=1)
     limiter.acquire_blocking(WAIT).release()
     ray.kill(ray.get_actor("limit:removed", namespace=NAMESPACE))

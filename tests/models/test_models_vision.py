@@ -33,9 +33,9 @@ from etude.models import (
     load_value_model,
     save_pretrained,
 )
+from etude.models.image_positions import ImagePositions
 from etude.models.packable import enable_packing
 from etude.models.packed import CausalSequences, logit_finish, logits_of, packed_hidden
-from etude.models.placed_images import PlacedImages
 from etude.models.processor import make_processor
 from etude.models.vision import ImageFeatures, ShownImages, Vision, image_features, no_images
 
@@ -219,7 +219,7 @@ def test_positions_are_the_models_own_from_any_place_on(kind, parts, begin, leng
     model, processor = STAGES[kind]
     separated = [piece for part in parts for piece in (1, part)]  # Transformers takes two adjacent images for one
     ids, images = context(processor, separated)
-    placed = PlacedImages.of(ids, images, Vision.of(model.config))
+    placed = ImagePositions.of(ids, images, Vision.of(model.config))
     if placed is None:
         assert not images
         return
@@ -243,7 +243,7 @@ STAGES = {kind: build_vision_stage(kind) for kind in KINDS}
 def test_keyed_ids_tell_images_apart_and_leave_text(parts, cut):
     model, processor = STAGES["qwen2_5_vl"]
     ids, images = context(processor, parts)
-    placed = PlacedImages.of(ids, images, Vision.of(model.config))
+    placed = ImagePositions.of(ids, images, Vision.of(model.config))
     if placed is None:
         return
     keyed = placed.keyed(ids)
@@ -251,7 +251,7 @@ def test_keyed_ids_tell_images_apart_and_leave_text(parts, cut):
     assert [k if k >= 0 else processor.image_token_id for k in keyed] == ids
     assert len({k for k in keyed if k < 0}) == len({each.digest for each in images})
     other = [image(processor, *part, seed=99 + n) for n, part in enumerate(p for p in parts if not isinstance(p, int))]
-    rekeyed = PlacedImages.of(ids, other, Vision.of(model.config)).keyed(ids)
+    rekeyed = ImagePositions.of(ids, other, Vision.of(model.config)).keyed(ids)
     assert all((a == b) == (a >= 0) for a, b in zip(keyed, rekeyed))
 
 
@@ -273,13 +273,13 @@ def test_images_without_their_placeholders_are_refused(ids, sizes):
     with pytest.raises(
         DataError, match=rf"the context has {ids.count('i')} image placeholders .* and {len(sizes)} images"
     ):
-        PlacedImages.of(tokens, [image(processor, *size) for size in sizes], Vision.of(model.config))
+        ImagePositions.of(tokens, [image(processor, *size) for size in sizes], Vision.of(model.config))
 
 
 def test_a_videos_placeholders_are_refused():
     model, processor = STAGES["qwen3_vl"]
     with pytest.raises(DataError, match="videos are not supported"):
-        PlacedImages.of([1, processor.video_token_id], [], Vision.of(model.config))
+        ImagePositions.of([1, processor.video_token_id], [], Vision.of(model.config))
 
 
 def test_what_reads_text_only_has_no_vision(model):
@@ -315,7 +315,7 @@ def test_packed_contexts_with_images_get_the_logits_each_has_alone(stage):
     layout = CausalSequences([len(ids) for ids, _ in made])
     positions, places, parts, offset = [], [], [], 0
     for ids, images in made:
-        placed = PlacedImages.of(ids, images, vision)
+        placed = ImagePositions.of(ids, images, vision)
         positions.append(torch.arange(len(ids)).expand(3, -1) if placed is None else placed.positions(0, len(ids)))
         for each, first, last in placed.within(0, len(ids)) if placed else ():
             places.append(torch.arange(first, last) + offset)

@@ -148,12 +148,15 @@ def configuration(seed):
 
 
 def allowed(chosen):
-    """`chosen` without what is refused together with the rest of it (docs/training.md says why)."""
+    """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
+    learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
     if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
+    elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
+        chosen[f"{ACTOR}.entropy_coeff"] = 0.05
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"

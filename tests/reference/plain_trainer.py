@@ -1,6 +1,6 @@
 """The plain trainer: one step of PPO or GRPO as the papers write it, to hold the real one against.
 
-float64, Hugging Face's eager model, one row at a time; no padding, packing, caches, micro-batches, workers or options
+float64, Hugging Face's model, one row at a time; no padding, packing, caches, micro-batches, workers or options
 classes. Its input is the resolved configuration (a plain dict), the rollouts of a step and the folder of the starting
 weights; its output are weights, advantages and every figure that a step reports.
 
@@ -49,7 +49,7 @@ class Row:
 
 # -- formulas ----------------------------------------------------------------------------------------------------
 
-K3_IS_TEN = (-2.61086864, 10.99998330)  # where exp(−d) − 1 + d = 10
+K3_IS_TEN = (-2.6108686381498756, 10.999983298020254)  # where exp(−d) − 1 + d = 10
 
 
 def kl_estimate(kind, log_probs, ref):
@@ -122,7 +122,6 @@ class Optimizer:
 
     def __init__(self, model, options):
         self.options, self.updates = options, 0
-        self.norms: list[float] = []  # of the gradients so far, before clipping
         self.parameters = dict(model.named_parameters())
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
@@ -132,7 +131,6 @@ class Optimizer:
         """One update at the rate `lr`; returns the norm of the gradient before clipping."""
         self.updates += 1
         norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
-        self.norms.append(norm)
         limit = self.options["clip_grad"]
         scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
         for name, p in self.parameters.items():
@@ -173,8 +171,8 @@ def schedule(options, step, steps):
 
 
 def load_policy(folder):
-    """The causal LM of `folder`, eager, in float64."""
-    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+    """The causal LM of `folder` in float64. (Not "eager", whose softmax is float32 whatever the model is.)"""
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
 
 
 class Critic(nn.Module):
@@ -182,7 +180,7 @@ class Critic(nn.Module):
 
     def __init__(self, folder):
         super().__init__()
-        self.backbone = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager").eval()
+        self.backbone = AutoModel.from_pretrained(folder, dtype=torch.float64, attn_implementation="sdpa").eval()
         self.head = nn.Linear(self.backbone.config.hidden_size, 1, dtype=torch.float64)
         trained = Path(folder) / "value_head.safetensors"
         zeros = {"weight": torch.zeros_like(self.head.weight), "bias": torch.zeros_like(self.head.bias)}
@@ -208,8 +206,7 @@ def log_probs_and_entropy(model, row, temperature):
 class PlainTrainer:
     """Holds the weights, the optimizers and the KL coefficient between steps."""
 
-    def __init__(self, config, noise=0.0):
-        """`noise`: a relative error of every starting weight, to see what rounding makes of the steps."""
+    def __init__(self, config):
         self.config = config
         part = config["actor_rollout_ref"]
         self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
@@ -222,13 +219,8 @@ class PlainTrainer:
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
             self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
-        dice = torch.Generator().manual_seed(0)
-        for model in filter(None, [self.policy, self.reference, getattr(self, "critic", None)]):
-            for weight in model.parameters():
-                weight.data *= 1 + noise * torch.randn(weight.shape, generator=dice)
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
         self.steps = 0  # finished
-        self.spreads: list[float] = []  # of what was centred and divided by its spread
         self.trained_advantages: list[float] = []  # of every token, as often as the policy was updated on it
 
     def named_weights(self):
@@ -324,7 +316,6 @@ class PlainTrainer:
         raw = [gae(row.rewards, row.values, gamma, lam) for row in rows]
         every = torch.cat(raw)
         variance = ((every - every.mean()) ** 2).sum() / max(len(every) - 1, 1)
-        self.spreads.append(float(variance.sqrt()))
         for row, advantages in zip(rows, raw):
             row.returns = advantages + row.values
             row.advantages = (advantages - every.mean()) / (variance + 1e-8).sqrt()
@@ -337,7 +328,6 @@ class PlainTrainer:
             groups[row.rollout.uid][id(row.rollout)] = row.rollout
         for row in rows:
             scores = [totals[member] for member in groups[row.rollout.uid]]
-            self.spreads.append(max(scores) - min(scores))
             worth = 0.0
             if len(scores) > 1 and not are_equal(scores):
                 worth = totals[id(row.rollout)] - float(np.mean(scores))

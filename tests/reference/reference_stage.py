@@ -7,18 +7,24 @@ a seed. It keeps what it returned: the plain trainer is given those, not what be
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from unittest import mock
 
+import torch
 from omegaconf import OmegaConf
 from plain_rollouts import Rollout, Sequence
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
+from torch.nn.functional import rms_norm
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.agents import AgentLoopBase, register
 from etude.algorithms.losses import POLICY_LOSSES
 from etude.config import compose
 from etude.data.files import write_parquet
-from etude.errors import InfrastructureError
-from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.errors import InfrastructureError, TrainingStopped
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, loading, save_pretrained
 from etude.trainer.run import train
 from etude.trajectory import Provenance, Trajectory
 
@@ -133,10 +139,11 @@ def other_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def build(folder):
-    """Writes models, rows and the scorer into `folder`."""
+    """Writes models, rows and the scorer into `folder`. As critics, `policy` and `other` have a trained head: with one of
+    zeros, where nothing was earned either, there is no gradient but rounding, which Adam makes as large as any."""
     tokenizer = build_tiny_tokenizer([], VOCABULARY)
     tokenizer.chat_template = "{% if loud is defined %}! {% endif %}" + tokenizer.chat_template
-    for name, seed in (("policy", 1), ("other", 2)):
+    for name, seed in (("policy", 1), ("other", 2), ("headless", 3)):
         spec = TinyModelSpec(
             hidden_size=16,
             num_layers=1,
@@ -149,6 +156,9 @@ def build(folder):
             initializer_range=0.3,
         )
         save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / name)
+        if name != "headless":
+            head = torch.randn(1, 16, generator=torch.Generator().manual_seed(seed)) / 4
+            save_file({"weight": head, "bias": torch.tensor([0.1])}, folder / name / "value_head.safetensors")
     (folder / "scores.py").write_text(SCORES)
     (folder / "sevens.py").write_text("def compute_score(**given):\n    return 7.0\n")
     rows = [
@@ -192,26 +202,44 @@ def arguments(folder, run, *overrides):
 @dataclass
 class Outcome:
     """What a run of the real trainer was given and left: its resolved configuration; rollouts and figures a step; the
-    advantages that its policy loss saw; the last weights by role."""
+    advantages that its policy loss saw; the last weights by role; whether it gave up before its last step was due."""
 
     config: dict
     rollouts: list[list[Rollout]]
     figures: list[dict[str, float]]
     advantages: list[float]
     weights: dict[str, dict]
+    stopped: bool
+
+
+@contextmanager
+def in_float64() -> Iterator[None]:
+    """The real trainer computes in float64 where it is asked for float32, and so do Transformers' norms, which otherwise
+    take float32 whatever they are given."""
+
+    def norm(self, hidden):
+        return rms_norm(hidden, hidden.shape[-1:], self.weight, self.variance_epsilon)
+
+    with mock.patch.dict(loading.DTYPES, float32="float64"), mock.patch.object(Qwen3RMSNorm, "forward", norm):
+        yield
 
 
 def run_product(folder, run, shape, overrides):
     """A run of the real trainer, from a configuration to files."""
     LEDGER.__init__(shape)
     config = compose("ppo_trainer", arguments(folder, run, *overrides))
-    train(config)
+    stopped = True
+    with suppress(TrainingStopped):
+        train(config)
+        stopped = False
     figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [each["step"] for each in figures if each["step"]]
     last = run / f"global_step_{steps[-1]}"
     weights = {part.name: load_weights(part / "huggingface") for part in last.iterdir() if part.is_dir()}
     resolved = OmegaConf.to_container(config, resolve=True)
-    return Outcome(resolved, [rollouts_of(step, resolved) for step in steps], figures, LEDGER.advantages, weights)
+    return Outcome(
+        resolved, [rollouts_of(step, resolved) for step in steps], figures, LEDGER.advantages, weights, stopped
+    )
 
 
 def rollouts_of(step, config):

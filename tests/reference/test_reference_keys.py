@@ -1,4 +1,4 @@
-"""Every key of the configuration is moved away from its default by some test that sees what it does.
+"""Every key of `etude train` is moved away from its default by some test that sees what it does.
 
 There are three ways to be seen. A drawn key changes what the plain trainer computes, with which the real one agrees on every
 draw. A moved key changes what a short run of the real trainer leaves behind. A witnessed key has a test of its own
@@ -8,13 +8,11 @@ elsewhere: it is named here, and fails where `hold_key` keeps the key at its def
 import ast
 import copy
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from draws import ACTOR, CHOICES, GRPO, NEEDS, ROLLOUT
+from hold_key import run_held
 from omegaconf import OmegaConf
 from plain_trainer import PlainTrainer
 from reference_stage import Shape, arguments, build, run_product
@@ -293,20 +291,5 @@ def test_a_witness_exists(key):
 @pytest.mark.soak
 @pytest.mark.parametrize("key", sorted(WITNESSED))
 def test_a_witness_fails_where_the_key_is_held_at_its_default(key, tmp_path):
-    environment = {**os.environ, "HOLD_KEY": key, "PYTHONPATH": str(TESTS)}
-    witness = f"{TESTS}/{'::'.join(WITNESSED[key])}"
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "hold_key",
-        "-p",
-        "no:cacheprovider",
-        "-c",
-        f"{TESTS.parent}/pyproject.toml",
-        witness,
-    ]
-    held = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True, timeout=280)
+    held = run_held(key, "::".join(WITNESSED[key]), tmp_path)
     assert held.returncode == 1, held.stdout[-2000:]  # 1: tests ran, and failed

@@ -57,6 +57,10 @@ WITNESSES = {
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
     },
+    "trainer/test_trainer_objective.py": {
+        "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
+        "actor_rollout_ref.actor.policy_loss.loss_kwargs": "test_what_a_record_needs_of_the_policy_is_computed",
+    },
     "trainer/test_trainer_tool_calls.py": {
         f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",
     },

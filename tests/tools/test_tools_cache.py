@@ -15,11 +15,11 @@ from session_stage import call, run, schema
 
 from etude.errors import ConfigError, ToolError
 from etude.schemas import ToolResponse
-from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolCalls, ToolSession
-from etude.tools.cache import AnswerCache
-from etude.tools.outcome import Answer, Source
+from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolRuntime, ToolSession
+from etude.tools.cache import ResultCache
+from etude.tools.outcome import Source, ToolResult
 from etude.tools.policy import CachePolicy
-from etude.tools.store import AnswerStore
+from etude.tools.store import ResultStore
 
 
 class Oracle(BaseTool):
@@ -90,10 +90,10 @@ def test_arguments_are_equal_as_json_is_and_kwargs_count():
 
 def test_who_changes_an_answer_changes_nobody_elses():
     async def execute():
-        return Answer(ToolResponse(image=["i"]), 0.0, {"n": 1})
+        return ToolResult(ToolResponse(image=["i"]), 0.0, {"n": 1})
 
     async def main():
-        cache = AnswerCache(CachePolicy())
+        cache = ResultCache(CachePolicy())
         for _ in range(3):
             answer = await cache.answer("k", execute)
             assert (answer.response.image, answer.metrics) == (["i"], {"n": 1})
@@ -215,7 +215,7 @@ def test_a_tool_with_a_final_reward_is_not_pure():
             return 1.0
 
     with pytest.raises(ConfigError, match=r"tool 'oracle': config\.cache is for tools whose execute is pure"):
-        ToolCalls.of(Judge())
+        ToolRuntime.of(Judge())
     Judge({"enabled": False})
 
 
@@ -272,7 +272,7 @@ def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
     monkeypatch.setattr("etude.tools.store.time.time", lambda: now[0])
 
     async def main():
-        store = AnswerStore(tmp_path / "a.db", max_entries=3, ttl=10)
+        store = ResultStore(tmp_path / "a.db", max_entries=3, ttl=10)
         for i in range(5):
             now[0] += 1
             await store.put(f"k{i}", {"n": i})
@@ -288,14 +288,14 @@ def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
 def test_images_and_bytes_come_back_as_they_were(tmp_path):
     image = Image.new("RGBA", (5, 3), (1, 2, 3, 4))
     image.putpixel((1, 1), (200, 100, 50, 25))
-    answer = Answer(ToolResponse(text="é\n", image=[image, b"\x00\xff", {"url": "x"}]), 0.5, {"a": [1, None]})
+    answer = ToolResult(ToolResponse(text="é\n", image=[image, b"\x00\xff", {"url": "x"}]), 0.5, {"a": [1, None]})
 
     async def execute():
         return answer
 
     async def main():
-        made = await AnswerCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", execute)
-        return made, await AnswerCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", None)
+        made = await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", execute)
+        return made, await ResultCache(CachePolicy(path=str(tmp_path / "a.db"))).answer("k", None)
 
     made, read = asyncio.run(main())
     assert read.response.image[0].tobytes() == image.tobytes()
@@ -328,13 +328,13 @@ def test_a_file_that_is_no_cache_is_a_configuration_error(tmp_path):
     other.close()
     for name in ("text.db", "other.db", "."):
         with pytest.raises(ConfigError, match="no cache file of ours"):
-            ToolCalls.of(Oracle({"path": str(tmp_path / name)}))
+            ToolRuntime.of(Oracle({"path": str(tmp_path / name)}))
 
 
 def test_a_file_that_fails_later_costs_its_entries_and_no_call(tmp_path, caplog):
     path = tmp_path / "a.db"
     tool = Oracle({"path": str(path)}, seconds=0)
-    ToolCalls.of(tool)
+    ToolRuntime.of(tool)
     vandal = sqlite3.connect(path)
     vandal.execute("DROP TABLE answers")
     vandal.commit()

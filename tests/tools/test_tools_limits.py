@@ -13,10 +13,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from session_stage import Scripted, VirtualTime, call, outcome_of, run, schema, session
 
-from etude.errors import ConfigError, EtudeError, InfrastructureError, ToolError
+from etude.errors import ConfigError, EtudeError, InfrastructureError, MissingExtraError, ToolError
 from etude.models import build_tiny_tokenizer
 from etude.schemas import ToolResponse
-from etude.tools import BaseTool, BrokenCall, CallPolicy, FunctionTool, TokenLimit, ToolCalls, ToolSession
+from etude.tools import BaseTool, BrokenCall, CallPolicy, FunctionTool, TokenLimit, ToolRuntime, ToolSession
 from etude.tools.truncation import SIDES, shorten_chars
 
 # --- reading the keys ----------------------------------------------------------------------------------------------
@@ -31,6 +31,14 @@ from etude.tools.truncation import SIDES, shorten_chars
         ({"retry_delay": -1}, "config.retry_delay"),
         ({"max_concurrent_calls": 0}, "config.max_concurrent_calls must be a positive number"),
         ({"max_concurrent_calls": True}, "config.max_concurrent_calls"),
+        ({"max_concurrent_calls": "4"}, "config.max_concurrent_calls must be .* or a mapping of limit and scope"),
+        ({"max_concurrent_calls": {"limit": 0}}, "config.max_concurrent_calls.limit must be a positive number"),
+        ({"max_concurrent_calls": {"scope": "cluster"}}, "config.max_concurrent_calls.limit is missing"),
+        (
+            {"max_concurrent_calls": {"limit": 2, "scope": "clster"}},
+            "config.max_concurrent_calls.scope must be one of process, cluster.*did you mean 'cluster'",
+        ),
+        ({"max_concurrent_calls": {"limt": 2}}, "config.max_concurrent_calls has no 'limt'; did you mean 'limit'"),
         ({"calls_per_second": float("inf")}, "config.calls_per_second"),
         ({"max_arguments_chars": "9"}, "config.max_arguments_chars"),
         ({"max_response_tokens": 0}, "config.max_response_tokens"),
@@ -66,9 +74,9 @@ def test_absent_and_null_mean_the_default_and_other_keys_are_the_tools():
 
 def test_one_policy_object_a_tool_lives_as_long_as_the_tool():
     tool = Scripted()
-    shared = ToolCalls.of(tool)
-    assert ToolCalls.of(tool) is shared
-    assert ToolCalls.of(Scripted()) is not shared
+    shared = ToolRuntime.of(tool)
+    assert ToolRuntime.of(tool) is shared
+    assert ToolRuntime.of(Scripted()) is not shared
 
 
 # --- time ----------------------------------------------------------------------------------------------------------
@@ -207,6 +215,20 @@ def test_at_most_so_many_calls_run_at_once_whoever_makes_them():
     assert unlimited.most == 10
 
 
+@pytest.mark.parametrize("scope", ["process", "cluster"])
+def test_a_limit_may_say_its_scope_and_without_a_cluster_the_process_is_all_there_is(scope):
+    tool = Busy(max_concurrent_calls={"limit": 2, "scope": scope}, calls_per_second=1000)
+    asyncio.run(trajectories(tool, 4, arguments='{"seconds": 0.01}'))
+    assert (tool.calls, tool.most) == (8, 2)
+
+
+def test_a_limit_for_a_cluster_needs_ray_and_says_how_to_get_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    with pytest.raises(MissingExtraError, match=r"tool 'busy': config.max_concurrent_calls .*'etude\[ray\]'"):
+        ToolRuntime.of(Busy(max_concurrent_calls={"limit": 2, "scope": "cluster"}))
+    ToolRuntime.of(Busy(max_concurrent_calls={"limit": 2}))
+
+
 def test_waiting_for_a_turn_is_not_part_of_the_time_limit():
     tool = Busy(max_concurrent_calls=1, timeout=1.5)
     results = run(trajectories(tool, 4))
@@ -251,7 +273,7 @@ def test_a_call_that_waits_when_its_session_closes_never_starts():
 
 def test_calls_per_second_are_spread_over_time():
     tool = Busy(calls_per_second=50)
-    ToolCalls.of(tool)
+    ToolRuntime.of(tool)
 
     async def main():
         async with session(tool) as opened:
@@ -507,11 +529,11 @@ def test_the_counter_of_the_stage_counts():
 
 @pytest.mark.parametrize("key", ["timout", "timeouts", "tiemout", "max_retrie", "on_exceptions", "cach"])
 def test_a_key_one_edit_from_a_known_one_is_warned_of(caplog, key):
-    ToolCalls.of(Scripted(config={key: 5}))
+    ToolRuntime.of(Scripted(config={key: 5}))
     assert f"config.{key} means nothing to Étude; did you mean config." in caplog.text
 
 
 @pytest.mark.parametrize("key", ["time", "retries", "timeout_seconds", "x"])
 def test_a_key_of_the_tools_own_is_not_warned_of(caplog, key):
-    ToolCalls.of(Scripted(config={key: 5, "timeout": 5}))
+    ToolRuntime.of(Scripted(config={key: 5, "timeout": 5}))
     assert not caplog.text

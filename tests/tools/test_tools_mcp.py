@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import shutil
+import subprocess
 import sys
 import threading
 import time
@@ -369,6 +370,31 @@ def test_a_server_that_does_not_want_to_leave_is_killed_with_what_it_started(tmp
     close_connections()
     _, alive = psutil.wait_procs(family, 10)
     assert alive == [] or all(process.status() == psutil.STATUS_ZOMBIE for process in alive)
+
+
+def test_a_server_that_reads_nothing_any_more_is_killed_with_a_message_under_way(stdio):
+    tools = stdio(config={"timeout": 0.5})
+    server = psutil.Process(int(text_of(tools["process"])))
+    server.suspend()
+    with pytest.raises(InfrastructureError, match="timed out"):
+        execute(tools["environment"], name="x" * 5_000_000)
+    close_connections()
+    _, alive = psutil.wait_procs([server], 10)
+    assert alive == [] or server.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_program_that_ends_leaves_no_server_behind_and_says_nothing(tmp_path):
+    configured(tmp_path, {"stage": STDIO})
+    close_connections()
+    program = (
+        "import asyncio, sys; from etude.tools import load_tools\n"
+        "tools = {tool.name: tool for tool in load_tools(sys.argv[1])}\n"
+        "print(asyncio.run(tools['process'].execute('i', {}))[0].text)\n"
+    )
+    command = [sys.executable, "-c", program, str(tmp_path / "tools.yaml")]
+    done = subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    assert done.stderr == ""
+    assert not psutil.pid_exists(int(done.stdout))
 
 
 def test_with_the_schemas_at_hand_no_server_is_asked_before_the_first_call(tmp_path):

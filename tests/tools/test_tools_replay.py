@@ -13,7 +13,7 @@ from session_stage import call, run, schema
 from etude.errors import ConfigError, DataError, EtudeError, ToolError
 from etude.jsonl import JsonLines, read_json_lines
 from etude.schemas import ToolResponse
-from etude.tools import BaseTool, ToolCalls, ToolSession
+from etude.tools import BaseTool, ToolRuntime, ToolSession
 from etude.tools.outcome import Source
 
 
@@ -299,11 +299,11 @@ def test_a_file_that_cannot_be_used_is_one_error(tmp_path):
     def refused(text):
         path.write_text(text)
         with pytest.raises(EtudeError) as caught:
-            ToolCalls.of(Ledger(replay=str(path)))
+            ToolRuntime.of(Ledger(replay=str(path)))
         return str(caught.value)
 
     with pytest.raises(DataError, match=r"absent.jsonl: cannot be read"):
-        ToolCalls.of(Ledger(replay=str(tmp_path / "absent.jsonl")))
+        ToolRuntime.of(Ledger(replay=str(tmp_path / "absent.jsonl")))
     assert "holds no call of this tool" in refused('{"tool": "other"}\n')
     assert "line 2 is not JSON" in refused("\n{")
     assert "line 1: expected a JSON object" in refused("[]\n")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from etude.agents import RolloutResult
+from etude.agents import Rollout
 from etude.protocol import DataProto
 from etude.trainer.metrics import prompt_mean, wilson_interval
 from etude.trainer.run import evaluation_metrics
@@ -25,7 +25,7 @@ def batch(rows):
     for source, uid, trajectory in rows:
         columns["data_source"].append(source)
         columns["uid"].append(uid)
-        columns["rollout"].append(RolloutResult(trajectory))
+        columns["rollout"].append(Rollout([trajectory]))
     arrays = {}
     for name, values in columns.items():
         arrays[name] = np.empty(len(values), dtype=object)

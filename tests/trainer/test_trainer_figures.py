@@ -11,13 +11,13 @@ from safetensors.torch import load_file
 from test_trainer_training import quiet, ready
 from trainer_tools import Moody
 
-from etude.agents import RolloutResult, to_batch
+from etude.agents import Rollout, to_batch
 from etude.algorithms import compute_advantage
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.errors import ConfigError, DataError, TrainingStopped
 from etude.trainer.metrics import SkippedSteps, validation_metrics
-from etude.trainer.rollouts import failure_metrics, place_scores, results_of, spread_groups
+from etude.trainer.rollouts import failure_metrics, place_scores, rollouts_of, spread_groups
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
@@ -66,11 +66,11 @@ def test_refilled_batches_are_counted_together(tiny, tmp_path):
         "algorithm.filter_groups.enable=true",
         "algorithm.filter_groups.max_num_gen_batches=3",
     )
-    rolled, training = [], trainer.rollouts.training
-    trainer.rollouts.training = lambda *arguments: (found := training(*arguments), rolled.append(found[0]))[0]
+    rolled, generate = [], trainer.rollouts.generate
+    trainer.rollouts.generate = lambda prompts: (found := generate(prompts), rolled.append(found[0]))[0]
     figures = trainer.training_step(quiet())
     assert len(rolled) == 3
-    trajectories = [result.trajectory for batch in rolled for result in results_of(batch)]
+    trajectories = [result.trajectory for batch in rolled for result in rollouts_of(batch)]
     calls = sum(call.name == "calculator" for trajectory in trajectories for call in trajectory.tool_calls)
     assert figures["tool/calculator/calls"] == calls > 8
     assert figures["engine/sampled_tokens"] == sum(sum(trajectory.response_mask) for trajectory in trajectories)
@@ -110,7 +110,7 @@ def scored(*rewards):
         for _ in range(10):
             trajectory.assistant_turns += 1
             trajectory.append([5], Provenance.SAMPLED, log_probs=[-0.5])
-        results.append(RolloutResult(trajectory))
+        results.append(Rollout([trajectory]))
     batch = to_batch(results, 0)
     for name, values in (("uid", ["g"] * len(results)), ("data_source", ["mine"] * len(results))):
         batch.non_tensor_batch[name] = np.array(values, dtype=object)
@@ -161,7 +161,7 @@ def test_a_reward_that_nothing_can_be_computed_with_names_its_row(wrong):
 def test_rollouts_in_which_nothing_was_sampled_are_counted():
     silent = Trajectory("r", [1, 2])
     silent.append([3, 4], Provenance.TOOL)
-    results = [RolloutResult(silent), *results_of(scored(Rewards(score=1.0)))]
+    results = [Rollout([silent]), *rollouts_of(scored(Rewards(score=1.0)))]
     assert failure_metrics(results)["rollout/nothing_sampled"] == 1
 
 
@@ -189,7 +189,7 @@ def test_a_validation_that_lost_samples_says_so(tiny, tmp_path):
         f"{ROLLOUT}.val_kwargs.temperature=1.0",
     )
     batch, figures = trainer.rollouts.validate(trainer.val_set)
-    missing = sum(result.trajectory is None for result in results_of(batch))
+    missing = sum(result.trajectory is None for result in rollouts_of(batch))
     assert 0 < missing == figures["val-core/etude/arithmetic/reward/missing"] == figures["val/rollout/dropped"]
     assert "val-core/etude/arithmetic/reward/mean@3" not in figures
     assert missing < len(batch)
@@ -209,7 +209,7 @@ def test_how_validation_is_cut_into_batches_changes_no_draw(tiny, tmp_path):
             trainer.setup, data=dataclasses.replace(trainer.setup.data, val_batch_size=size)
         )
         batch = trainer.rollouts.validation(trainer.val_set)
-        answers = [tuple(result.trajectory.response_ids) for result in results_of(batch)]
+        answers = [tuple(result.trajectory.response_ids) for result in rollouts_of(batch)]
         drawn.append(list(zip(batch.non_tensor_batch["uid"].tolist(), answers)))
     assert drawn[0] == drawn[1] == drawn[2]
     assert len(set(answers)) == len(answers)

@@ -62,8 +62,7 @@ def answered(tiny, row, answers):
         loop = ToolAgentLoop(trainer_config=context, server_manager=client, tokenizer=tokenizer, processor=None)
         params = Sampling(1.0, 1.0, -1, seed=1).params(0, 4096, chat.stop_token_ids)
         kwargs = row["extra_info"]["tools_kwargs"]
-        output = await loop.run(params, raw_prompt=row["prompt"], tools_kwargs=kwargs, request_id="r")
-        return output.to_trajectory("r")
+        return await loop.run(params, raw_prompt=row["prompt"], tools_kwargs=kwargs, request_id="r")
 
     return asyncio.run(roll())
 

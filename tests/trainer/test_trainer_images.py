@@ -14,15 +14,15 @@ from etude.cli.main import cli, run
 from etude.config import compose
 from etude.data.files import read_rows, write_parquet
 from etude.data.prepare import pictures as task
-from etude.dumps import read_rollouts, trajectory_from_record, without_pixels
+from etude.dumps import read_rollouts, strip_pixels, trajectory_from_record
 from etude.errors import ConfigError, DataError
 from etude.models import ImageReader, load_causal_lm, load_processor
 from etude.tools.builtin.image_zoom import crop_box
 from etude.tools.builtin.images import load_image
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
-from etude.viewer.conversations import conversation, readable
-from etude.viewer.explain import Verdict, checks_of
+from etude.viewer.conversations import parse_conversation, sanitize_text
+from etude.viewer.explain import Verdict, check_sequence
 
 PLUGIN = '''
 """A format in which every turn of an untrained model asks for a closer look, and a score that varies."""
@@ -178,7 +178,7 @@ def test_dumps_say_what_was_shown_and_hold_no_pixels(stage, whole, capsys):
     record = records_of(whole, 2)[0]
     assert record["images"][0]["tokens"] == 25
     assert record["images"][0]["grid"] == [1, 10, 10]
-    shown = conversation(record)
+    shown = parse_conversation(record)
     assert (
         "images",
         f"{len(record['images'])} ({', '.join(str(i['tokens']) for i in record['images'])} tokens)",
@@ -261,26 +261,28 @@ def test_a_text_model_refuses_rows_with_images_before_it_is_loaded(stage, tiny, 
 def test_what_a_dump_says_of_bytes_and_addresses():
     image = b"\x89PNG" + bytes(100)
     address = "data:image/png;base64," + "A" * 100
-    said = without_pixels(
+    said = strip_pixels(
         {"a": [{"bytes": image, "path": "a.png"}], "b": address, "c": b"short", "d": "data: " + "x" * 200}
     )
     assert said["a"] == [{"bytes": {"bytes": 104, "digest": said["a"][0]["bytes"]["digest"]}, "path": "a.png"}]
     assert (said["b"]["bytes"], said["c"], said["d"]) == (122, b"short", "data: " + "x" * 200)
-    other = without_pixels(image + b"x")
-    assert other["digest"] != said["a"][0]["bytes"]["digest"] == without_pixels(image)["digest"]
+    other = strip_pixels(image + b"x")
+    assert other["digest"] != said["a"][0]["bytes"]["digest"] == strip_pixels(image)["digest"]
 
 
 def test_many_placeholders_are_read_as_one_with_a_count():
     pads = "<|image_pad|>" * 1000
-    assert readable(f"a<|vision_start|>{pads}<|vision_end|>b") == "a<|vision_start|><|image_pad|>×1000<|vision_end|>b"
-    assert readable("<|image_pad|>" * 3) == "<|image_pad|>" * 3
-    assert readable("abcabcabcabcabc") == "abcabcabcabcabc"
+    assert (
+        sanitize_text(f"a<|vision_start|>{pads}<|vision_end|>b") == "a<|vision_start|><|image_pad|>×1000<|vision_end|>b"
+    )
+    assert sanitize_text("<|image_pad|>" * 3) == "<|image_pad|>" * 3
+    assert sanitize_text("abcabcabcabcabc") == "abcabcabcabcabc"
 
 
 def test_a_record_with_images_is_not_scored_again_and_says_so(whole):
     record = records_of(whole, 2)[0]
     model = whole / "global_step_1" / "actor" / "huggingface"
-    [last] = [check for check in checks_of(record, model) if "full forward pass" in check.statement]
+    [last] = [check for check in check_sequence(record, model) if "full forward pass" in check.statement]
     assert (last.verdict, last.evidence) == (
         Verdict.SKIPPED,
         f"it saw {len(record['images'])} images, and a dump holds no pixels",

@@ -106,7 +106,7 @@ def test_a_second_signal_waits_where_something_is_being_changed():
 def test_a_hang_up_that_nohup_holds_off_stays_off():
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
-        with Interrupts(lambda text: None) as interrupts:
+        with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
             assert not interrupts.stop
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -11,9 +11,10 @@ import pytest
 import torch
 from house_stage import ACTOR, ROLLOUT
 
+from etude.errors import TrainingStopped
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import results_of
+from etude.trainer.rollouts import Rollouts, rollouts_of
 from etude.trainer.setup import prepare
 
 LENGTH = 72  # data.max_response_length of the tiny runs
@@ -37,14 +38,14 @@ class Step:
             drift_apart(critic.model, 0.05)
             self.critic_batches, self.critic_steps = watch(self.trainer, "_update_critic", critic._engine)
         rollouts = self.trainer.rollouts
-        training = rollouts.training
+        generate = rollouts.generate
 
-        def with_error(*arguments):
-            rolled, engine = training(*arguments)
+        def with_error(prompts):
+            rolled, engine = generate(prompts)
             rolled.batch["rollout_log_probs"] += engine_error
             return rolled, engine
 
-        rollouts.training = with_error
+        rollouts.generate = with_error
         self.figures = self.trainer.training_step(Interrupts(lambda text: None))
 
 
@@ -93,6 +94,20 @@ def outputs(model, batch, temperature=1.0):
         logs = (model(input_ids=ids).logits[0, before] / temperature).log_softmax(dim=-1)
         found[0][row, places] = logs.gather(1, ids[0, before + 1, None])[:, 0]
         found[1][row, places] = -(logs.exp() * logs).sum(dim=-1)
+    return found
+
+
+def sums_of_squares(model, batch, temperature):
+    """(rows, response_len) Σ p² of the distributions that the sampled tokens were drawn from, a row at a time."""
+    mask, width = batch.batch["response_mask"].bool(), batch.batch["response_mask"].shape[1]
+    found = torch.zeros(mask.shape, dtype=torch.float64)
+    for row in range(len(batch)):
+        kept = batch.batch["attention_mask"][row].bool()
+        places = mask[row].nonzero().flatten()
+        with torch.no_grad():
+            logits = model(input_ids=batch.batch["input_ids"][row][kept][None]).logits[0]
+        before = int(kept[:-width].sum()) + places - 1
+        found[row, places] = (logits[before] / temperature).softmax(dim=-1).square().sum(dim=-1)
     return found
 
 
@@ -230,7 +245,7 @@ def test_bypass_mode_takes_the_engines_log_probs_for_the_old_ones(tiny, tmp_path
     step = Step(tiny, tmp_path, "algorithm.rollout_correction.bypass_mode=true", engine_error=0.1)
     (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
     log_probs, entropy = outputs(model, batch)
-    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in results_of(batch)])
+    engine = torch.tensor([result.trajectory.response_log_probs[0] for result in rollouts_of(batch)])
     torch.testing.assert_close(batch.batch["old_log_probs"][:, 0], engine + 0.1)
     losses, _ = objective(batch, log_probs, entropy, batch.batch["old_log_probs"].double(), None)
     assert step.figures["actor/ppo_kl"] == pytest.approx(0.1, abs=1e-4)
@@ -368,3 +383,138 @@ def test_a_loss_of_ones_own_and_its_options_arrive(tiny, tmp_path):
     assert_gradients(gradients, model)
     assert step.figures["actor/c"] == pytest.approx(7)
     assert math.isfinite(step.figures["actor/loss"])
+
+
+# -- estimators and losses of a user's, each in one file -----------------------------------------------------------
+
+
+def of_ones_own(tiny, folder, code):
+    (folder / "own.py").write_text("import torch\nfrom etude.algorithms import *\n" + code)
+    return f"plugins=[{tiny.folder}/agent.py,{folder}/own.py]"
+
+
+GREEDY = """
+@register_estimator("objective_greedy", needs={"reward_baselines"})
+def greedy(*, token_level_rewards, response_mask, reward_baselines, scale=1.0):
+    worth = scale * (token_level_rewards.sum(dim=1) - reward_baselines)[:, None] * response_mask
+    return worth, worth
+"""
+
+
+def test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt(tiny, tmp_path, monkeypatch):
+    greedy = []
+    add = Rollouts.add_baselines
+    monkeypatch.setattr(Rollouts, "add_baselines", lambda *given: greedy.append(add(*given)) or greedy[-1])
+    own = ("algorithm.adv_estimator=objective_greedy", "algorithm.adv_estimator_kwargs={scale:2.5}")
+    step = Step(tiny, tmp_path, of_ones_own(tiny, tmp_path, GREEDY), *own)
+    ((results, _),), (batch,) = greedy, step.actor_batches
+    decode, baselines = step.trainer.setup.tokenizer.decode, []
+    for result in results:
+        made = result.trajectory
+        sampled = torch.tensor(made.response_mask).bool()
+        with torch.no_grad():
+            ids = torch.tensor([made.prompt_ids + made.response_ids])
+            logits = step.policy(input_ids=ids).logits[0, len(made.prompt_ids) - 1 : -1][sampled]
+        drawn = logits.gather(1, torch.tensor(made.response_ids)[sampled, None])[:, 0]
+        torch.testing.assert_close(drawn, logits.amax(dim=1), rtol=0, atol=1e-4)
+        baselines.append(sum(decode(made.response_ids).count(digit) for digit in "02468") / 8)
+    assert len(baselines) == 2
+    columns, mask = batch.batch, batch.batch["response_mask"]
+    of_rows = torch.tensor(baselines, dtype=torch.float64).repeat_interleave(4)  # rollout.n
+    worth = 2.5 * (columns["token_level_scores"].sum(dim=1) - of_rows)
+    torch.testing.assert_close(columns["advantages"], worth[:, None] * mask, rtol=0, atol=1e-12)
+    (model, gradients) = step.actor_steps[0]
+    log_probs, entropy = outputs(model, batch)
+    losses, _ = objective(batch, log_probs, entropy, log_probs.detach(), None)
+    aggregate(losses, mask, "token-mean").backward()
+    assert_gradients(gradients, model)
+    scores = [result.trajectory.rewards.total() for result in rollouts_of(batch)]
+    assert step.figures["baseline/reward/total/mean"] == pytest.approx(sum(baselines) / 2)
+    assert step.figures["reward/total/mean"] == pytest.approx(sum(scores) / 8)  # of what is trained on alone
+    assert len((tmp_path / "rollouts" / "1.jsonl").read_text().splitlines()) == len(batch) == 8
+
+
+BREAKS = """
+from etude.agents import ToolAgentLoop, register
+from etude.errors import InfrastructureError
+
+@register("objective_breaks")
+class Breaks(ToolAgentLoop):
+    async def run(self, sampling_params, **row):
+        if row["rollout_index"] == 8:  # of two prompts with four answers each, the first greedy one
+            raise InfrastructureError("the test breaks this one")
+        return await super().run(sampling_params, **row)
+"""
+
+
+def test_a_prompt_whose_baseline_broke_teaches_nothing(tiny, tmp_path):
+    own = of_ones_own(tiny, tmp_path, BREAKS + GREEDY.replace("objective_greedy", "objective_broken"))
+    loop = (f"{ROLLOUT}.agent.default_agent_loop=objective_breaks", "algorithm.adv_estimator=objective_broken")
+    step = Step(tiny, tmp_path, own, *loop)
+    (batch,) = step.actor_batches
+    assert set(batch.non_tensor_batch["uid"]) == {"1.0-1"}
+    assert step.figures["baseline/rollout/dropped"] == 1
+    assert step.figures["rollout/dropped"] == 0
+    with pytest.raises(TrainingStopped, match=r"1 of 2 trajectories .*the test breaks this one"):
+        Step(tiny, tmp_path, own, *loop, "trainer.min_valid_fraction=0.8")
+
+
+SQUARES = """
+@register_estimator("objective_squares", needs={"sum_pi_squared", "old_log_probs"})
+def squares(*, token_level_rewards, response_mask, sum_pi_squared, old_log_probs):
+    weight = 1 - 2 * old_log_probs.exp() + sum_pi_squared
+    advantages = token_level_rewards.sum(dim=1, keepdim=True) * weight * response_mask
+    return advantages, advantages
+
+@register_policy_loss("objective_squares", needs={"sum_pi_squared", "ref_log_prob"})
+def weighted(*, log_prob, ref_log_prob, advantages, response_mask, loss_agg_mode, sum_pi_squared, batch_num_tokens,
+             strength):
+    losses = -advantages * (1 + strength * sum_pi_squared) * log_prob + (log_prob - ref_log_prob) ** 2
+    return agg_loss(losses, response_mask, loss_agg_mode, batch_num_tokens=batch_num_tokens), {}
+"""
+
+
+@pytest.mark.parametrize("of", ["estimator", "loss"])
+def test_what_a_record_needs_of_the_policy_is_computed(tiny, tmp_path, of):
+    name = f"objective_squares_{of}"
+    loss = (f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.policy_loss.loss_kwargs={{strength:3}}")
+    chosen = (f"algorithm.adv_estimator={name}",) if of == "estimator" else loss
+    more = (f"{ROLLOUT}.temperature=0.7", f"{ACTOR}.ppo_max_token_len_per_gpu=100")
+    own = of_ones_own(tiny, tmp_path, SQUARES.replace("objective_squares", name))
+    step = Step(tiny, tmp_path, own, *chosen, *more)
+    (batch,), ((model, gradients),) = step.actor_batches, step.actor_steps
+    columns, mask = batch.batch, batch.batch["response_mask"]
+    squares = sums_of_squares(step.policy, batch, 0.7)
+    torch.testing.assert_close(columns["sum_pi_squared"].double(), squares, rtol=1e-4, atol=1e-5)
+    log_probs, entropy = outputs(model, batch, 0.7)
+    if of == "estimator":
+        weight = (1 - 2 * log_probs.detach().exp() + squares) * mask
+        expected = columns["token_level_rewards"].sum(dim=1, keepdim=True) * weight
+        torch.testing.assert_close(columns["advantages"], expected, rtol=1e-3, atol=1e-4)
+        losses, _ = objective(batch, log_probs, entropy, log_probs.detach(), None)
+        assert "ref_log_prob" not in columns
+    else:
+        with torch.no_grad():
+            reference, _ = outputs(step.reference, batch, 0.7)
+        losses = -columns["advantages"] * (1 + 3 * squares) * log_probs + (log_probs - reference) ** 2
+    aggregate(losses, mask, "token-mean").backward()
+    assert_gradients(gradients, model)
+
+
+def test_an_estimator_that_needs_values_has_a_critic(tiny, tmp_path):
+    own = """
+@register_estimator("objective_values", needs={"values"})
+def values(*, token_level_rewards, response_mask, values, gamma):
+    returns = token_level_rewards.sum(dim=1, keepdim=True) * gamma * response_mask
+    return (returns - values) * response_mask, returns
+"""
+    chosen = ("algorithm.adv_estimator=objective_values", "algorithm.gamma=0.5", "trainer.critic_warmup=1")
+    step = Step(tiny, tmp_path, of_ones_own(tiny, tmp_path, own), *chosen)
+    (batch,), columns = step.critic_batches, step.critic_batches[0].batch
+    mask = columns["response_mask"].bool()
+    with torch.no_grad():
+        expected = torch.where(mask, outputs(step.critic_steps[0][0], batch)[0], 0.0)
+    torch.testing.assert_close(columns["values"].double(), expected, rtol=1e-3, atol=1e-4)
+    returns = 0.5 * columns["token_level_scores"].sum(dim=1, keepdim=True) * mask
+    torch.testing.assert_close(columns["advantages"], returns - expected, rtol=1e-3, atol=1e-4)
+    assert step.actor_batches == []  # warming up

@@ -11,7 +11,7 @@ from house_stage import ACTOR, ROLLOUT, metrics, same, steps, weights
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.agents import RolloutResult, to_batch
+from etude.agents import Rollout, to_batch
 from etude.algorithms import agg_loss
 from etude.cli.main import cli
 from etude.cli.main import run as run_command
@@ -24,12 +24,12 @@ from etude.trainer.interrupts import Interrupts
 from etude.trainer.metrics import data_metrics
 from etude.trainer.minibatches import mini_batches
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, place_scores, results_of, spread_groups, survivors
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, place_scores, rollouts_of, spread_groups, survivors
 from etude.trainer.run import train
 from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
-from etude.viewer.explain import Verdict, checks_of, claims_of
+from etude.viewer.explain import Verdict, check_overlap, check_sequence
 from etude.workers import ActorRolloutRefWorker
 
 
@@ -45,7 +45,7 @@ def sequence(*runs, prompt=(1, 2), score=None, steps=()):
 
 
 def rollout(score, *runs, earlier=(), steps=()):
-    return RolloutResult(sequence(*runs, score=score, steps=steps), earlier=list(earlier))
+    return Rollout([*earlier, sequence(*runs, score=score, steps=steps)])
 
 
 def rolled(results, uids):
@@ -72,7 +72,7 @@ def example():
 
 
 def without_earlier(results):
-    return [RolloutResult(result.trajectory) for result in results]
+    return [Rollout([result.trajectory]) for result in results]
 
 
 # -- rows --------------------------------------------------------------------------------------------------------
@@ -93,7 +93,7 @@ def test_each_earlier_sequence_is_a_row_after_its_rollouts_main_one():
         assert not batch.batch["response_mask"][row, length:].any()
         assert batch.batch["rollout_log_probs"][row, :length].tolist() == trajectory.response_log_probs
         assert batch.batch["position_ids"][row][filled].tolist() == list(range(int(filled.sum())))
-    assert results_of(batch)[0] is results_of(batch)[1] is results_of(batch)[2] is results[0]
+    assert rollouts_of(batch)[0] is rollouts_of(batch)[1] is rollouts_of(batch)[2] is results[0]
     assert float(batch.batch["token_level_scores"].sum()) == pytest.approx(2.75)  # every reward once
     assert len(plain) == 5  # the rollouts stay as they were
 
@@ -122,7 +122,7 @@ def test_a_sequence_in_which_nothing_was_sampled_teaches_nothing():
 
 
 def test_a_dropped_rollout_and_one_without_a_sampled_answer_take_their_sequences_along():
-    gone = RolloutResult(sequence(("s", 2), score=1.0), earlier=[sequence(("s", 2))])
+    gone = Rollout([sequence(("s", 2)), sequence(("s", 2), score=1.0)])
     gone.drop(None)
     silent = rollout(1.0, ("t", 2), earlier=[sequence(("s", 2))])
     batch = expanded(rolled([gone, silent, rollout(1.0, ("s", 1))], "aaa"), 0)
@@ -134,7 +134,7 @@ def test_a_dropped_rollout_and_one_without_a_sampled_answer_take_their_sequences
 
 def advantages(name, batch, *, episodes, rewards=None, **options):
     rewards = sequence_scores(batch, episodes=episodes) if rewards is None else rewards
-    return sequence_advantages(name, batch, rewards, episodes=episodes, **options)
+    return sequence_advantages(name, batch, rewards, **options)
 
 
 def test_grpo_compares_rollouts_and_credits_every_sequence():
@@ -239,7 +239,7 @@ def test_whatever_the_rollouts_every_sampled_token_counts_once(rollouts, groups)
     assert loss == pytest.approx(by_hand / sampled, abs=1e-5)
     minis = list(mini_batches(batch, groups, shuffle=True, seed=(1,)))
     assert sum(len(mini) for mini in minis) == len(batch)
-    homes = Counter(id(r) for mini in minis for r in {id(r): r for r in results_of(mini)}.values())
+    homes = Counter(id(r) for mini in minis for r in {id(r): r for r in rollouts_of(mini)}.values())
     assert set(homes.values()) == {1}  # a rollout's rows are in one mini-batch
     assert [sorted(set(batch.non_tensor_batch["uid"][rows])) for rows in spread_groups(batch)] == [
         sorted(set(plain.non_tensor_batch["uid"][rows])) for rows in spread_groups(plain)
@@ -365,11 +365,11 @@ def test_a_run_counts_its_sequences_and_dumps_one_line_a_rollout(run_dir):
         model = run_dir / f"global_step_{number - 1}" / "actor" / "huggingface"
         for record in records:
             for sequence in sequences_of(record):
-                checks = checks_of(sequence, model if number > 1 else None)
+                checks = check_sequence(sequence, model if number > 1 else None)
                 assert len(checks) == 5 if sequence is record else 4
                 assert {check.verdict for check in checks[: None if number > 1 else -1]} == {Verdict.HOLDS}, checks
             assert all(s["weight_versions"] for e in sequences_of(record) for s in e["segments"])
-            claims = claims_of(record)
+            claims = check_overlap(record)
             assert claims is None if not record["earlier"] else claims.verdict is Verdict.HOLDS
 
 
@@ -394,7 +394,7 @@ def test_the_gradient_is_that_of_every_sampled_token_once(tiny, configured, tmp_
     network = load_causal_lm(tiny.model).double().eval()
     total, tokens = 0.0, 0
     groups = {}
-    for uid, result, main in zip(learned.non_tensor_batch["uid"], results_of(learned), main_rows(learned)):
+    for uid, result, main in zip(learned.non_tensor_batch["uid"], rollouts_of(learned), main_rows(learned)):
         groups.setdefault(uid, []).extend([result] if main else [])
     assert sorted(map(len, groups.values())) == [4, 4]
     for group in groups.values():
@@ -474,7 +474,7 @@ def test_groups_are_filtered_by_their_rollouts_and_keep_their_sequences(configur
             assert len(set(batch.non_tensor_batch["uid"].tolist())) <= 2
             assert figures["training/filter_groups/kept"] <= 1
             assert int(kept.sum()) in (4, 8)
-            rows = [len(result.earlier) + 1 for result in {id(r): r for r in results_of(batch)}.values()]
+            rows = [len(result.earlier) + 1 for result in {id(r): r for r in rollouts_of(batch)}.values()]
             assert len(batch) == sum(rows) > int(kept.sum())
 
 
@@ -501,6 +501,6 @@ def test_explain_shows_and_verifies_every_sequence(run_dir, tmp_path, capsys):
 def test_sequences_that_hold_the_same_draw_are_told():
     twice = sequence(("s", 3), prompt=(1, 2))
     record = twice.to_record() | {"earlier": [twice.to_record()]}
-    check = claims_of(json.loads(json_line(record)))
+    check = check_overlap(json.loads(json_line(record)))
     assert check.verdict is Verdict.SKIPPED
     assert "sequences 0 and 1 hold the same 3 sampled tokens" in check.evidence

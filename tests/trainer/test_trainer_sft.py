@@ -12,7 +12,7 @@ from vision_stage import save_vision_model
 
 from etude.cli.main import cli, run
 from etude.config import compose
-from etude.data.files import write_parquet
+from etude.data.files import read_rows, write_parquet
 from etude.errors import DataError, EtudeError, TrainingStopped
 from etude.models import load_causal_lm, load_tokenizer, save_pretrained
 from etude.trainer.rollouts import rollout_batch
@@ -118,6 +118,62 @@ def test_the_runs_seed_reaches_the_trials(tiny, tmp_path, monkeypatch):
     for seed in (1, 1, 2):
         fine_tune(config(tiny, tmp_path / str(len(drawn)), *once, f"trainer.seed={seed}"))
     assert drawn[0] == drawn[1] != drawn[2]
+
+
+CURIOUS = """
+from etude.agents.interactions import BaseInteraction
+
+
+class Curious(BaseInteraction):
+    async def generate_response(self, instance_id, messages, **kwargs):
+        return True, "", 5.0, {}
+"""
+
+
+def test_trials_talk_to_the_configured_user(tiny, tmp_path):
+    rows = read_rows(tiny.folder / "data" / "val.parquet")
+    for row in rows:
+        row["extra_info"].pop("need_tools_kwargs", None)
+        row["extra_info"].pop("tools_kwargs", None)
+        row["extra_info"]["interaction_kwargs"] = {"name": "curious"}
+    path = write_parquet(rows, tmp_path / "asked.parquet")
+    (tmp_path / "curious.py").write_text(CURIOUS)
+    (tmp_path / "users.yaml").write_text("interaction: [{name: curious, class_name: 'curious.py:Curious'}]")
+    settings = (
+        f"target_success.data_files={path}",
+        f"multi_turn.interaction_config_path={tmp_path}/users.yaml",
+        "multi_turn.tool_config_path=null",
+        "trainer.total_training_steps=1",
+    )
+    fine_tune(config(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0, *settings)))
+    assert metrics(tmp_path / "run")[-1]["reward/total/mean"] > 0  # of those that came to an end
+
+
+def test_a_plugin_is_imported(tiny, tmp_path):
+    (tmp_path / "own.py").write_text(f"open({str(tmp_path / 'seen')!r}, 'w').close()\n")
+    SFTTrainer(config(tiny, tmp_path / "run", f"plugins=[{tmp_path}/own.py]"))
+    assert (tmp_path / "seen").exists()
+
+
+def test_more_trials_than_rows_are_refused(tiny, tmp_path, capsys):
+    arguments_ = arguments(tiny, tmp_path / "run", *trial(tiny, 0.0, 1.0, "target_success.samples=50"))
+    error = one_line_error(capsys, ["sft", *arguments_])
+    assert error == f"target_success.samples=50, but {tiny.folder}/data/val.parquet has only 3 rows that fit"
+
+
+@pytest.mark.parametrize(("keep", "left"), [("-1", [1, 2, 3]), ("null", [1, 2, 3]), ("2", [2, 3]), ("1", [3])])
+def test_as_many_checkpoints_stay_as_are_asked_for(tiny, tmp_path, keep, left):
+    fine_tune(config(tiny, tmp_path, "trainer.save_freq=1", f"trainer.max_actor_ckpt_to_keep={keep}"))
+    assert sorted(int(path.name.removeprefix("global_step_")) for path in tmp_path.glob("global_step_*")) == left
+
+
+def test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for(tiny, tmp_path):
+    fine_tune(config(tiny, tmp_path / "first", "trainer.total_training_steps=2", "trainer.save_freq=1"))
+    fine_tune(config(tiny, tmp_path / "first", "trainer.resume_mode=disable"))
+    assert steps(tmp_path / "first") == [1, 2, 3]  # not 3 alone: the earlier metrics were put aside
+    again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={tmp_path}/first/global_step_2")
+    fine_tune(config(tiny, tmp_path / "second", *again))
+    assert steps(tmp_path / "second") == [3]
 
 
 def test_a_trial_that_is_lost_is_no_zero(tiny, tmp_path):

@@ -119,3 +119,20 @@ def test_the_backward_pass_may_run_twice(inputs):
     once = leaf.grad.clone()
     total.backward()
     torch.testing.assert_close(leaf.grad, 2 * once)
+
+
+@pytest.mark.parametrize("finish", [None, lambda z: 3.0 * torch.tanh(z / 3.0)])
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_sums_of_squares_are_those_of_a_dense_softmax(inputs, finish, temperature, chunk):
+    hidden, weight, bias, labels = inputs
+    logits = hidden.double() @ weight.double().T + bias.double()
+    expected = ((logits if finish is None else finish(logits)) / temperature).softmax(dim=-1).square().sum(dim=-1)
+    given = {"bias": bias, "finish": finish, "temperature": temperature, "chunk": chunk}
+    squares = torch.full((TOKENS,), torch.nan)
+    leaf = hidden.clone().requires_grad_()
+    with_squares = token_log_probs(leaf, weight, labels, sum_pi_squared=squares, **given)
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-5, atol=1e-7)
+    assert not squares.requires_grad
+    for one, other in zip(with_squares, token_log_probs(leaf, weight, labels, **given)):
+        assert torch.equal(one, other)

@@ -145,6 +145,18 @@ def test_adamw_with_clipping_is_its_formula(net, clip):
         np.testing.assert_allclose(now.detach().numpy(), expected, rtol=1e-4, atol=1e-6)
 
 
+@pytest.mark.parametrize(("name", "rate"), [("adamw", 0.01), ("muon", 0.02)])
+def test_weights_without_a_gradient_decay_at_the_rate_of_their_optimizer(net, name, rate):
+    optimizer = OptimizerSet(net, OptimOptions(name=name, lr=0.01, muon_lr_multiplier=2.0, weight_decay=0.3), None)
+    matrices = [p for layer in net.model.layers for p in layer.parameters() if p.ndim == 2]
+    start = weights(net)
+    set_gradients(net, 0, scale=0.0)
+    optimizer.step()
+    for before, now in zip(start, net.parameters()):
+        expected = rate if any(now is matrix for matrix in matrices) else 0.01
+        torch.testing.assert_close(now.detach(), before * (1 - expected * 0.3), rtol=1e-6, atol=0)
+
+
 @pytest.mark.parametrize("name", ["adamw", "muon"])
 @pytest.mark.parametrize("poison", [math.inf, math.nan])
 def test_a_gradient_that_is_not_finite_moves_nothing_and_shows(net, name, poison):

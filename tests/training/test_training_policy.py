@@ -9,6 +9,7 @@ from torch.distributions import Categorical
 from etude.algorithms import LOSS_AGG_MODES, agg_loss, kl_penalty, policy_loss
 from etude.errors import ConfigError, DataError
 from etude.metrics import finish_metrics
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine
 from etude.training.packing import needed_tokens, pack
@@ -96,6 +97,35 @@ def test_log_probs_are_those_of_unpadded_rows(model, batch, row_ids, temperature
     for ours, theirs in zip(engine.log_probs(batch, temperature), expected):
         torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
         assert not ours[batch.batch["response_mask"] == 0].any()
+
+
+@pytest.mark.parametrize("architecture", ["qwen3", "gemma2"])  # the second caps its logits
+@pytest.mark.parametrize("max_tokens", [1, 20, EVERYTHING])
+def test_sums_of_squares_are_those_of_unpadded_rows(batch, row_ids, architecture, max_tokens):
+    spec = TinyModelSpec(
+        hidden_size=32,
+        num_layers=2,
+        intermediate_size=48,
+        vocab_size=270,
+        architecture=architecture,
+        initializer_range=1.0,
+    )
+    model = build_tiny_model(spec, build_tiny_tokenizer([], 270)).eval()
+    assert (model.config.get_text_config().to_dict().get("final_logit_softcapping") is None) == (
+        architecture == "qwen3"
+    )
+    mask, exact = batch.batch["response_mask"], eager(model).double()
+    expected = torch.zeros(mask.shape, dtype=torch.float64)
+    for i in range(len(batch)):
+        ids, prompt = row_ids(i)
+        with torch.no_grad():
+            probs = (exact(input_ids=ids[None]).logits[0] / 0.7).softmax(dim=-1)
+        places = mask[i].nonzero().flatten()
+        expected[i, places] = probs[prompt + places - 1].square().sum(dim=-1)
+    engine = PolicyEngine(model, max_tokens=max_tokens)
+    log_probs, _, squares = engine.log_probs(batch, 0.7, sum_pi_squared=True)
+    torch.testing.assert_close(squares.double(), expected, rtol=1e-4, atol=1e-5)
+    assert torch.equal(log_probs, engine.log_probs(batch, 0.7)[0])
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -14,19 +14,19 @@ from hypothesis import strategies as st
 
 from etude.events import Event, Notice, RolloutProgress, RunEnded, RunStarted, StepFinished
 from etude.options import RunOptions, TrainerOptions
-from etude.problems import problems
+from etude.problems import find_problems
 from etude.viewer import display as module
 from etude.viewer.display import Display, RolloutBar, RunConsole
 from etude.viewer.panel import (
     ROWS,
     RunState,
     braille_curve,
-    duration,
-    plain_line,
-    render,
+    format_duration,
+    format_line,
+    render_panel,
     resample,
     sparkline,
-    time_split,
+    split_time,
 )
 
 METRICS = {
@@ -147,7 +147,7 @@ def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch)
     def broken(state: RunState, width: int) -> None:
         raise ZeroDivisionError
 
-    monkeypatch.setattr(module, "render", broken)
+    monkeypatch.setattr(module, "render_panel", broken)
     console = terminal()
     show(console, StepFinished(1, 10, METRICS))
     assert "the view failed: ZeroDivisionError" in output(console)
@@ -167,8 +167,8 @@ def test_whatever_the_numbers_the_view_can_be_drawn(steps: list, width: int, tot
     console = RunConsole(file=io.StringIO(), width=width, force_terminal=True)
     for step, metrics in steps:
         state.add(step, metrics, 1.0)
-        console.print(render(state, width))
-        assert "\n" not in plain_line(state)
+        console.print(render_panel(state, width))
+        assert "\n" not in format_line(state)
 
 
 @pytest.mark.parametrize("values", [[0.0, 1e307], [1.7e308] * 100 + [-1.7e308] * 100])
@@ -217,15 +217,15 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
         "40 % of trajectories cut at data.max_response_length",
         "10 of 40 calls of search failed, 3 timed out",
     }
-    assert set(problems(METRICS | wrong).values()) == sentences
-    assert problems(METRICS) == {}
+    assert set(find_problems(METRICS | wrong).values()) == sentences
+    assert find_problems(METRICS) == {}
     state = RunState("t", 10, validated="sampled")
     state.add(1, METRICS | wrong, 1.0)
-    line = plain_line(state)
+    line = format_line(state)
     assert all(f"! {sentence}" in line for sentence in sentences)
     assert "val-core/gsm8k/reward/mean@1 0.710 (sampled)" in line
     console = terminal()
-    console.print(render(state, 110))
+    console.print(render_panel(state, 110))
     shown = output(console)
     assert "! actor update skipped" in shown
     assert "search 40 calls, 10 failed, 95 % within 2.500 s" in shown
@@ -240,9 +240,9 @@ def test_a_validation_stays_until_the_next() -> None:
 
 
 def test_time_split_adds_up_to_the_step() -> None:
-    assert time_split(METRICS) == [("gen", 0.75), ("update_actor", 0.125), ("other", 0.125)]
-    assert time_split({}) == []
-    overlapping = time_split({"timing_s/step": 1.0, "timing_s/gen": 2.0, "timing_s/ref": 2.0})
+    assert split_time(METRICS) == [("gen", 0.75), ("update_actor", 0.125), ("other", 0.125)]
+    assert split_time({}) == []
+    overlapping = split_time({"timing_s/step": 1.0, "timing_s/gen": 2.0, "timing_s/ref": 2.0})
     assert overlapping == [("gen", 0.5), ("ref", 0.5)]
 
 
@@ -258,7 +258,7 @@ def test_time_split_adds_up_to_the_step() -> None:
     ],
 )
 def test_durations(seconds: float, text: str) -> None:
-    assert duration(seconds) == text
+    assert format_duration(seconds) == text
 
 
 values = st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=200)

@@ -16,8 +16,8 @@ from etude.errors import DataError, EtudeError
 from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Provenance, Rewards, Trajectory
-from etude.viewer.charts import charts, series
-from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, conversation, load_samples
+from etude.viewer.charts import draw_charts, series
+from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, load_samples, parse_conversation
 from etude.viewer.report import write_report
 
 EVIL = "</pre><script>alert(1)</script><img src=http://example.org/x onerror=alert(1)>\x1b[31m\u202e&amp;{{ 7*7 }}$x$"
@@ -257,7 +257,7 @@ def test_a_single_dump_has_samples_but_no_after(tmp_path: Path) -> None:
 
 
 def test_blocks_follow_provenance_and_rewards_their_turn() -> None:
-    shown = conversation(record(3, "question", "answer"))
+    shown = parse_conversation(record(3, "question", "answer"))
     assert [(block.kind, block.text) for block in shown.blocks] == [
         ("prompt", "question"),
         ("sampled", "call"),
@@ -270,46 +270,36 @@ def test_blocks_follow_provenance_and_rewards_their_turn() -> None:
     assert dict(shown.facts)["expected"] == "72"
 
 
-def test_roles_stand_in_where_segments_have_no_text() -> None:
-    messages = [
-        {"role": "user", "content": [{"type": "text", "text": "q"}, {"type": "image"}]},
-        {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]},
-        {"role": "tool", "content": "t"},
-        {"role": "user", "content": "more"},
-        "junk",
-    ]
-    blocks = conversation({"messages": messages}).blocks
-    assert [block.kind for block in blocks] == ["prompt", "sampled", "tool", "user"]
-    assert blocks[0].text == "q\n[image]"
-    assert '"name": "f"' in blocks[1].text
-    flat = conversation({"input": "q", "output": "a", "messages": []}).blocks
-    assert [block.text for block in flat] == ["q", "a"]
+def test_a_record_without_segment_texts_shows_its_response_as_one_block() -> None:
+    blocks = parse_conversation({"input": "q", "output": "a", "messages": []}).blocks
+    assert [(block.kind, block.text) for block in blocks] == [("prompt", "q"), ("template", "a")]
 
 
 def test_text_and_blocks_are_bounded() -> None:
-    long = conversation({"input": "x" * (MAX_TEXT + 5), "output": ""})
+    long = parse_conversation({"input": "x" * (MAX_TEXT + 5), "output": ""})
     assert (len(long.blocks[0].text), long.blocks[0].omitted) == (MAX_TEXT, 5)
     many = [{"text": str(n), "provenance": "tool", "turn": 0} for n in range(1000)]
-    assert len(conversation({"segments": many}).blocks) <= MAX_BLOCKS + 1
+    assert len(parse_conversation({"segments": many}).blocks) <= MAX_BLOCKS + 1
 
 
 @pytest.mark.parametrize("junk", [{}, {"segments": 3}, {"rewards": {"steps": 4, "final": 5}}, {"response_mask": "x"}])
 def test_an_odd_record_is_still_shown(junk: dict) -> None:
-    assert conversation(junk).blocks
+    assert parse_conversation(junk).blocks
 
 
 def test_a_long_run_makes_a_small_chart() -> None:
     records = [{"step": step, "reward/total/mean": float(step % 7)} for step in range(20_000)]
-    assert len(charts(records)[0].svg) < 100_000
+    assert len(draw_charts(records)[0].svg) < 100_000
 
 
 def test_one_step_makes_charts_and_no_numbers_make_none() -> None:
-    assert [chart.title for chart in charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
-    assert charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    assert [chart.title for chart in draw_charts([{"step": 1, "reward/total/mean": 0.0}])] == ["Reward"]
+    assert draw_charts([{"step": 1, "reward/total/mean": None, "timing_s/step": "x"}]) == []
+    assert draw_charts([{"step": 1, "reward/total/mean": 10**400}]) == []  # JSON holds it, a float does not
     sequences = [{"step": step, "rollout/sequences/mean": 1.0} for step in (1, 2)]
-    assert charts(sequences) == []  # as in every run whose agents keep their history
+    assert draw_charts(sequences) == []  # as in every run whose agents keep their history
     sequences[1]["rollout/sequences/mean"] = 1.5
-    assert [chart.title for chart in charts(sequences)] == ["Sequences"]
+    assert [chart.title for chart in draw_charts(sequences)] == ["Sequences"]
     assert series([{"step": 1, "a": True}, {"step": 2, "a": 3}, {"step": 3, "a": float("inf")}], "a") == ([2], [3.0])
 
 
@@ -332,8 +322,8 @@ for module in pkgutil.iter_modules(etude.viewer.__path__):
     importlib.import_module(f"etude.viewer.{module.name}")
 etude.viewer.report.write_report(run)
 record = etude.viewer.explain.read_row(run / "validation" / "0.jsonl", 0)
-assert len(etude.viewer.explain.checks_of(record)) == 5
-assert list(etude.viewer.explain.tokens_of(record))
+assert len(etude.viewer.explain.check_sequence(record)) == 5
+assert list(etude.viewer.explain.list_tokens(record))
 heavy = {"torch", "ray", "transformers", "etude.trainer"} & set(sys.modules)
 sys.exit(f"imported: {sorted(heavy)}" if heavy else 0)
 """

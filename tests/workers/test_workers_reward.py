@@ -3,7 +3,7 @@
 import pytest
 from workers_stage import Echo, policy, prompts, roles
 
-from etude.agents import RolloutResult
+from etude.agents import Rollout
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError
 from etude.registry import import_module
@@ -56,7 +56,7 @@ def test_a_row_that_cannot_be_scored_is_dropped_and_a_dropped_one_stays_so(model
     group, _ = policy(model_path, **options)
     batch = prompts(count=3, n=1)
     batch = batch.union(group.generate_sequences(batch))
-    batch.non_tensor_batch["rollout"][2] = RolloutResult(None, failures=2, dropped=StopReason.INFRASTRUCTURE)
+    batch.non_tensor_batch["rollout"][2] = Rollout(failures=2, dropped=StopReason.INFRASTRUCTURE)
     import_module(custom.path).BROKEN.add(1)
     results = reward_group(roles(model_path, **options)).compute_scores(batch).non_tensor_batch["rollout"]
     assert results[0].trajectory.rewards.score is not None

@@ -44,7 +44,7 @@ def main() -> None:
             etude_run.latency = latency
             batch = rollout_batch(rows, n=8, label="latency", seed=seed, validate=False)
             meter = Meter()
-            made, _ = trainer.rollouts._generate(batch if only is None else batch.select_idxs(only))
+            made, _ = trainer.rollouts.generate(batch if only is None else batch.select_idxs(only))
             return meter.read(), [r.trajectory for r in made.non_tensor_batch["rollout"].tolist()]
 
         rolled(instant, 0)

@@ -15,7 +15,8 @@ import inspect
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -30,6 +31,7 @@ from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.number import as_reward
+from etude.seeds import environment_seed
 from etude.tools import BaseTool
 from etude.trajectory import StopReason
 
@@ -85,8 +87,9 @@ class EnvAgentLoop(ToolAgentLoop):
 
     _not_called = ToolAgentLoop._not_called | {"_call_tool"}  # its environment runs the tools
 
-    async def converse(self, data: Conversation, row: dict[str, Any]) -> None:
-        """See `ToolAgentLoop.converse`.
+    @asynccontextmanager
+    async def surroundings(self, data: Conversation, row: dict[str, Any]) -> AsyncIterator[None]:
+        """The environment, which scores the trajectory at its end.
 
         Raises:
             EtudeError: the environment raised something that is not infrastructure, or observed control tokens.
@@ -98,7 +101,7 @@ class EnvAgentLoop(ToolAgentLoop):
         try:
             if greeting := await self._stage.begin(data, row):
                 append_to_last_user(data.trajectory.messages, self.chat.disarmed(greeting))
-            await super().converse(data, row)
+            yield
             if data.trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 data.trajectory.rewards.score = await self._stage.score(data, row)
         finally:
@@ -118,10 +121,9 @@ class EnvAgentLoop(ToolAgentLoop):
         started = time.perf_counter()
         observed = await self._stage.step(data, trajectory.messages[-1]["content"])
         add_time(trajectory, "tool_calls", started)
-        turn = trajectory.assistant_turns - 1
         reward = observed.reward
         if reward is not None and not (isinstance(reward, float) and math.isnan(reward)):
-            trajectory.rewards.steps.append((turn, SOURCE, as_reward(reward, "the environment")))
+            trajectory.add_step_reward(SOURCE, as_reward(reward, "the environment"))
         if observed.over:
             return end(data, StopReason.COMPLETED)
         return self.feed_back(data, observed.messages)
@@ -238,7 +240,7 @@ class TextStage:
         self._env = await _called(self._environment, "__init__", make)
         options = dict(row.get("extra_info") or {})
         returned = await _called(
-            self._environment, "reset", self._env.reset, seed=data.sampling.seed & 0x7FFFFFFF, options=options
+            self._environment, "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
         )
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
             raise _wrong(

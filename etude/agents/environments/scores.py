@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from etude.agents.environments.env import Env
@@ -53,7 +52,5 @@ def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     for turn, _, value in trajectory.rewards.steps:
         scores[turn] = scores.get(turn, 0.0) + value
     for name, value in {**row, "tool_use_scores": [scores[turn] for turn in sorted(scores)]}.items():
-        column = np.empty(1, dtype=object)
-        column[0] = value
-        columns[name] = column
+        columns[name] = [value]
     return DataProto.from_single_dict(columns)

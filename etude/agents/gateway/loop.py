@@ -21,7 +21,7 @@ from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext, AgentLoopBase
 from etude.agents.gateway.agent import Agent, CommandAgent, CommandFailed, Endpoint, FunctionAgent
-from etude.agents.gateway.pictures import row_for_clients
+from etude.agents.gateway.images import row_for_clients
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import called, settle
 from etude.errors import ConfigError, EtudeError, InfrastructureError, http_status, is_infrastructure, one_line
@@ -29,7 +29,7 @@ from etude.inference import SamplingParams
 from etude.options import OpenAIAgentOptions
 from etude.registry import import_object
 from etude.rewards.number import as_reward
-from etude.trajectory import AgentLoopOutput, StopReason
+from etude.trajectory import StopReason, Trajectory
 
 
 @AGENT_LOOPS.register("openai_agent")
@@ -56,8 +56,8 @@ class OpenAIAgentLoop(AgentLoopBase):
             function, command = options.function, options.command
         self._agent = agent_of(function, command)
 
-    async def run(self, sampling_params: dict[str, Any], **row: Any) -> AgentLoopOutput | list[AgentLoopOutput]:
-        """See `AgentLoopBase.run`: one output a sequence.
+    async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
+        """See `AgentLoopBase.run`: one trajectory a sequence.
 
         Raises:
             EtudeError: the agent never asked the policy anything, or nothing that could be answered.
@@ -78,7 +78,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         if not session.recording.turns and main.stop_reason is StopReason.COMPLETED:
             raise EtudeError(f"agent '{self._agent.name}' {_unanswered(session)}")
         main.rewards.score = reward
-        return [trajectory.to_output() for trajectory in trajectories]
+        return trajectories
 
     async def _reward(self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]) -> float | None:
         """What the agent returned; None where a limit ended it."""

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from etude.agents.gateway.messages import Message, answered, edits_thoughts, likeness
 from etude.agents.gateway.reading import ReadTurn
-from etude.chat.labelled import Run
+from etude.chat.provenance import Run
 from etude.trajectory import Provenance, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:

@@ -13,7 +13,6 @@ import asyncio
 import hashlib
 import json
 import time
-from array import array
 from collections.abc import Coroutine, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -22,8 +21,8 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gateway.errors import TOO_LONG, GatewayError
+from etude.agents.gateway.images import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
-from etude.agents.gateway.pictures import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
@@ -32,6 +31,7 @@ from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput
 from etude.rewards.number import as_reward
+from etude.seeds import client_draw
 from etude.trajectory import StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -41,7 +41,6 @@ T = TypeVar("T")
 
 MOST_REWARDS = 10_000
 """Step rewards of a session."""
-_SEEDED = 1 << 40  # draws that a request's seed names lie beyond those that are counted
 _DRAWN = ("temperature", "top_p", "top_k")
 
 
@@ -306,7 +305,9 @@ class GatewaySession:
             sampling_params=replace(params, max_tokens=most),
             images=shown or None,
         )
-        draws = [_draw(request.seed, place, choice) for choice in range(request.n or 1)]
+        draws: list[int | None] = [None] * (request.n or 1)
+        if request.seed is not None:
+            draws = [client_draw(request.seed, choice, place.ids) for choice in range(len(draws))]
         outputs = await self._all([ask(draw=draw) for draw in draws], arrived)
         if not all(output.token_ids for output in outputs):  # the model's own limit is below the configured ones
             raise self._too_long(f"{len(place.ids)}", len(place.ids))
@@ -366,15 +367,6 @@ class GatewaySession:
 
 def _drawn(params: SamplingParams) -> dict[str, float]:
     return {name: getattr(params, name) for name in _DRAWN}
-
-
-def _draw(seed: int | None, place: Place, choice: int) -> int | None:
-    """The number that a request's `seed` gives its draws: the same request draws the same in this session, and other turns
-    of an agent that always sends one seed do not share their random numbers."""
-    if seed is None:
-        return None
-    asked = hashlib.blake2b(array("q", place.ids).tobytes(), digest_size=16).hexdigest()
-    return _SEEDED + int.from_bytes(hashlib.blake2b(f"{seed}/{choice}/{asked}".encode(), digest_size=5).digest(), "big")
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:

@@ -1,27 +1,26 @@
-"""Tool-call formats, one file each; importing this room registers them."""
+"""Tool-call formats; importing this room registers them."""
 
 from etude.chat.parsers.auto import AutoToolParser, format_of
 from etude.chat.parsers.base import TOOL_PARSERS, ParsedResponse, ToolParser
-from etude.chat.parsers.cohere import CohereToolParser
-from etude.chat.parsers.deepseek_v3 import DeepseekV3ToolParser
-from etude.chat.parsers.deepseek_v31 import DeepseekV31ToolParser
+from etude.chat.parsers.deepseek import DeepseekV3ToolParser, DeepseekV31ToolParser
+from etude.chat.parsers.elements import MinimaxM2ToolParser, Qwen3CoderToolParser, SeedOssToolParser
 from etude.chat.parsers.gemma import GemmaToolParser
 from etude.chat.parsers.glm4_moe import Glm4MoeToolParser
 from etude.chat.parsers.gpt_oss import GptOssToolParser
-from etude.chat.parsers.granite import GraniteToolParser
-from etude.chat.parsers.hermes import HermesToolParser
-from etude.chat.parsers.internlm2 import Internlm2ToolParser
+from etude.chat.parsers.json_blocks import (
+    CohereToolParser,
+    GraniteToolParser,
+    HermesToolParser,
+    Internlm2ToolParser,
+    Phi4ToolParser,
+    XlamToolParser,
+)
 from etude.chat.parsers.kimi_k2 import KimiK2ToolParser
 from etude.chat.parsers.llama3_json import Llama3JsonToolParser
-from etude.chat.parsers.minimax_m2 import MinimaxM2ToolParser
 from etude.chat.parsers.mistral import MistralToolParser
-from etude.chat.parsers.phi4 import Phi4ToolParser
 from etude.chat.parsers.pythonic import PythonicToolParser
-from etude.chat.parsers.qwen3_coder import Qwen3CoderToolParser
 from etude.chat.parsers.rl_factory import CallsFirstToolParser, RLFactoryToolParser
 from etude.chat.parsers.search_r1 import SearchR1ToolParser
-from etude.chat.parsers.seed_oss import SeedOssToolParser
-from etude.chat.parsers.xlam import XlamToolParser
 
 __all__ = [
     "TOOL_PARSERS",

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.chat.decoding import Decoder
+from etude.chat.encoding import Decoder
 from etude.errors import ConfigError
 from etude.registry import Registry
 from etude.schemas import FunctionCall

@@ -4,7 +4,7 @@ Invariant: every opening tag outside reasoning is one or more calls or an error,
 that announces calls where none follows. Reasoning is what stands between the tags of a thought, what follows an opening
 one that is never closed, and, where the text has none before it, what precedes the first closing one (the prompt opened
 that thought). A call in reasoning is none, and an error where the model waits for an answer that does not come: in a
-thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call behind it.
+thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call after it.
 
 Reading takes linear time, as long as `read_block` takes time in proportion to what it consumes or to the way to the next
 tag.
@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from typing import ClassVar, NamedTuple
 
 from etude.chat.parsers.base import ParsedResponse, ToolParser, Tools
-from etude.chat.parsers.json_call import Unreadable, call_of, decode, json_end
+from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end
 from etude.schemas import FunctionCall
+
+KEYS_OF_A_CALL = rf'\{{\s*(?:"name"|{SCALARS}"arguments")\s*:'
+LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # JSON; what may follow is the parser's to judge
 
 
 @dataclass(frozen=True)
@@ -171,6 +174,22 @@ class BlockParser(ToolParser):
     def _holds_a_block(self, text: str, start: int) -> bool:
         tag = self._tags.search(text, start)
         return tag is not None and tag.group() in self.opening
+
+
+class BareParser(BlockParser):
+    """Formats whose calls need no tag where they begin a turn or follow a thought: what matches `bare` there is a call or
+    an error, never text."""
+
+    bare: ClassVar[re.Pattern[str]]
+
+    def read_bare(self, text: str, start: int, tools: Tools | None) -> Block | None:
+        """See `BlockParser.read_bare`; several that follow each other are one."""
+        found: list[Piece] = []
+        end = start
+        while self.bare.match(text, end) and (block := self.read_block(text, "", end, tools)) is not None:
+            found += block.found
+            end = block.end
+        return Block(end, found) if found else None
 
 
 class JsonBlockParser(BlockParser):

@@ -4,7 +4,7 @@ Invariant: an argument's text is what stands between its tags, read as the tool'
 an argument ends at its first closing tag, and whatever else stands before that tag is text, be it tags of calls or blocks.
 Only where another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at
 the next tag; if that one opens a call or a block, nobody can tell what is text and what is not: the call is an error, and
-nothing behind it is read, so that no call is made of a text.
+nothing after it is read, so that no call is made of a text.
 
 An argument is sought to the next tag that closes one or opens one, and reading goes on at that tag or before it, so that
 reading is linear.
@@ -101,7 +101,7 @@ class ElementFormat:
         stop = len(text) if end is None else end.start()
         unclosed = "an argument is not closed" if key is None else f"the argument '{_short(key)}' is not closed"
         if end is not None and end[1] is not None:
-            unread = "before another call begins, and nothing behind it was read"
+            unread = "before another call begins, and nothing after it was read"
             return stop, len(text), f"{unclosed} {unread}; end it with {self.argument_end}"
         if key is None:
             position = stop if end is None or end.group() != self.argument_end else end.end()

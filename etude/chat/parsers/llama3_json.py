@@ -11,9 +11,8 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from etude.chat.parsers.bare import BareParser
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, Found, Pieces, Thought, any_of, attempt, skip_space, until
+from etude.chat.parsers.blocks import BareParser, Block, Found, Pieces, Thought, any_of, attempt, skip_space, until
 from etude.chat.parsers.json_call import SCALARS, Unreadable, call_of, decode, json_end, json_objects
 from etude.schemas import FunctionCall
 

@@ -9,9 +9,8 @@ from __future__ import annotations
 import ast
 import re
 
-from etude.chat.parsers.bare import BareParser
 from etude.chat.parsers.base import ToolParser, Tools
-from etude.chat.parsers.blocks import Block, Found, Malformed, attempt, skip_space, until
+from etude.chat.parsers.blocks import BareParser, Block, Found, Malformed, attempt, skip_space, until
 from etude.chat.parsers.json_call import Unreadable, function_call
 from etude.chat.parsers.literal import parse_expression, read_literal
 from etude.schemas import FunctionCall

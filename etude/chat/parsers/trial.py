@@ -43,7 +43,7 @@ def _reads(parser: ToolParser, text: str) -> bool:
 
 def _written(renderer: Renderer) -> list[tuple[str, list[int]]]:
     """Conversations that end with a call, and where the turn with the call may begin: where the text leaves that of the
-    generation prompt, or behind the question."""
+    generation prompt, or after the question."""
     question: dict[str, Any] = {"role": "user", "content": _QUESTION}
     found = []
     # There are templates that write calls only where there is no content, and such that take arguments as text.

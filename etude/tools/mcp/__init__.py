@@ -1,8 +1,8 @@
 """Tools of MCP servers: over stdio, streamable HTTP and SSE, with the official SDK (`pip install 'etude[mcp]'`).
 
-    options     how to reach a server            thread      the event loop that owns all connections
-    line        one live session                 connection  reconnecting, and the pool of a process
-    tool        `MCPBaseTool`                    discovery   a server's tools, with their schemas
+    options     how to reach a server       stdio       a server as a subprocess
+    session     one live session            connection  reconnecting, and the pool of a process
+    tool        `MCPBaseTool`               discovery   a server's tools, with their schemas
 
 The SDK is imported by the first connection and by nothing before.
 """

@@ -2,7 +2,8 @@
 
 Invariant: a call is sent at most once. If the connection is down, it is opened first, with back-off, by one task for all
 callers that wait; if it breaks during a call, the call fails as infrastructure at once, and the next one reconnects.
-Nothing here waits without a limit. Everything runs in the loop of `LoopThread`.
+Nothing here waits without a limit. A connection lives in one loop, in a thread of its own, however many loops use it, one
+after another or at once: rollouts, commands and tests each run their own.
 
 Left to others: repeating a call that failed (`config.max_retries`, else the trajectory as a whole).
 """
@@ -10,14 +11,17 @@ Left to others: repeating a call that failed (`config.max_retries`, else the tra
 from __future__ import annotations
 
 import asyncio
+import atexit
+import concurrent.futures
+import contextlib
 import random
-from typing import TYPE_CHECKING, Any
+from collections.abc import Coroutine, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
-from etude.bounded import settle
+from etude.bounded import background_loop, settle
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
-from etude.tools.mcp.line import Line, LineLostError, root_cause
 from etude.tools.mcp.options import McpServer, McpTransport
-from etude.tools.mcp.thread import LoopThread, loop_thread
+from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
 
 if TYPE_CHECKING:
     from mcp import Client
@@ -25,6 +29,9 @@ if TYPE_CHECKING:
 
 _FIRST_PAUSE = 0.25  # seconds between attempts to connect; doubled each time, plus up to half of it
 _LONGEST_PAUSE = 8.0
+R = TypeVar("R")
+
+_EXIT_SECONDS = 15.0  # for connections to close: a stubborn subprocess takes up to 6
 _MAX_PAGES, _MAX_TOOLS = 100, 10_000
 _HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError)  # a command that cannot be started will not start
 _jitter = random.Random()  # its own, so that reconnecting disturbs no one's seed
@@ -37,10 +44,10 @@ class McpConnection:
         self.server = server
         self.busy = 0
         self.tools: list[Tool] = []
-        self._line: Line | None = None
-        self._opening: asyncio.Task[Line] | None = None
+        self._session: McpSession | None = None
+        self._opening: asyncio.Task[McpSession] | None = None
         self._proving: asyncio.Task[None] | None = None
-        self._closing: dict[Line, asyncio.Task[None]] = {}
+        self._closing: dict[McpSession, asyncio.Task[None]] = {}
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
         """The result of one call of the tool `name`, an error result included.
@@ -59,107 +66,107 @@ class McpConnection:
         from mcp_types import INVALID_PARAMS
 
         for again in (True, False):
-            line = await self.line()
+            session = await self.session()
             try:
-                return await line.request(lambda client: client.call_tool(name, arguments, timeout))
+                return await session.request(lambda client: client.call_tool(name, arguments, timeout))
             except asyncio.CancelledError:
-                self._prove(line)
+                self._prove(session)
                 raise
-            except LineLostError as error:
-                self._drop(line)
-                raise InfrastructureError(f"{self.server}: {error}{line.hint()}") from error
+            except SessionLostError as error:
+                self._drop(session)
+                raise InfrastructureError(f"{self.server}: {error}{session.hint()}") from error
             except Exception as error:
                 if getattr(error, "code", None) == INVALID_PARAMS:
                     raise ToolError(one_line(error)) from error
-                self._judge(line, error)
+                self._judge(session, error)
                 if again and _never_ran(error):
                     continue
-                why = line.hint() if line.lost.done() or line.status >= 400 else ""
+                why = session.hint() if session.lost.done() or session.status >= 400 else ""
                 raise InfrastructureError(f"{self.server}: '{name}': {one_line(root_cause(error))}{why}") from error
         raise AssertionError("unreachable")
 
-    def _judge(self, line: Line, error: Exception) -> None:
+    def _judge(self, session: McpSession, error: Exception) -> None:
         """What a failed call says of its connection: nothing, that it may be dead, or that it is."""
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, REQUEST_TIMEOUT
 
         code = getattr(error, "code", None)
         if code == REQUEST_TIMEOUT:
-            self._prove(line)
+            self._prove(session)
         elif code == CONNECTION_CLOSED:
-            self._drop(line)
+            self._drop(session)
         elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport is not McpTransport.STDIO:
-            self._drop(line)  # how HTTP says that a session, or the server behind an address, is gone
+            self._drop(session)  # how HTTP says that a session, or the server behind an address, is gone
 
-    async def line(self) -> Line:
-        """The open line, opened now if there is none.
+    async def session(self) -> McpSession:
+        """The open session, opened now if there is none.
 
         Raises:
             InfrastructureError: `connect_attempts` attempts failed; says why the last one did.
         """
-        if self._line is not None and not self._line.lost.done():
-            return self._line
-        if self._line is not None:
-            self._drop(self._line)
+        if self._session is not None and not self._session.lost.done():
+            return self._session
+        if self._session is not None:
+            self._drop(self._session)
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
             self._opening.add_done_callback(self._opened)
         return await asyncio.shield(self._opening)
 
-    def _opened(self, opening: asyncio.Task[Line]) -> None:
+    def _opened(self, opening: asyncio.Task[McpSession]) -> None:
         self._opening = None
         if not opening.cancelled() and opening.exception() is None:
-            self._line = opening.result()
+            self._session = opening.result()
 
-    async def _open(self) -> Line:
+    async def _open(self) -> McpSession:
         pause = _FIRST_PAUSE
         for left in reversed(range(self.server.connect_attempts)):
-            line = Line(self.server)
+            session = McpSession(self.server)
             try:
-                await line.opened()
-                self.tools = await asyncio.wait_for(line.request(_list_tools), self.server.connect_timeout)
-                return line
+                await session.opened()
+                self.tools = await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
+                return session
             except EtudeError:
                 raise
             except Exception as error:
-                await line.close()
+                await session.close()
                 cause = root_cause(error)
                 if not left or isinstance(cause, _HOPELESS):
-                    raise InfrastructureError(f"{self.server}: {_described(cause)}{line.hint()}") from error
+                    raise InfrastructureError(f"{self.server}: {_described(cause)}{session.hint()}") from error
             except BaseException:
-                await line.close()
+                await session.close()
                 raise
             await asyncio.sleep(pause * (1 + _jitter.random() / 2))
             pause = min(2 * pause, _LONGEST_PAUSE)
         raise AssertionError("unreachable")
 
-    def _prove(self, line: Line) -> None:
+    def _prove(self, session: McpSession) -> None:
         """Has a connection that owes an answer show that it lives, as patiently as when it was opened: a server may be
         busy with another call. One that does not is dropped."""
-        if self._proving is None and not line.lost.done():
-            self._proving = asyncio.ensure_future(self._proof(line))
+        if self._proving is None and not session.lost.done():
+            self._proving = asyncio.ensure_future(self._proof(session))
             self._proving.add_done_callback(self._proven)
 
-    async def _proof(self, line: Line) -> None:
+    async def _proof(self, session: McpSession) -> None:
         try:
-            await asyncio.wait_for(line.request(_list_tools), self.server.connect_timeout)
+            await asyncio.wait_for(session.request(_list_tools), self.server.connect_timeout)
         except Exception:
-            self._drop(line)
+            self._drop(session)
 
     def _proven(self, task: asyncio.Task[None]) -> None:
         self._proving = None
 
-    def _drop(self, line: Line) -> None:
-        if self._line is line:
-            self._line = None
-        if line not in self._closing:
-            self._closing[line] = asyncio.ensure_future(line.close())
-            self._closing[line].add_done_callback(lambda _: self._closing.pop(line, None))
+    def _drop(self, session: McpSession) -> None:
+        if self._session is session:
+            self._session = None
+        if session not in self._closing:
+            self._closing[session] = asyncio.ensure_future(session.close())
+            self._closing[session].add_done_callback(lambda _: self._closing.pop(session, None))
 
     async def close(self) -> None:
         """Closes what is open; a later call would open it again."""
         await settle([task for task in (self._opening, self._proving) if task is not None])
-        if self._line is not None:
-            self._drop(self._line)
+        if self._session is not None:
+            self._drop(self._session)
         if self._closing:
             await asyncio.wait(set(self._closing.values()))
 
@@ -177,7 +184,7 @@ class McpPool:
         Raises:
             InfrastructureError: it cannot be reached.
         """
-        await self.connections[0].line()
+        await self.connections[0].session()
         return self.connections[0].tools
 
     async def call(self, name: str, arguments: dict[str, Any], timeout: float) -> CallToolResult:
@@ -189,27 +196,60 @@ class McpPool:
         await asyncio.gather(*(connection.close() for connection in self.connections))
 
 
-_pools: dict[tuple[LoopThread, McpServer], McpPool] = {}
+_pools: dict[tuple[asyncio.AbstractEventLoop, McpServer], McpPool] = {}
 
 
 def pool_of(server: McpServer) -> McpPool:
-    """The process's connections to `server`: equal servers, wherever they are configured, share them."""
-    key = (loop_thread(), server)
-    pool = _pools.get(key)
-    if pool is None:
-        made = McpPool(server)
-        pool = _pools.setdefault(key, made)  # atomic: of two threads, one makes the pool
-        if pool is made:
-            key[0].at_exit(pool.close)
-    return pool
+    """The process's connections to `server`: equal servers, wherever they are configured, share them; a forked child has
+    a loop, and so connections, of its own."""
+    key = (_loop(), server)
+    if key not in _pools:
+        _pools.setdefault(key, McpPool(server))  # atomic: of two threads, one makes the pool
+        atexit.unregister(_close_at_exit)
+        atexit.register(_close_at_exit)
+    return _pools[key]
 
 
-def close_connections() -> None:
+async def in_loop(work: Coroutine[Any, Any, R]) -> R:
+    """The result of `work`, which runs in the connections' loop; cancelling the caller cancels it."""
+    return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
+
+
+def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
+    """As `in_loop`, for a thread that may run another event loop.
+
+    Raises:
+        TimeoutError: it took longer than `timeout` seconds; it has been cancelled.
+    """
+    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    try:
+        return future.result(timeout)
+    except concurrent.futures.TimeoutError:
+        if future.done():
+            raise
+        raise TimeoutError(f"no answer within {timeout:g} s") from None
+    finally:
+        future.cancel()
+
+
+def close_connections(seconds: float = 30.0) -> None:
     """Closes every MCP connection of this process; the next call opens its own again."""
-    thread = loop_thread()
-    for (owner, _), pool in list(_pools.items()):
-        if owner is thread:
-            thread.run(pool.close(), 30.0)
+    pools = [pool for (loop, _), pool in list(_pools.items()) if loop is _loop()]
+    if pools:
+        run_in_loop(_close_all(pools), seconds)
+
+
+async def _close_all(pools: Sequence[McpPool]) -> None:
+    await asyncio.gather(*(pool.close() for pool in pools))
+
+
+def _close_at_exit() -> None:
+    with contextlib.suppress(Exception):  # the process ends; a subprocess that is left sees its stdin close
+        close_connections(_EXIT_SECONDS)
+
+
+def _loop() -> asyncio.AbstractEventLoop:
+    return background_loop("etude-mcp")
 
 
 async def _list_tools(client: Client) -> list[Tool]:

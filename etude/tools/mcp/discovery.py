@@ -18,9 +18,8 @@ from etude.registry import did_you_mean
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools.config_file import beside, read_data_file
 from etude.tools.function_tool import read_schema
-from etude.tools.mcp.connection import McpPool, pool_of
+from etude.tools.mcp.connection import McpPool, pool_of, run_in_loop
 from etude.tools.mcp.options import McpServer
-from etude.tools.mcp.thread import loop_thread
 
 if TYPE_CHECKING:
     from mcp_types import Tool
@@ -117,7 +116,7 @@ def discover_tools(selection: McpSelection, where: str) -> list[Discovered]:
 
 def _listed(selection: McpSelection, where: str) -> list[Discovered]:
     pools = [pool_of(server) for server in selection.servers]
-    listed = loop_thread().run(_list_all(pools, where), _patience(selection.servers))
+    listed = run_in_loop(_list_all(pools, where), _patience(selection.servers))
     both = zip(selection.servers, listed, strict=True)
     return [each for server, tools in both for each in _read(server, tools, selection.prefix, where)]
 

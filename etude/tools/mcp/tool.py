@@ -20,9 +20,8 @@ from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import AnswerImages
 from etude.tools.builtin.options import ToolOptions, read_options
-from etude.tools.mcp.connection import pool_of
+from etude.tools.mcp.connection import in_loop, pool_of
 from etude.tools.mcp.options import McpServer
-from etude.tools.mcp.thread import loop_thread
 from etude.tools.policy import CallPolicy
 from etude.trace import rollout_trace_op
 
@@ -72,7 +71,7 @@ class MCPBaseTool(BaseTool):
             raise ConfigError(f"tool '{self.name}' belongs to no server: load it with load_tools")
         arguments = {**parameters, **execute_kwargs}
         work = pool_of(self._server).call(self._remote_name, arguments, self._timeout)
-        result = await loop_thread().call(work)
+        result = await in_loop(work)
         content = result.content
         if not content and result.structured_content is not None:
             answer: Any = ToolResponse(text=json.dumps(result.structured_content, ensure_ascii=False))

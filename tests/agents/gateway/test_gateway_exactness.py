@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 
 from etude.agents.gateway.answer import as_object
 from etude.agents.gateway.errors import GatewayError
+from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions
 from etude.models import build_tiny_model, build_tiny_tokenizer
@@ -151,8 +152,7 @@ def test_what_is_trained_on_is_what_the_engine_saw_and_sampled(name, steps, stop
     if not engine.seen:
         return
     trajectories = made.trajectories()
-    outputs = [trajectory.to_output() for trajectory in trajectories]
-    made._client.check(*outputs)
+    check_sampled(trajectories, made._client)
     unclaimed = list(engine.seen)
     for trajectory in trajectories:
         seen = list(trajectory.prompt_ids)
@@ -209,7 +209,7 @@ def test_a_mask_that_claims_more_is_refused(n):
         return made
 
     made = asyncio.run(main())
-    *_, output = [trajectory.to_output() for trajectory in made.trajectories()]
-    output.prompt_ids = output.prompt_ids[:-1]
+    trajectory = made.trajectories()[-1]
+    trajectory.prompt_ids = trajectory.prompt_ids[:-1]
     with pytest.raises(Exception, match="marked response token 0"):
-        made._client.check(output)
+        check_sampled([trajectory], made._client)

@@ -12,7 +12,7 @@ from etude.dumps import read_rollouts, sequences_of
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.registry import import_object
 from etude.trainer.run import train
-from etude.viewer.explain import checks_of
+from etude.viewer.explain import check_sequence
 
 ROOT = Path(__file__).parents[3]
 SPEC = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, initializer_range=0.3, vocab_size=400)
@@ -44,7 +44,7 @@ def test_it_is_trained(in_the_root, tmp_path):
     for record in records:
         sequences = sequences_of(record)
         assert len(sequences) == 2
-        checks = [check for sequence in sequences for check in checks_of(sequence, tmp_path / "model")]
+        checks = [check for sequence in sequences for check in check_sequence(sequence, tmp_path / "model")]
         assert {check.verdict.value for check in checks} == {"holds"}
 
 

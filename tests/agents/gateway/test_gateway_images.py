@@ -16,9 +16,10 @@ from vision_stage import build_vision_stage, picture, plain_log_probs
 from etude.agents import AgentLoopManager
 from etude.agents.gateway import session as gateway_session
 from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.images import row_for_clients
 from etude.agents.gateway.messages import History, plain_messages
-from etude.agents.gateway.pictures import row_for_clients
 from etude.agents.gateway.session import SessionRules
+from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ToolParser
 from etude.errors import DataError
 from etude.inference import NativeEngine
@@ -128,8 +129,7 @@ def test_over_the_real_engine_a_forward_pass_gives_the_log_probs_of_every_sequen
         await ask(shown(A), first, shown(B, text="And this?"), second, shown(C, A, text="<|image_pad|> or these?"))
         await ask(shown(A), first, shown(C, text="Or this?"))
         trajectories = made.trajectories()
-        client = made._client
-        client.check(*[trajectory.to_output() for trajectory in trajectories])
+        check_sampled(trajectories, made._client)
         return trajectories
 
     trajectories = asyncio.run(main())

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from test_gateway_sequences import AND, NAMING, Labelling, chat_of, said
 
 from etude.agents.gateway.messages import History, answered, plain_messages
+from etude.agents.validation import check_sampled
 from etude.trainer.metrics import tool_metrics
 
 
@@ -44,7 +45,7 @@ def test_choices_of_the_same_words_are_told_apart(chosen, told_by):
             follow = tool(back["tool_calls"][0]["id"], "x")
         await stage.chat([USER, back, follow], tools=[ECHO])
         made = stage.session.trajectories()
-        stage.session._client.check(*[trajectory.to_output() for trajectory in made])
+        check_sampled(made, stage.session._client)
         return TOKENIZER.decode(stage.engine.asked[-1][1])
 
     shown = talk(work, engine=scripted(f"<think>A</think>{words}", f"<think>B</think>{words}", "6"))
@@ -81,7 +82,7 @@ def test_a_thought_that_a_client_edits_begins_a_sequence(thoughts, continues, tu
         history[1]["reasoning_content"] = thoughts
         await stage.chat(history)
         made = stage.session.trajectories()
-        stage.session._client.check(*[trajectory.to_output() for trajectory in made])
+        check_sampled(made, stage.session._client)
         return len(made)
 
     assert talk(work, engine=scripted(*["<think>A</think>5"] * turns, "6")) == (1 if continues else 2)

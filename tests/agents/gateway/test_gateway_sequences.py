@@ -11,6 +11,7 @@ from gateway_stage import ECHO, USER, answer, request_of, session, talk
 
 from etude.agents.gateway import SessionRules
 from etude.agents.gateway.messages import History, plain_messages
+from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.errors import ConfigError
 from etude.schemas import FunctionCall
@@ -38,7 +39,7 @@ def sequences(script, *conversations, **more):
         for messages in conversations:
             await stage.chat(messages, **more)
         made = stage.session.trajectories()
-        stage.session._client.check(*[trajectory.to_output() for trajectory in made])
+        check_sampled(made, stage.session._client)
         return made, stage.engine.asked
 
     return talk(work, script)
@@ -136,7 +137,7 @@ def test_twins_are_told_apart_by_who_is_continued():
         for follow in (AND, USER, AND):
             await stage.chat([USER, answer(made.choices[0]), follow])
         made = stage.session.trajectories()
-        stage.session._client.check(*[trajectory.to_output() for trajectory in made])
+        check_sampled(made, stage.session._client)
         return made
 
     script, first = iter("xyz"), CHAT.initial_ids([USER])

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 
 from etude.dumps import read_rollouts, sequences_of, trajectory_from_record
 from etude.trainer.run import train
-from etude.viewer.explain import checks_of, claims_of
+from etude.viewer.explain import check_overlap, check_sequence
 
 AGENT = """
 import json
@@ -85,9 +85,9 @@ def test_every_sequence_is_exact(runs, tiny):
     assert len(found) == 8
     for record in found:
         for sequence in sequences_of(record):
-            checks = {check.statement: check.verdict.value for check in checks_of(sequence, tiny.model)}
+            checks = {check.statement: check.verdict.value for check in check_sequence(sequence, tiny.model)}
             assert set(checks.values()) == {"holds"}, checks
-        assert claims_of(record).verdict.value in ("holds", "skipped")
+        assert check_overlap(record).verdict.value in ("holds", "skipped")
 
 
 def test_choices_left_behind_and_the_rewritten_history_are_sequences_of_their_own(runs):

@@ -35,7 +35,7 @@ MALFORMED = [
     (
         "qwen3_coder",
         "<tool_call><function=f><parameter=a>see <tool_call><function=g><parameter=b>1</parameter></function></tool_call>",
-        "nothing behind it was read; end it with </parameter>",
+        "nothing after it was read; end it with </parameter>",
     ),
     (
         "qwen3_coder",

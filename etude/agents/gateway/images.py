@@ -1,0 +1,153 @@
+"""Images of a client's messages, as `data:` addresses: their sizes first, their pixels once their place is certain.
+
+Invariant: what a client names is never fetched and no file of this machine is opened: an image is in its message or refused.
+How many tokens it has is read from its header; it is decoded, within limits and in a thread, only where these have room.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from typing import TYPE_CHECKING, Any
+
+from etude.agents.base import AgentContext
+from etude.agents.gateway.errors import GatewayError
+from etude.agents.images import read_row
+from etude.bounded import BlockingCalls
+from etude.chat.placeholders import image_count, is_image
+from etude.errors import DataError, one_line
+from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, image_size, image_url
+
+if TYPE_CHECKING:
+    from etude.images import ImageInput
+    from etude.models import ImageReader
+
+_threads = BlockingCalls("etude-gateway-pictures", limit=4)
+
+
+@dataclass(frozen=True)
+class Pictures:
+    """The images of each message of a request: their addresses, digests of these, and how many tokens each has."""
+
+    addresses: Sequence[Sequence[str]]
+    digests: Sequence[Sequence[bytes]]
+    tokens: Sequence[Sequence[int]]
+
+    @classmethod
+    def none(cls, messages: int) -> Pictures:
+        """Those of so many messages without any."""
+        nothing: list[list[Any]] = [[]] * messages
+        return cls(nothing, nothing, nothing)
+
+    def since(self, start: int) -> tuple[list[str], list[int]]:
+        """Addresses and tokens in the messages from number `start` on."""
+        return [*chain.from_iterable(self.addresses[start:])], [*chain.from_iterable(self.tokens[start:])]
+
+
+async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> Pictures:
+    """What the headers of each message's images say; there is one at least.
+
+    Raises:
+        GatewayError: the policy is shown no images, there are too many in a message, or one is no image; names the message.
+        InfrastructureError: the system cannot read one now.
+    """
+    reader = context.images if "user" in context.chat.image_roles else None
+    if reader is None:
+        first = next(number for number, shown in enumerate(addresses) if shown)
+        raise GatewayError(400, f"messages.{first}: this policy is shown no images", param="messages")
+    return await _threads.run(_look, addresses, reader)
+
+
+def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> Pictures:
+    tokens = []
+    for number, shown in enumerate(addresses):
+        if len(shown) > MAX_IMAGES:
+            raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
+        try:
+            tokens.append([reader.tokens(image_size(address, MAX_PIXELS)) for address in shown])
+        except DataError as error:
+            raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
+    digests = [
+        [hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest() for address in shown]
+        for shown in addresses
+    ]
+    return Pictures(addresses, digests, tokens)
+
+
+async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list[ImageInput]:
+    """The images as the model reads them.
+
+    Raises:
+        GatewayError: one is broken behind its header.
+        InfrastructureError: the system cannot read one now.
+    """
+    assert context.images is not None
+    try:
+        return await read_row(context.images, addresses, "messages")
+    except DataError as error:
+        raise GatewayError(400, one_line(error), param="messages") from error
+
+
+class KeptImages:
+    """The images that a session's turns and requests keep, each once, however often it is read anew.
+
+    `most_mb`: MiB of pixel values; None: as many as come.
+    """
+
+    def __init__(self, most_mb: int | None) -> None:
+        self._most = most_mb
+        self._images: dict[int, ImageInput] = {}
+        self._uses: Counter[int] = Counter()
+
+    def take(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
+        """These images, as they are kept from now on.
+
+        Raises:
+            GatewayError: they would be too much; then nothing is taken.
+        """
+        kept = tuple([self._images.setdefault(image.digest, image) for image in images])
+        self._uses.update([image.digest for image in kept])
+        size = sum(image.pixel_values.nbytes for image in self._images.values())
+        if self._most is not None and size > self._most << 20:
+            self.give_back(kept)
+            raise GatewayError(400, f"this session's {self._most} MB of images are used up", param="messages")
+        return kept
+
+    def give_back(self, images: Sequence[ImageInput]) -> None:
+        """What was taken is not wanted after all."""
+        for image in images:
+            self._uses[image.digest] -= 1
+            if not self._uses[image.digest]:
+                del self._uses[image.digest], self._images[image.digest]
+
+
+async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:
+    """`row`, its images in its `raw_prompt`, in the form that clients send: an agent can ask with these messages at once.
+
+    Raises:
+        DataError: one cannot be read; names the row.
+    """
+    return dict(row) if not row.get("images") else await _threads.run(_with_addresses, row)
+
+
+def _with_addresses(row: Mapping[str, Any]) -> dict[str, Any]:
+    images, messages = row["images"], row["raw_prompt"]
+    wanted = sum(map(image_count, messages))
+    if wanted != len(images):
+        raise DataError(f"row {row['request_id']}: {len(images)} images for the {wanted} that its messages show")
+    try:
+        addresses = iter([image_url(source) for source in images])
+    except DataError as error:
+        raise DataError(f"row {row['request_id']}: {one_line(error)}") from error
+
+    def told(part: Any) -> Any:
+        return {"type": "image_url", "image_url": {"url": next(addresses)}} if is_image(part) else part
+
+    told_messages = [
+        {**message, "content": [told(part) for part in message["content"]]} if image_count(message) else message
+        for message in messages
+    ]
+    return {name: value for name, value in row.items() if name != "images"} | {"raw_prompt": told_messages}

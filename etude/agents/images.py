@@ -1,0 +1,121 @@
+"""Images on their way to the model: those of a row's prompt, and those that tools answer with.
+
+Invariant: an image is decoded within limits, in a thread; it is read, patch by patch, only when its place in the context
+is certain. What cannot be shown is said in a few words, which count as the answer's own, and the trajectory goes on: a
+tool's broken image is the tool's. What the system cannot read now is infrastructure.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from etude.bounded import BlockingCalls
+from etude.chat.placeholders import content_of
+from etude.errors import DataError, one_line
+from etude.schemas import ToolResponse
+from etude.tools import TokenLimit
+from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, AnswerImages, image_name, load_image
+from etude.tools.outcome import TextLimits
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+    from etude.images import ImageInput
+    from etude.models import ImageReader
+
+_VIDEO = "(a video, which cannot be shown)"
+_MEDIA = "(the tool returned media that a text model cannot see)"
+
+_threads = BlockingCalls("etude-images", limit=4)
+
+
+@dataclass(frozen=True)
+class ShownResponse:
+    """What the model is shown of a tool's response: images, how many tokens each stands for, and words."""
+
+    text: str
+    images: tuple[Image, ...] = ()
+    tokens: tuple[int, ...] = ()
+
+    def message(self, message: dict[str, Any]) -> dict[str, Any]:
+        """`message`, whose content is the text, with the images in front."""
+        return {**message, "content": content_of(message["content"], len(self.images))} if self.images else message
+
+
+async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> list[ImageInput]:
+    """The images of a row, as `load_image` takes them.
+
+    Raises:
+        DataError: one cannot be decoded; names it after `where`.
+        InfrastructureError: the system cannot read one now.
+    """
+
+    def read(number: int, source: Any) -> ImageInput:
+        try:
+            name = image_name(source)
+            if name is None:
+                return reader.read(load_image(source, MAX_PIXELS))
+            return reader.read_file(name, lambda: load_image(source, MAX_PIXELS))
+        except DataError as error:
+            raise DataError(f"{where}: image {number}: {one_line(error)}") from error
+
+    return [await _threads.run(read, number, source) for number, source in enumerate(sources)]
+
+
+async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageInput]:
+    """Decoded images as the model reads them."""
+    return [await _threads.run(reader.read, image) for image in images]
+
+
+async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> ShownResponse:
+    """What a model that sees images is shown of `response`, whose text the session has cut to `limit`.
+
+    Raises:
+        InfrastructureError: the system cannot read an image now.
+    """
+    given, limited = response.image or [], AnswerImages()
+    shown: list[tuple[Image, int]] = []
+    faults: list[DataError] = []
+    for source in given[:MAX_IMAGES]:
+        try:
+            image = await _threads.run(limited.load, source)
+            shown.append((image, reader.tokens(image.size)))
+        except DataError as error:
+            faults.append(error)
+    notes = [_VIDEO] if response.video else []
+    if faults:
+        notes.append(f"(an image that cannot be shown: {one_line(faults[0], 200)})")
+    if len(faults) > 1:
+        notes.append(f"({len(faults) - 1} more images that cannot be shown)")
+    if len(given) > MAX_IMAGES:
+        notes.append(f"(only the first {MAX_IMAGES} images are shown)")
+    images, tokens = zip(*shown) if shown else ((), ())
+    return ShownResponse(noted(response.text, notes, limit), images, tokens)
+
+
+def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
+    """What a model that is shown no images reads of `response`, whose text the session has cut to `limit`."""
+    return noted(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
+
+
+def noted(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
+    """`text` with a line for each note; where both are too long, the text is cut, and the notes as far as they must be."""
+    told = "\n".join(notes).encode("utf-8", "replace").decode()
+    whole = "\n".join(part for part in (text, told) if part)
+    if not told or limit is None or (cut := _bounded(whole, limit)) == whole:
+        return whole
+    tokens, chars = limit.max_tokens, limit.max_chars
+    rest = replace(
+        limit,
+        max_tokens=None if tokens is None else tokens - limit.count(f"\n{told}"),
+        max_chars=None if chars is None else chars - len(told) - 1,
+    )
+    if not text or min((left for left in (rest.max_tokens, rest.max_chars) if left is not None), default=-1) < 0:
+        return cut
+    return _bounded(f"{_bounded(text, rest)}\n{told}", limit)
+
+
+def _bounded(text: str, limit: TokenLimit) -> str:
+    return TextLimits(len(text), tokens=limit).bounded(ToolResponse(text=text)).text or ""

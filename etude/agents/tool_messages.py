@@ -1,0 +1,130 @@
+"""What tools and users say, as messages that the chat template writes.
+
+Invariant: nothing that a model, a tool or a user says ends a run. That the template writes their messages at all is checked
+at start-up (`etude.chat.check.require_answers`); there may still be contents that it takes apart, such as a tool's answer
+with a `</think>` in it under a template that cuts there. A line stands in place of these, beside their images, and tells
+the model. Answers that leave too little room for the next turn are cut further, as long as something of each is left.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+from etude.agents.images import ShownResponse
+from etude.chat import ChatTemplate, ParsedResponse
+from etude.chat.placeholders import content_of, image_count, text_of
+from etude.errors import ConfigError, DataError
+from etude.schemas import FunctionCall
+from etude.tools import TokenLimit, ToolOutcome
+from etude.trajectory import ToolCallRecord
+
+NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
+LEAST_TOKENS = 16  # of a cut answer: with less, its mark would be most of it
+UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
+
+
+@dataclass
+class ToolMessages:
+    """The answers to one turn's calls, a message each: those that ran (`outcomes`), those beyond
+    `max_parallel_calls`, and the errors of those that could not be read.
+
+    `texts` are the words of the messages, `with_images` what goes with them by their number, and `names_calls` says whether
+    the template writes whom a message answers.
+    """
+
+    parsed: ParsedResponse
+    outcomes: Sequence[ToolOutcome]
+    with_images: Mapping[int, ShownResponse]
+    texts: list[str]
+    names_calls: bool
+
+    @property
+    def image_tokens(self) -> list[int]:
+        """Of each image, in order."""
+        return [tokens for answer in self.with_images.values() for tokens in answer.tokens]
+
+    def messages(self) -> list[dict[str, Any]]:
+        """The answers as messages."""
+        calls = self._calls
+        unread = [None] * len(self.parsed.errors)
+        made = [self.parsed.result_message(text, call) for text, call in zip(self.texts, [*calls, *unread])]
+        if self.names_calls:
+            made[: len(calls)] = [naming(message, call.name) for message, call in zip(made, calls)]
+        for n, answer in self.with_images.items():
+            made[n] = answer.message(made[n])
+        return made
+
+    def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
+        """The messages in `excess` tokens fewer; None where there is not enough to cut."""
+        cut = None if limit is None else shortened(self.texts, excess, limit)
+        if cut is None:
+            return None
+        self.texts = cut
+        return self.messages()
+
+    def records(self, turn: int) -> list[ToolCallRecord]:
+        """What is kept of each call: its answer as the model saw it."""
+        ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
+        beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
+        refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
+        return [*ran, *refused, *(malformed_record(turn, text) for text in self.texts[len(ran) + len(refused) :])]
+
+    @property
+    def _calls(self) -> list[FunctionCall]:
+        return [*[outcome.call for outcome in self.outcomes], *self.parsed.calls[len(self.outcomes) :]]
+
+
+def malformed_record(turn: int, error: str) -> ToolCallRecord:
+    """The record of a call that could not be read."""
+    return ToolCallRecord(turn, "", "", error, error="malformed")
+
+
+def written(
+    chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int] = ()
+) -> list[dict[str, Any]]:
+    """`messages`, `UNWRITABLE` in place of texts that the template does not write; none where that does not help.
+
+    `image_tokens` are those of each image in the messages, which all stay.
+    """
+    told, images = [], iter(image_tokens)
+    for message in messages:
+        own = list(islice(images, image_count(message)))
+        content = message["content"] if _is_written(chat, [message], own) else content_of(UNWRITABLE, len(own))
+        told.append({**message, "content": content})
+    return told if _is_written(chat, told, image_tokens) else []
+
+
+def unseen(message: dict[str, Any]) -> dict[str, Any]:
+    """A message that the model was never shown: in words, so that a trajectory's messages have the images of its context."""
+    return {**message, "content": text_of(message["content"])} if image_count(message) else message
+
+
+def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
+    """`texts` in `excess` tokens fewer, the longest cut to one length; None where that is less than `LEAST_TOKENS`."""
+    sizes = [limit.count(text) for text in texts]
+    left, cap = sum(sizes) - excess, 0
+    for shorter, size in enumerate(sorted(sizes)):
+        cap = left // (len(sizes) - shorter)
+        if size > cap:
+            break
+        left -= size
+    if cap < LEAST_TOKENS:
+        return None
+    return [text if size <= cap else limit.cut(text, cap) for text, size in zip(texts, sizes)]
+
+
+def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
+    """A tool's message that says which function it answers for, where that is known; another's as it is."""
+    return {**message, "name": name} if name and message.get("role") == "tool" else message
+
+
+def _is_written(chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int]) -> bool:
+    if not all(isinstance(message.get("content"), str) or image_count(message) for message in messages):
+        return False
+    try:
+        return bool(chat.context_ids(messages, image_tokens=image_tokens))
+    except (ConfigError, DataError):
+        return False

@@ -1,0 +1,165 @@
+"""What an agent loop returned, checked against what the engine drew for it.
+
+Invariant: in a trajectory that passes, a token marked as sampled was drawn by the engine as the continuation of exactly the
+ids and images before it, and no draw is claimed twice; its log-probs are the engine's; every sequence fits
+`data.max_response_length`; only the last one carries rewards. Training on tokens nobody sampled, or sampled after something
+else, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from etude.agents.client import TrajectoryClient, image_digests, is_empty, token_ids
+from etude.chat.encoding import common_beginning
+from etude.errors import ConfigError, EtudeError, one_line
+from etude.trajectory import AgentLoopOutput, Provenance, Trajectory
+
+
+class Draw(NamedTuple):
+    """A run of tokens that the engine drew where a sequence has them: from response position `place` on, which is position
+    `start` of the client's history number `history`."""
+
+    place: int
+    log_probs: list[float]
+    history: int
+    start: int
+
+
+def validate_output(returned: object, client: TrajectoryClient, name: str, response_length: int) -> list[Trajectory]:
+    """The sequences that the loop `name` returned, one or several in time order; the last is the main one.
+
+    Raises:
+        EtudeError: it is not what loops return, claims tokens that were not sampled or are claimed already, or other
+            log-probs than the engine's, or rewards a sequence that is not the last.
+        ConfigError: a sequence is longer than `data.max_response_length`.
+    """
+    given = returned if isinstance(returned, list) else [returned]
+    outputs = [each for each in given if isinstance(each, Trajectory | AgentLoopOutput)]
+    if not outputs or len(outputs) < len(given):
+        wrong = (type(each).__name__ for each in given if not isinstance(each, Trajectory | AgentLoopOutput))
+        found = next(wrong, "an empty list")
+        raise EtudeError(
+            f"the agent loop '{name}' must return a Trajectory or AgentLoopOutput, or several, not {found}"
+        )
+    sequences = [_as_trajectory(each, client, name) for each in outputs]
+    all_draws = check_sampled(sequences, client)
+    for sequence, draws in zip(sequences, all_draws):
+        if sequence.response_length > response_length:
+            raise ConfigError(
+                f"the agent loop '{name}' returned {sequence.response_length} response tokens, more "
+                f"than data.max_response_length={response_length}"
+            )
+        _settle_log_probs(sequence, draws)
+    for number, earlier in enumerate(sequences[:-1]):
+        rewards = earlier.rewards
+        if rewards.steps or rewards.final or rewards.score is not None:
+            raise EtudeError(
+                f"the agent loop '{name}' gave sequence {number} of {len(sequences)} a reward; the last one stands for the "
+                "whole rollout and carries all of its rewards"
+            )
+    return sequences
+
+
+def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
+    """With ids as plain lists; raises EtudeError for what are none, and for media that are not handed over as `images`."""
+    where = f"the agent loop '{name}' returned a wrong {type(output).__name__}:"
+    output.prompt_ids = token_ids(output.prompt_ids, f"{where} prompt_ids")
+    response_ids = token_ids(output.response_ids, f"{where} response_ids")
+    if isinstance(output, Trajectory):
+        return output
+    output.response_ids = response_ids
+    for media in ("multi_modal_data", "mm_processor_kwargs", "mm_processor_output", "routed_experts"):
+        if not is_empty(getattr(output, media)):
+            raise EtudeError(f"{where} {media} is not used here: hand over the row's `read_images` as images")
+    try:
+        return output.to_trajectory(client.request_id)
+    except ValueError as error:
+        raise EtudeError(f"{where} {one_line(error)}") from error
+
+
+def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> list[list[Draw]]:
+    """The draws that each of a rollout's sequences holds.
+
+    Raises:
+        EtudeError: one marks a token as sampled that the engine did not sample there, or several claim one draw.
+    """
+    all_draws = [_draws(sequence, client) for sequence in sequences]
+    for sequence, draws in zip(sequences, all_draws):
+        mask = bytes(sequence.response_mask)
+        drawn = bytearray(len(mask))
+        for draw in draws:
+            drawn[draw.place : draw.place + len(draw.log_probs)] = bytes([1]) * len(draw.log_probs)
+        wrong = None if mask == drawn else next((i for i, (a, b) in enumerate(zip(mask, drawn)) if a > b), None)
+        if wrong is not None:
+            raise EtudeError(
+                f"the agent loop marked response token {wrong} (id {sequence.response_ids[wrong]}) of {client.request_id} "
+                "as sampled, but the engine did not sample it after the ids before it: keep token_ids as generate() "
+                "returned them"
+            )
+    if len(sequences) > 1:
+        _check_claimed_once(sequences, all_draws, client.request_id)
+    return all_draws
+
+
+def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[list[Draw]], request_id: str) -> None:
+    """A token may be in as many sequences as the engine drew it, after the same ids: once, unless it drew twins."""
+    claimed: set[tuple[int, int]] = set()
+    for number, (sequence, draws) in enumerate(zip(sequences, all_draws)):
+        missing = {i for i, sampled in enumerate(sequence.response_mask) if sampled}
+        for draw in draws:
+            for i in range(len(draw.log_probs)):
+                token = (draw.history, draw.start + i)
+                if draw.place + i in missing and token not in claimed:
+                    missing.discard(draw.place + i)
+                    claimed.add(token)
+        if missing:
+            raise EtudeError(
+                f"sequence {number} of {request_id} marks response token {min(missing)} as sampled, but an earlier "
+                "sequence claims that draw: mask it out in all but one, or it would be trained on twice"
+            )
+
+
+def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
+    first_response = len(sequence.prompt_ids)
+    context, shown = sequence.context_ids(), image_digests(sequence.images)
+    found = []
+    for number, history in enumerate(client.histories):
+        shared = common_beginning(history.context, context)
+        for place, log_probs, seen in history.turns:
+            if seen != shown[: len(seen)]:
+                continue
+            first, last = max(place, first_response), min(place + len(log_probs), shared)
+            if first < last:
+                found.append(Draw(first - first_response, log_probs[first - place : last - place], number, first))
+    return found
+
+
+def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
+    """Gives every sampled token the engine's log-prob; raises EtudeError where the loop says another."""
+    ours = [0.0] * trajectory.response_length
+    for draw in draws:
+        ours[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
+    start = 0
+    for number, segment in enumerate(trajectory.segments):
+        end = start + len(segment.token_ids)
+        if segment.provenance is Provenance.SAMPLED and segment.log_probs != (kept := tuple(ours[start:end])):
+            if segment.log_probs is not None:
+                kept = tuple(_engines(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
+            trajectory.segments[number] = segment._replace(log_probs=kept)
+        start = end
+
+
+def _engines(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
+    """The engine's log-prob of the token at a response position, of which the loop says `claimed`: but for rounding to
+    float32 they must be equal. Where it drew the same token after the same ids several times, the draw that is meant."""
+    drawn = [d.log_probs[position - d.place] for d in draws if 0 <= position - d.place < len(d.log_probs)]
+    ours = next((each for each in drawn if math.isclose(each, claimed, rel_tol=1e-5, abs_tol=1e-6)), None)
+    if ours is None:
+        raise EtudeError(
+            f"the agent loop gave response token {position} of {trajectory.request_id} the log-prob {claimed:.6g}, and the "
+            f"engine drew it with {drawn[-1]:.6g}: keep log_probs as generate() returned them, or give none"
+        )
+    return ours

@@ -1,0 +1,288 @@
+"""The estimators and policy losses, and what each needs: a record for every name, in one table.
+
+A record tells the rest of the system what it must not know by name: which columns to compute beside what a rollout has
+(values mean a critic, reference log-probs a reference), how many answers to a prompt are compared, whether a sequence is
+an episode, which options are read. The kinds of KL and of loss aggregation stand here, too.
+
+Invariant: nothing here imports torch, so that configurations are checked without it; built-in functions are named by
+their place and imported when they are first called. Leaves computing to `advantages` and `losses`.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar, Literal, TypeVar
+
+from etude.errors import ConfigError
+from etude.registry import Registry, did_you_mean, import_object
+
+KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
+KLKind = Literal["kl", "k1", KLLossKind]
+LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
+
+COLUMNS = {
+    "values": "the critic's values",
+    "ref_log_prob": "log-probs of the reference policy",
+    "old_log_probs": "the trainer's own log-probs of the policy that rolled out",
+    "entropys": "entropies of that policy, in nats",
+    "sum_pi_squared": "sums of that policy's squared probabilities over the vocabulary",
+    "rollout_log_probs": "the engine's log-probs",
+    "token_level_scores": "rewards before any penalty",
+    "reward_baselines": "the total score of one greedy rollout of the row's prompt",
+}
+"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,)."""
+
+F = TypeVar("F", bound=Callable[..., Any])
+Result = TypeVar("Result", bound="Record")
+
+
+@dataclass(frozen=True)
+class Record:
+    """A function and what it needs.
+
+    Args:
+        fn: called with keyword arguments: what every function of its kind is offered, the columns it `needs`, and its
+            options. It is given what its signature names, or all of it where that has `**kwargs`. `module:name` is
+            imported at the first call.
+        needs: names of `COLUMNS`.
+        options: names of the options that it reads; a dataclass whose fields they are, which checks values, too; or None:
+            whatever else its signature names. An option that is a key of the configuration's section has that key's
+            value, others come from the section's free-form `…_kwargs`.
+
+    Raises:
+        ConfigError: a column that nothing computes, or one that the signature asks for and `needs` lacks.
+    """
+
+    fn: Callable[..., Any] | str
+    needs: Collection[str] = frozenset()
+    options: Collection[str] | type | None = None
+
+    offered: ClassVar[frozenset[str]] = frozenset()
+    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS)
+
+    def __post_init__(self) -> None:
+        if isinstance(self.fn, Record):
+            raise ConfigError(f"{self.fn._name} is the record of something else than {type(self).__name__}")
+        needs = frozenset({self.needs} if isinstance(self.needs, str) else self.needs)
+        object.__setattr__(self, "needs", needs)
+        for name in sorted(needs - self.columns):
+            raise ConfigError(
+                f"{self._name} needs '{name}', which nothing computes{did_you_mean(name, self.columns)} (known: "
+                f"{', '.join(sorted(self.columns))})"
+            )
+        if not isinstance(self.fn, str):
+            for name in sorted(self._required & set(COLUMNS) - needs - self.offered):
+                raise ConfigError(f"{self._name} takes '{name}' without declaring it: needs={{'{name}'}}")
+
+    def __call__(self, **arguments: Any) -> Any:
+        """Calls the function; what is offered and not in its signature is left out."""
+        if not self._is_open:
+            unasked = (self.offered | set(COLUMNS)) - self._parameters.keys()
+            arguments = {name: value for name, value in arguments.items() if name not in unasked}
+        return self.__wrapped__(**arguments)
+
+    @cached_property
+    def __wrapped__(self) -> Callable[..., Any]:
+        """The function."""
+        function: Callable[..., Any] = import_object(self.fn) if isinstance(self.fn, str) else self.fn
+        return function
+
+    @property
+    def _name(self) -> str:
+        return self.fn if isinstance(self.fn, str) else getattr(self.fn, "__qualname__", repr(self.fn))
+
+    @cached_property
+    def _parameters(self) -> Mapping[str, inspect.Parameter]:
+        return inspect.signature(self.__wrapped__).parameters
+
+    @property
+    def _is_open(self) -> bool:
+        return any(each.kind is each.VAR_KEYWORD for each in self._parameters.values())
+
+    @property
+    def _required(self) -> set[str]:
+        named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+        return {n for n, each in self._parameters.items() if each.default is each.empty and each.kind in named}
+
+    @cached_property
+    def option_names(self) -> frozenset[str] | None:
+        """The options that it reads; None: any."""
+        if not (self.options is None or isinstance(self.options, type)):
+            return frozenset(self.options)
+        if self.options is None and self._is_open:
+            return None
+        fields = [] if self.options is None else [each.name for each in dataclasses.fields(self.options)]
+        named = {name for name, each in self._parameters.items() if each.kind is not each.VAR_KEYWORD}
+        return frozenset({*fields, *named} - self.offered - set(COLUMNS))
+
+    def reads(self, option: str) -> bool:
+        """Whether `option` changes anything."""
+        return self.option_names is None or option in self.option_names
+
+    def own_options(self, given: Mapping[str, Any], elsewhere: Collection[str]) -> dict[str, Any]:
+        """The free-form options `given`, checked; `elsewhere` are the options that have keys of their own.
+
+        Raises:
+            ConfigError: one that it does not take, a value that its dataclass refuses, or one that is missing.
+        """
+        own = None if self.option_names is None else self.option_names - set(elsewhere)
+        for name in given:
+            if name in elsewhere:
+                raise ConfigError(f"'{name}' is a key of its own, beside this section")
+            if own is not None and name not in own:
+                known = f" (known: {', '.join(sorted(own))})" if own else ", and has none of its own"
+                raise ConfigError(f"{self._name} has no option '{name}'{did_you_mean(name, own)}{known}")
+        if isinstance(self.options, type):
+            return self._as_declared(self.options, given)
+        if isinstance(self.fn, str):
+            return dict(given)
+        for name in sorted(self._required - self.offered - set(COLUMNS) - set(elsewhere) - given.keys()):
+            raise ConfigError(f"{self._name} needs a value of its option '{name}'")
+        return dict(given)
+
+    def _as_declared(self, declared: type, given: Mapping[str, Any]) -> dict[str, Any]:
+        import pydantic
+
+        try:
+            made: Any = pydantic.TypeAdapter(declared).validate_python(dict(given))
+        except pydantic.ValidationError as error:
+            faults = [f"'{'.'.join(map(str, e['loc']))}': {e['msg']}" for e in error.errors(include_url=False)]
+            raise ConfigError(f"{self._name}: option {'; '.join(faults)}") from error
+        return {each.name: getattr(made, each.name) for each in dataclasses.fields(declared)}
+
+
+@dataclass(frozen=True)
+class Estimator(Record):
+    """An advantage estimator: (batch, response_len) rewards and mask → advantages and returns of that shape.
+
+    It is offered `token_level_rewards`, `response_mask`, `index` (batch,) group ids, and `values`, which are None unless it
+    needs them; `gamma` and `lam` are options like others.
+
+    Args:
+        min_group: survivors among the answers to one prompt below which they teach nothing.
+        ties_teach: whether a group of equal scores teaches something; if not, `algorithm.filter_groups` may leave it out.
+        episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is
+            by rollout. None: where it needs values, which are of contexts.
+    """
+
+    min_group: int = 1
+    ties_teach: bool = False
+    episodes: bool | None = None
+
+    offered: ClassVar[frozenset[str]] = frozenset({"token_level_rewards", "response_mask", "index", "values"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.min_group < 1:
+            raise ConfigError(f"{self._name}: min_group must be at least 1, not {self.min_group}")
+        if self.episodes is None:
+            object.__setattr__(self, "episodes", "values" in self.needs)
+
+
+@dataclass(frozen=True)
+class PolicyLoss(Record):
+    """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named figures.
+
+    It is offered `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and what `agg_loss` takes:
+    `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.
+    """
+
+    offered: ClassVar[frozenset[str]] = frozenset(
+        {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
+        | {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
+    )
+    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - {"reward_baselines"}
+
+
+class Records(Registry[Result]):
+    """A registry of records; a plain function is registered as a record that needs nothing."""
+
+    def __init__(self, kind: str, record: type[Result], built_in: Mapping[str, Result]) -> None:
+        super().__init__(kind)
+        self._record, self._built_in = record, dict(built_in)
+        self._items |= self._built_in
+
+    def register(self, *names: str) -> Callable[[F], F]:
+        """Decorator that enters a record, or a plain function, under one or more names; see `Registry.register`."""
+
+        def enter(item: F) -> F:
+            super(Records, self).register(*names)(item if isinstance(item, self._record) else self._record(item))
+            return item
+
+        return enter
+
+    def find(self, name: str) -> Result | None:
+        """The record of `name`; None where nothing is registered, or nothing yet."""
+        return self._items.get(name)
+
+    def reads(self, name: str, option: str) -> bool:
+        """Whether `name` reads `option`; true of a name that a plugin may still register."""
+        record = self.find(name)
+        return record is None or record.reads(option)
+
+    def readers(self, option: str) -> list[str]:
+        """The built-in names that read `option`."""
+        return [name for name, record in self._built_in.items() if record.reads(option)]
+
+    def needing(self, column: str) -> list[str]:
+        """The built-in names that need `column`."""
+        return [name for name, record in self._built_in.items() if column in record.needs]
+
+    def settings(self, name: str, *sections: Any, own: Mapping[str, Any]) -> dict[str, Any]:
+        """The options that `name` is called with: those keys of the configuration's `sections` that it reads, and its `own`
+        free-form ones. A function with `**kwargs` gets each key that a built-in one reads.
+
+        Raises:
+            ConfigError: something is wrong with the free-form ones; the message does not name their section.
+        """
+        record = self.get(name)
+        keys = {each.name: getattr(section, each.name) for section in sections for each in dataclasses.fields(section)}
+        read = {key: value for key, value in keys.items() if record.reads(key)}
+        if record.option_names is None:
+            read = {key: value for key, value in keys.items() if self.readers(key)}
+        return read | record.own_options(own, keys)
+
+
+ADVANTAGE_ESTIMATORS: Records[Estimator] = Records(
+    "advantage estimator",
+    Estimator,
+    {
+        "gae": Estimator("etude.algorithms.advantages:gae", {"values"}, {"gamma", "lam"}, ties_teach=True),
+        "grpo": Estimator("etude.algorithms.advantages:grpo", options={"norm_adv_by_std_in_grpo"}, min_group=2),
+    },
+)
+
+POLICY_LOSSES: Records[PolicyLoss] = Records(
+    "policy loss",
+    PolicyLoss,
+    {
+        "vanilla": PolicyLoss(
+            "etude.algorithms.losses:vanilla",
+            options={"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"},
+        )
+    },
+)
+
+
+def register_estimator(*names: str, **record: Any) -> Callable[[F], F]:
+    """Decorator that registers an advantage estimator under `names`; `record` are the other fields of `Estimator`."""
+    return _register(ADVANTAGE_ESTIMATORS, Estimator, names, record)
+
+
+def register_policy_loss(*names: str, **record: Any) -> Callable[[F], F]:
+    """Decorator that registers a policy loss under `names`; `record` are the other fields of `PolicyLoss`."""
+    return _register(POLICY_LOSSES, PolicyLoss, names, record)
+
+
+def _register(
+    registry: Records[Any], kind: type[Record], names: tuple[str, ...], record: dict[str, Any]
+) -> Callable[[F], F]:
+    def enter(function: F) -> F:
+        registry.register(*names)(kind(function, **record))
+        return function
+
+    return enter

@@ -1,0 +1,46 @@
+"""`LRUCache`, and the key under which what was rendered of messages is kept."""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+
+
+class LRUCache(Generic[T]):
+    """The `limit` values that were put or found last."""
+
+    def __init__(self, limit: int) -> None:
+        self._limit = limit
+        self._held: OrderedDict[str, T] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._held)
+
+    def get(self, key: str | None) -> T | None:
+        """The value under `key`, or None."""
+        if key is None or key not in self._held:
+            return None
+        self._held.move_to_end(key)
+        return self._held[key]
+
+    def put(self, key: str | None, value: T) -> None:
+        """Keeps `value`, unless the key is None."""
+        if key is None:
+            return
+        self._held[key] = value
+        if len(self._held) > self._limit:
+            self._held.popitem(last=False)
+
+
+def rendering_key(
+    messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
+    """Everything that a rendering sees of messages and tools; None where they are not plain JSON."""
+    try:
+        return json.dumps([messages, tools], ensure_ascii=False)
+    except (TypeError, ValueError, RecursionError):
+        return None

@@ -1,0 +1,106 @@
+"""`TemplateCapabilities`: which messages a template can write after an assistant turn, tried at start-up.
+
+Invariant: what is said to be possible was rendered and encoded after a stub turn, and its ids compared with those of the
+whole conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user's message is refused.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from etude.chat.contents import Message
+from etude.chat.incremental import IncrementalRenderer
+from etude.chat.placeholders import IMAGE_PROBE, Placeholders
+from etude.chat.turns import PROBE, USER_STUB, Stub
+from etude.errors import ConfigError
+
+_USER: Message = {"role": "user", "content": PROBE}
+_TOOL: Message = {"role": "tool", "content": PROBE}
+
+
+@dataclass(frozen=True)
+class TemplateCapabilities:
+    """What was found.
+
+    Attributes:
+        repeats_users: it takes several users' messages in a row.
+        tool_stub: the stub turn that tools' messages may follow; None where they may follow none.
+        tool_problem: why they may follow none, or not two of them at once.
+        names_calls: what a tool's answer looks like depends on the function that was called.
+        image_roles: of the messages that may have images.
+    """
+
+    repeats_users: bool
+    tool_stub: Stub | None
+    tool_problem: str
+    names_calls: bool
+    image_roles: frozenset[str]
+
+    @classmethod
+    def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> TemplateCapabilities:
+        """Those of one template; `images` is None for a text model.
+
+        Raises:
+            ConfigError: it cannot be continued by a user's message.
+        """
+        incremental.check(Stub.ANSWER, [_USER])
+        tool_stub, problem = _tool_stub(incremental)
+        names_calls = tool_stub is not None and _shows_names(incremental, tool_stub)
+        image_roles: list[str] = []
+        if images is not None:
+            stubs = [("user", Stub.ANSWER), ("tool", tool_stub)]
+            image_roles = [
+                role for role, stub in stubs if stub is not None and _shows_images(incremental, images, stub, role)
+            ]
+        return cls(_repeats_users(incremental), tool_stub, problem, names_calls, frozenset(image_roles))
+
+
+def _repeats_users(incremental: IncrementalRenderer) -> bool:
+    try:
+        incremental.check(Stub.ANSWER, [_USER, _USER])
+    except ConfigError:
+        return False
+    return True
+
+
+def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
+    """The stub turn that tool messages may follow, best two of them at once, or None and the reason why there is none.
+
+    Some templates want each to answer a call of its own, some write one call at most, others cannot write calls.
+    """
+    found, reason = None, ""
+    for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):
+        try:
+            incremental.check(stub, [_TOOL])
+            found = found or stub
+            incremental.check(stub, [_TOOL, _TOOL])
+        except ConfigError as error:
+            reason = str(error)
+            continue
+        return stub, reason
+    return found, reason
+
+
+def _shows_names(incremental: IncrementalRenderer, stub: Stub) -> bool:
+    texts = []
+    for name in ({}, {"name": "one"}, {"name": "two"}):
+        try:
+            runs = incremental.runs(stub, [{**_TOOL, **name}])
+        except ConfigError:
+            return False
+        texts.append([number for ids, _ in runs for number in ids])
+    return texts[0] != texts[1] or texts[1] != texts[2]
+
+
+def _shows_images(incremental: IncrementalRenderer, images: Placeholders, stub: Stub, role: str) -> bool:
+    """Whether messages of `role` may have images: the ids that follow a turn are those of the whole conversation,
+    and do not depend on images before it (a template may number them)."""
+    message = {"role": role, "content": IMAGE_PROBE}
+    try:
+        incremental.check(stub, [message])
+        runs = incremental.runs(stub, [message])
+        before = [USER_STUB, {"role": "user", "content": IMAGE_PROBE}]
+        texts = {incremental.text(stub, [message], first) for first in before}
+    except ConfigError:
+        return False
+    return len(texts) == 1 and sum(ids.count(images.id) for ids, _ in runs) == 1

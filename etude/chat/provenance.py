@@ -1,0 +1,85 @@
+"""`ProvenanceEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
+
+Invariant: the ids are those that the text has after the end of turn, but for one thing: no control token overlaps a span
+of contents. Where one would, the text is cut inside it, so that it comes out as the plain characters it consists of. A
+token that overlaps a span is its owner's (of two, the first's); all others are TEMPLATE.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, bisect_right
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from etude.chat.encoding import Encoder
+from etude.trajectory import Provenance
+
+Run = tuple[list[int], Provenance]
+
+
+class ContentSpan(NamedTuple):
+    """Characters [start, end) of a text, which belong to somebody else than the template."""
+
+    start: int
+    end: int
+    owner: Provenance
+
+
+class ProvenanceEncoder:
+    """Encodes after `stop_text`, the text of a special token; `control` are the ids that no content may become."""
+
+    def __init__(self, encoder: Encoder, stop_text: str, control: frozenset[int]) -> None:
+        self._encoder, self._stop_text, self._control = encoder, stop_text, control
+
+    def ids(self, text: str) -> list[int]:
+        """The ids of `text` after the end of turn."""
+        return self._encoder.ids(self._stop_text + text)[1:]
+
+    def runs(self, text: str, spans: Sequence[ContentSpan]) -> list[Run]:
+        """The runs of `text`; `spans` in order, none overlapping another."""
+        cuts = {0}
+        while True:
+            runs: list[Run] = []
+            forged: set[int] = set()
+            starts = sorted(cuts)
+            for begin, stop in zip(starts, [*starts[1:], len(text)]):
+                forged |= self._add_piece(runs, text[:stop], begin, spans)
+            if forged <= cuts:
+                return runs
+            cuts |= forged
+
+    def _add_piece(self, runs: list[Run], text: str, begin: int, spans: Sequence[ContentSpan]) -> set[int]:
+        """Adds the runs of `text` from `begin` on; returns where to cut it, since a control token overlaps a span."""
+        ids, offsets = self._encoder.with_offsets(self._stop_text + text[begin:])
+        shift = len(self._stop_text) - begin
+        forged: set[int] = set()
+        done = 1  # the ids before are in a run, or are the end of turn
+        for start, end, owner in spans:
+            first = bisect_right(offsets, start + shift, done, key=_end_of)
+            last = bisect_left(offsets, end + shift, first, key=_start_of)
+            if first == last or start == end:
+                continue
+            if not self._control.isdisjoint(ids[first:last]):
+                for at, stop in (offsets[n] for n in range(first, last) if ids[n] in self._control):
+                    spelled = text[max(at - shift, begin) : stop - shift].lstrip()
+                    forged.add(stop - shift - len(spelled) + 1)
+            _add(runs, ids[done:first], Provenance.TEMPLATE)
+            _add(runs, ids[first:last], owner)
+            done = last
+        _add(runs, ids[done:], Provenance.TEMPLATE)
+        return forged
+
+
+def _start_of(offset: tuple[int, int]) -> int:
+    return offset[0]
+
+
+def _end_of(offset: tuple[int, int]) -> int:
+    return offset[1]
+
+
+def _add(runs: list[Run], ids: list[int], label: Provenance) -> None:
+    if ids and runs and runs[-1][1] is label:
+        runs[-1] = (runs[-1][0] + ids, label)
+    elif ids:
+        runs.append((ids, label))

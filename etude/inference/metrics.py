@@ -1,0 +1,66 @@
+"""What an engine has done since it was last asked, as the names that reach the training step's metrics.
+
+Times are wall seconds of the engine's own thread and of its scheduling. A step that computes prompts and decodes at once
+is shared out to the two by its tokens.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from etude.metrics import Max, Mean, Metrics
+
+
+@dataclass
+class EngineMetrics:
+    """Counters; `rows` adds up the rows of all steps, `asked_tokens` the contexts that were handed in."""
+
+    sampled_tokens: int = 0
+    prefilled_tokens: int = 0
+    asked_tokens: int = 0
+    steps: int = 0
+    rows: int = 0
+    preemptions: int = 0
+    kv_bytes: int = 0
+    seconds: dict[str, float] = field(
+        default_factory=lambda: dict.fromkeys(("prefill", "decode", "sampling", "scheduling"), 0.0)
+    )
+
+    @contextmanager
+    def timed(self, what: str) -> Iterator[None]:
+        """Adds the wall time of a block to `seconds[what]`."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.seconds[what] += time.perf_counter() - start
+
+    @contextmanager
+    def timed_forward(self, prefill_share: float) -> Iterator[None]:
+        """Adds the wall time of a forward pass, of whose tokens this share belonged to prompts."""
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            self.seconds["prefill"] += spent * prefill_share
+            self.seconds["decode"] += spent * (1.0 - prefill_share)
+
+    def report(self, max_num_seqs: int) -> Metrics:
+        """The metrics; see `docs/engines.md`."""
+        computed = min(self.prefilled_tokens, self.asked_tokens)
+        return {
+            "sampled_tokens": float(self.sampled_tokens),
+            "prefilled_tokens": float(self.prefilled_tokens),
+            "steps": float(self.steps),
+            "rows_per_step": Mean(self.rows, self.steps),
+            "batch_occupancy": Mean(self.rows, self.steps * max_num_seqs),
+            "tokens_per_second": Mean(self.sampled_tokens, sum(self.seconds.values())),
+            "cache_hit_rate": Mean(self.asked_tokens - computed, self.asked_tokens),
+            "preemptions": float(self.preemptions),
+            "kv_cache_mb": Max(self.kv_bytes / 2**20),
+            **{f"seconds_{what}": spent for what, spent in self.seconds.items()},
+        }

@@ -1,0 +1,241 @@
+"""`McpSession`: one live session with an MCP server, from connecting to its end, over the SDK's transports.
+
+Invariants: a session is opened and closed inside one task, as the SDK's cancel scopes require; requests run in tasks of
+their own and fail at once when the session ends, for whatever reason: the server died, the stream closed, `close` was
+called. A message of more than `max_message_bytes` ends the session. A session that has ended is never used again; opening
+the next one is `McpConnection`'s business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import AbstractAsyncContextManager, asynccontextmanager
+from typing import TYPE_CHECKING, Any, TypeVar
+from urllib.parse import urlsplit
+
+from etude.bounded import settle
+from etude.errors import MissingExtraError, one_line
+from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.stdio import subprocess_streams
+
+if TYPE_CHECKING:
+    from mcp import Client
+
+R = TypeVar("R")
+
+_CLOSE_SECONDS = 8.0  # a subprocess has 2 s to leave, then 2 s after SIGTERM, then is killed
+_LAST_ANSWER_SECONDS = 0.5  # for an answer that arrived just before the stream ended
+_KEPT_LINES = 20
+_MAX_CONNECTIONS = 200  # at once, to one HTTP server
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
+
+logger = logging.getLogger(__name__)
+
+
+class SessionLostError(ConnectionError):
+    """The session with the server ended while, or before, a request was under way."""
+
+
+class McpSession:
+    """Begins to connect when it is made, in the running event loop; `opened` tells how that went."""
+
+    def __init__(self, server: McpServer) -> None:
+        loop = asyncio.get_running_loop()
+        self.server = server
+        self.lost: asyncio.Future[None] = loop.create_future()
+        self.status = 0  # of the last HTTP response, 0 where there was none
+        self._stop = asyncio.Event()
+        self._ready: asyncio.Future[Client] = loop.create_future()
+        self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
+        self._owner = asyncio.ensure_future(self._own())
+
+    async def opened(self) -> None:
+        """Returns when the session is ready; to be waited for once, and followed by `close` whatever happens.
+
+        Raises:
+            MissingExtraError: the MCP SDK is not installed.
+            TimeoutError: not within `server.connect_timeout`.
+            Exception: whatever the transport raised.
+        """
+        waiting: set[asyncio.Future[Any]] = {self._owner, self._ready}
+        await asyncio.wait(waiting, timeout=self.server.connect_timeout, return_when=asyncio.FIRST_COMPLETED)
+        if self._ready.done():
+            return
+        if not self._owner.done():
+            raise TimeoutError(f"no answer within {self.server.connect_timeout:g} s")
+        error = None if self._owner.cancelled() else self._owner.exception()
+        raise SessionLostError("the connection closed") if error is None else root_cause(error)
+
+    async def request(self, make: Callable[[Client], Awaitable[R]]) -> R:
+        """What `make(client)` returns.
+
+        Raises:
+            SessionLostError: the session has ended, before or meanwhile.
+        """
+        if self.lost.done():
+            raise SessionLostError("the connection closed")
+        task: asyncio.Future[R] = asyncio.ensure_future(make(self._ready.result()))
+        either: set[asyncio.Future[Any]] = {task, self.lost}
+        try:
+            await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                await asyncio.wait({task}, timeout=_LAST_ANSWER_SECONDS)
+            if not task.done():
+                raise SessionLostError("the connection closed during the call")
+            return task.result()
+        finally:
+            if not task.done():
+                task.cancel()
+                task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
+
+    def hint(self) -> str:
+        """What may explain a failure: the last HTTP status of 400 or more, or the subprocess's last line."""
+        if self.status >= 400:
+            return f" (HTTP {self.status})"
+        lines = [line for line in self._logged if line.strip()]
+        return f" (it said: {lines[-1]})" if lines else ""
+
+    async def close(self) -> None:
+        """Ends the session; returns when the transport is closed and a subprocess is gone, or was given up."""
+        self._end()
+        if not self._ready.done():
+            self._owner.cancel()  # it waits for the server, not for us; the transport is closed all the same
+        await asyncio.wait({self._owner}, timeout=_CLOSE_SECONDS)
+        await settle({self._owner})
+
+    def _end(self) -> None:
+        self._stop.set()
+        if not self.lost.done():
+            self.lost.set_result(None)
+
+    async def _own(self) -> None:
+        try:
+            from mcp import Client
+        except ImportError as error:
+            raise MissingExtraError("an MCP tool", "mcp") from error
+        if (sdk := logging.getLogger("mcp.client")).level == logging.NOTSET:
+            sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of what is raised and told here
+        mode = "legacy" if self.server.transport is McpTransport.SSE else "auto"
+        try:
+            # A server that does not answer the question for the newer protocol leaves time for the older handshake.
+            patience = self.server.connect_timeout / 2
+            async with Client(self._transport(), mode=mode, cache=None, read_timeout_seconds=patience) as client:
+                self._ready.set_result(client)
+                await self._stop.wait()
+        except BaseException as error:
+            if self._ready.done() and not self._stop.is_set():
+                logger.info("%s: %s", self.server, one_line(root_cause(error)))
+            raise
+        finally:
+            self._end()
+
+    @asynccontextmanager
+    async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
+        """The SDK's transport, watched: when its stream of messages ends, so does the session."""
+        async with self._raw_transport() as (read, write):
+            yield _Watched(read, self._end), write
+
+    def _raw_transport(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
+        server = self.server
+        if server.transport is McpTransport.STDIO:
+            return subprocess_streams(server, self._log_line)
+        if server.transport is McpTransport.SSE:
+            from mcp.client.sse import sse_client
+
+            return sse_client(server.url, httpx_client_factory=self._http_client)
+        return self._streamable_http()
+
+    @asynccontextmanager
+    async def _streamable_http(self) -> AsyncIterator[tuple[Any, Any]]:
+        from mcp.client.streamable_http import streamable_http_client
+
+        server = self.server
+        async with (
+            self._http_client() as client,
+            streamable_http_client(
+                server.url, http_client=client, max_sse_event_size=server.max_message_bytes
+            ) as streams,
+        ):
+            yield streams
+
+    def _http_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
+        """A client as the configuration wants it; the arguments are the SDK's own defaults, which it overrides."""
+        import httpx2
+
+        server = self.server
+        return httpx2.AsyncClient(
+            headers=dict(server.headers),
+            # A call waits for a connection as long as its own time limit lets it.
+            timeout=httpx2.Timeout(server.connect_timeout, read=server.sse_read_timeout, pool=None),
+            limits=httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS // 4),
+            trust_env=urlsplit(server.url).hostname not in _LOOPBACK,  # a proxy does not lead back to this machine
+            event_hooks={"response": [self._watch_response]},
+        )
+
+    async def _watch_response(self, response: Any) -> None:
+        """Notes the status, and has a JSON body end where it becomes too long; events are bounded by the transport."""
+        self.status = response.status_code
+        if response.headers.get("content-type", "").lower().startswith("application/json"):
+            response.stream = _bounded_stream(response.stream, self.server.max_message_bytes)
+
+    def _log_line(self, line: str) -> None:
+        self._logged.append(line)
+        logger.debug("%s says: %s", self.server, line)
+
+
+class _Watched:
+    """A stream of messages that calls `ended` when it ends or fails."""
+
+    def __init__(self, stream: Any, ended: Callable[[], None]) -> None:
+        self._stream = stream
+        self._ended = ended
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+    async def __aenter__(self) -> _Watched:
+        await self._stream.__aenter__()
+        return self
+
+    async def __aexit__(self, *details: Any) -> Any:
+        self._ended()
+        return await self._stream.__aexit__(*details)
+
+    def __aiter__(self) -> _Watched:
+        return self
+
+    async def __anext__(self) -> Any:
+        try:
+            return await self._stream.__anext__()
+        except BaseException:
+            self._ended()
+            raise
+
+
+def _bounded_stream(stream: Any, limit: int) -> Any:
+    """The body of an HTTP response, which fails once more than `limit` bytes of it have arrived."""
+    import httpx2
+
+    class Bounded(httpx2.AsyncByteStream):
+        async def __aiter__(self) -> AsyncIterator[bytes]:
+            size = 0
+            async for piece in stream:
+                size += len(piece)
+                if size > limit:
+                    raise httpx2.StreamError(f"an answer of more than {limit} bytes")
+                yield piece
+
+        async def aclose(self) -> None:
+            await stream.aclose()
+
+    return Bounded()
+
+
+def root_cause(error: BaseException) -> BaseException:
+    """The first exception inside groups of them, which the SDK's task groups raise."""
+    while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
+        error = inner[0]
+    return error

@@ -1,0 +1,297 @@
+"""`ToolRuntime`: what all trajectories of a process share of one tool, and the way of a call through it.
+
+    faults ── recording? ── cache ── limits ── execute          retried as a whole, where infrastructure broke it
+       │      (replay)                            │
+       ▼          ▼                               ▼
+    garbage ◀── recorder ◀───────────────── told to the model, or broken
+
+Invariant: one `ToolRuntime` a tool object, so that "at most n at once" means n; only failures of infrastructure are retried
+and only `execute` is, with delays that depend on the call's place, not on the clock; a call comes to a `ToolResult`, to
+broken infrastructure, or to the end of the run. Lifecycle and time limits are the session's business.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+import weakref
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import replace
+from types import CodeType, MappingProxyType
+from typing import Any, NamedTuple
+
+from etude.errors import (
+    ConfigError,
+    EtudeError,
+    InfrastructureError,
+    ToolError,
+    debugging,
+    describe_error,
+    is_infrastructure,
+    one_line,
+)
+from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
+from etude.registry import one_edit_from
+from etude.rewards.number import as_reward
+from etude.schemas import FunctionCall, ToolResponse
+from etude.tools.argument_check import ArgumentChecker
+from etude.tools.arguments import ArgumentError, decode_arguments
+from etude.tools.base import BaseTool
+from etude.tools.cache import ResultCache
+from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
+from etude.tools.outcome import Source, ToolResult, read_execution
+from etude.tools.policy import POLICY_KEYS, CallPolicy, LimitScope, OnException
+from etude.tools.recording import Recorder
+from etude.tools.replay import Replay
+from etude.tools.truncation import TokenLimit
+from etude.tools.wire import digest
+
+_MAX_RETRY_DELAY = 30.0
+
+logger = logging.getLogger(__name__)
+
+_shared: dict[int, ToolRuntime] = {}  # by the tool's id, for as long as the tool lives
+
+
+def overrides(tool: BaseTool, method: str) -> bool:
+    """Whether the tool has this method of its own, rather than the one of `BaseTool` that does nothing."""
+    return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
+
+
+def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
+    """Whether `method` takes `keyword`: as a parameter, or among its `**kwargs`, where the code of a method of the class
+    names it. Other tools must not be handed it: they may hand all their keywords on."""
+    parameters = inspect.signature(getattr(tool, method)).parameters
+    if keyword in parameters and parameters[keyword].kind is not inspect.Parameter.VAR_KEYWORD:
+        return True
+    if not any(p.kind is p.VAR_KEYWORD for p in parameters.values()):
+        return False
+    own = (base for base in type(tool).__mro__ if not base.__module__.startswith("etude."))
+    functions = (inspect.unwrap(value) for base in own for value in vars(base).values() if callable(value))
+    return any(_names(getattr(function, "__code__", None), keyword) for function in functions)
+
+
+def _names(code: CodeType | None, word: str) -> bool:
+    """Whether the text `word` is a constant of `code`, or of what is defined within it."""
+    constants = code.co_consts if code is not None else ()
+    return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
+
+
+class ToolRequest(NamedTuple):
+    """A call as it is about to be made: where it stands, what is asked, the answer where a recording has it, and what of
+    the conversation the tool is handed, which caches and recordings do not compare."""
+
+    place: CallPlace
+    arguments: dict[str, Any]
+    kwargs: Mapping[str, Any]
+    create_kwargs: Mapping[str, Any]
+    recorded: ToolResult | None = None
+    shared: Mapping[str, Any] = MappingProxyType({})
+
+
+class Attempts:
+    """Counts of a call: attempts that infrastructure broke, those of them that took too long, and how often the tool was
+    seen to block the event loop."""
+
+    __slots__ = ("blocked_loop", "broken", "timeouts")
+
+    def __init__(self) -> None:
+        self.broken = 0
+        self.timeouts = 0
+        self.blocked_loop = 0
+
+
+class ToolRuntime:
+    """Made by `ToolRuntime.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
+
+    `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
+    """
+
+    @staticmethod
+    def of(tool: BaseTool) -> ToolRuntime:
+        """The one of this tool object.
+
+        Raises:
+            ConfigError: the tool's `config` or schema makes no sense; names tool and key.
+        """
+        found = _shared.get(id(tool))
+        if found is None:
+            found = _shared[id(tool)] = ToolRuntime(tool)
+            weakref.finalize(tool, _shared.pop, id(tool), None)
+        return found
+
+    def __init__(self, tool: BaseTool) -> None:
+        self.name = tool.name
+        self.policy = policy = CallPolicy.from_config(tool.config, tool.name)
+        self.schema = tool.get_openai_tool_schema().to_openai()
+        parameters = self.schema["function"].get("parameters") or {}
+        self._checker = ArgumentChecker(parameters, tool.name)
+        self._plain = not (policy.cache or policy.record or policy.faults)
+        self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
+        self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
+        self._process_limiter: Limiter | None = None
+        self._cluster_limiter: Limiter | None = None  # opened by the first call: connecting takes a while
+        self._cluster_limit: Limit | None = None
+        scope, at_once = LimitScope.PROCESS, None
+        if policy.max_concurrent_calls is not None:
+            scope, at_once = policy.max_concurrent_calls.scope, policy.max_concurrent_calls.limit
+        if scope is LimitScope.CLUSTER:
+            require_ray(f"tool '{tool.name}': config.max_concurrent_calls of scope cluster")
+            self._cluster_limit, at_once = Limit(at_once), None
+        if at_once or policy.calls_per_second:
+            self._process_limiter = LocalLimiter(Limit(at_once, policy.calls_per_second))
+        self._cache = None if policy.cache is None else ResultCache(policy.cache)
+        if policy.cache is not None and overrides(tool, "calc_reward"):
+            raise ConfigError(
+                f"tool '{tool.name}': config.cache is for tools whose execute is pure, and this one has a calc_reward, "
+                "which would not see the calls that the cache answers"
+            )
+        own = {key: value for key, value in (tool.config or {}).items() if key not in POLICY_KEYS}
+        for key in own:
+            if near := one_edit_from(str(key), sorted(POLICY_KEYS)):
+                logger.warning(
+                    "tool '%s': config.%s means nothing to Étude; did you mean config.%s?", self.name, key, near
+                )
+        code = getattr(tool, "__qualname__", type(tool).__qualname__)  # of a function tool, its function's
+        self._identity = digest(tool.name, tool.__module__, code, own)
+        self.reads_create_kwargs = _reads(tool, "create", "create_kwargs")
+        self.reads_agent_data = _reads(tool, "execute", "agent_data")
+        self._exception_logged = self._release_logged = False
+
+    def log_release(self, line: str) -> None:
+        """The tool's first release that failed as a warning; the others are counted, and seen at INFO."""
+        logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
+        self._release_logged = True
+
+    def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
+        """The call's arguments, checked.
+
+        Raises:
+            ArgumentError: they are too long, no JSON object, or violate the schema.
+        """
+        policy, text = self.policy, call.arguments
+        if len(text) > policy.max_arguments_chars:
+            raise ArgumentError(f"the arguments are longer than {policy.max_arguments_chars} characters")
+        limit = policy.max_arguments_tokens
+        if limit is not None and tokens is not None and tokens.exceeded(text, limit):
+            raise ArgumentError(f"the arguments are longer than {limit} tokens")
+        return self._checker.check(decode_arguments(text))
+
+    async def answer(
+        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempts: Attempts
+    ) -> ToolResult:
+        """The answer to a call; `execute` runs the tool once, within its time limit.
+
+        Raises:
+            Exception: infrastructure broke the last attempt.
+            EtudeError: `config.on_exception` is `stop` and the tool raised.
+        """
+        while True:
+            try:
+                if self._plain and request.recorded is None:
+                    return await self._live(execute)
+                return await self._attempt(request, execute, attempts.broken)
+            except Exception as error:
+                if not is_infrastructure(error):
+                    raise
+                attempts.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
+                if attempts.broken >= self.policy.max_retries:
+                    raise
+                attempts.broken += 1
+            await asyncio.sleep(self._delay(request.place, attempts.broken))
+
+    def reaches_tool(self, place: CallPlace) -> bool:
+        """Whether `config.faults` let the call through to the tool, or to the recording that stands in for it."""
+        if self.policy.faults is None:
+            return True
+        retried = {Fault.TIMEOUT}
+        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+            retried.add(Fault.ERROR)
+        drawn = (draw(self.policy.faults, place, attempt) for attempt in range(self.policy.max_retries + 1))
+        final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
+        return final in (None, Fault.GARBAGE)
+
+    def _delay(self, place: CallPlace, retry: int) -> float:
+        """Doubling, and shortened by up to a half, so that calls that failed together do not return together."""
+        longest = min(self.policy.retry_delay * 2 ** min(retry - 1, 30), _MAX_RETRY_DELAY)
+        return longest * (1 - 0.5 * place.chance("delay", retry))
+
+    async def _attempt(
+        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempt: int
+    ) -> ToolResult:
+        faults, place = self.policy.faults, request.place
+        fault = None if faults is None else draw(faults, place, attempt)
+        if fault is Fault.TIMEOUT:
+            raise TimeoutError("no answer in time (injected: config.faults)")
+        if fault is Fault.ERROR:
+            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
+        answer = request.recorded or await self._recorded(request, execute)
+        if faults is not None and fault is Fault.GARBAGE:
+            return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
+        return answer
+
+    async def _recorded(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+        """The tool's own answer, or the cache's; written down where `config.record` says so."""
+        started = time.perf_counter()
+        try:
+            if self._cache is None:
+                answer = await self._live(execute)
+            else:
+                key = digest(self._identity, request.arguments, dict(request.kwargs), dict(request.create_kwargs))
+                answer = await self._cache.answer(key, lambda: self._live(execute))
+        except Exception as error:
+            if self.recorder is not None and is_infrastructure(error):
+                self._write(request, None, started, f"{type(error).__name__}: {one_line(error)}")
+            raise
+        if self.recorder is not None:
+            self._write(request, answer, started)
+        return answer
+
+    def _write(self, request: ToolRequest, answer: ToolResult | None, started: float, cause: str = "") -> None:
+        assert self.recorder is not None
+        seconds = time.perf_counter() - started
+        self.recorder.execute(request.place, request.kwargs, request.arguments, answer, seconds, cause)
+
+    async def _live(self, execute: Callable[[], Awaitable[object]]) -> ToolResult:
+        with contextlib.ExitStack() as permits:
+            for limiter in await self._limiters():
+                permits.enter_context(await limiter.acquire())
+            try:
+                response, reward, metrics = read_execution(await execute())
+            except Exception as raised:
+                return self._told(raised)
+        return ToolResult(response, as_reward(reward, "it"), metrics)
+
+    async def _limiters(self) -> list[Limiter]:
+        """What a call needs a permit of. The cluster's comes last: it is not held while another is waited for."""
+        if self._cluster_limit is not None and self._cluster_limiter is None:
+            name = f"tool:{self.name}"
+            self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
+        return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
+
+    def _told(self, raised: Exception) -> ToolResult:
+        """What the model is told of an exception; raises what ends the trajectory or the run."""
+        if isinstance(raised, ToolError):
+            text = str(raised) or f"Error executing tool '{self.name}'."
+            return ToolResult(ToolResponse(text=text), error="tool")
+        if is_infrastructure(raised):
+            raise raised
+        line = f"{type(raised).__name__}: {one_line(raised)}"
+        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+            raise InfrastructureError(line) from raised
+        if self.policy.on_exception is OnException.STOP:
+            raise EtudeError(
+                f"tool '{self.name}' raised {describe_error(raised)}; its config.on_exception is 'stop'"
+            ) from raised
+        if not self._exception_logged and not isinstance(raised, InjectedError):
+            self._exception_logged = True
+            logger.warning(
+                "tool '%s' raised %s; the model is told, and later ones are only counted",
+                self.name,
+                describe_error(raised),
+                exc_info=raised if debugging() else None,
+            )
+        return ToolResult(ToolResponse(text=f"Error executing tool '{self.name}': {line}"), error="exception")
