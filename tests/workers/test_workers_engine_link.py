@@ -232,7 +232,7 @@ def test_an_evaluating_engine_needs_a_tokenizer_and_no_model(model_path):
 
 
 def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
-    with pytest.raises(ConfigError, match=r"name=sglang needs actor_rollout_ref\.rollout\.server_urls"):
+    with pytest.raises(ConfigError, match=r"rollout\.name: needs actor_rollout_ref\.rollout\.server_urls"):
         roles("nowhere", rollout={"name": "sglang"})
     with pytest.raises(ConfigError, match="weight_transfer=cuda_ipc needs a GPU"):
         roles("nowhere", rollout={"weight_transfer": "cuda_ipc"})
