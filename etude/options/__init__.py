@@ -1,4 +1,5 @@
-"""Every configuration key, declared once: frozen sections that import neither torch nor any other room.
+"""Every configuration key, declared once: frozen sections that import no torch, and of other rooms
+the records of `etude.algorithms` alone.
 
 `types` are what values may be, `declare` says how a key is declared, `validate` makes sections of values, `tree` puts the
 sections together.

@@ -3,7 +3,7 @@ meaning, and when it applies.
 
 Invariant: an instance that exists is within its ranges (pydantic refuses the rest), and everything said of a key anywhere
 (refusals, the comments of the YAML tree, docs/configuration.md, `etude config KEY`) is computed from its declaration.
-Importing a declaration imports neither torch nor any other room.
+Importing a declaration imports no torch.
 """
 
 from __future__ import annotations

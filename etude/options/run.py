@@ -23,7 +23,7 @@ CRITIC = When(
 VALIDATED = When("where data.val_files is set", lambda own, run: bool(run.data.val_files))
 
 
-def _read(option: str) -> When:
+def _estimator_reads(option: str) -> When:
     """Where the estimator reads `option`."""
     readers = ", ".join(ADVANTAGE_ESTIMATORS.readers(option))
     return When(
@@ -78,13 +78,15 @@ class AlgorithmOptions:
         "Options that an estimator of yours has and that are no keys here; any keys.", default_factory=dict
     )
     gamma: Share = key(
-        "Discount a token. 1.0: a reward at the end counts in full at the start.", default=1.0, when=_read("gamma")
+        "Discount a token. 1.0: a reward at the end counts in full at the start.",
+        default=1.0,
+        when=_estimator_reads("gamma"),
     )
-    lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=_read("lam"))
+    lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=_estimator_reads("lam"))
     norm_adv_by_std_in_grpo: Flag = key(
         "Divide GRPO's advantages by the group's standard deviation. False: Dr.GRPO.",
         default=True,
-        when=_read("norm_adv_by_std_in_grpo"),
+        when=_estimator_reads("norm_adv_by_std_in_grpo"),
     )
     use_kl_in_reward: Flag = key(
         "Subtract the KL distance from the reference policy from each token's reward.", default=False

@@ -38,7 +38,7 @@ _SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batc
 SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
 
 
-def _ratio(option: str) -> When:
+def _loss_reads(option: str) -> When:
     """Where the loss reads `option`, a bound on probability ratios, and these differ from 1."""
     return When(
         f"with losses that read it (policy_loss.loss_mode={', '.join(POLICY_LOSSES.readers(option))}) where ratios differ "
@@ -164,16 +164,16 @@ class ActorOptions:
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
     clip_ratio: NonNegative = key(
-        "Clip range of the probability ratio, both sides.", default=0.2, when=_ratio("clip_ratio")
+        "Clip range of the probability ratio, both sides.", default=0.2, when=_loss_reads("clip_ratio")
     )
     clip_ratio_low: BelowOne | None = key(
-        "Lower clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_low"), verl_default="0.2"
+        "Lower clip range. Null: clip_ratio.", default=None, when=_loss_reads("clip_ratio_low"), verl_default="0.2"
     )
     clip_ratio_high: NonNegative | None = key(
-        "Upper clip range. Null: clip_ratio.", default=None, when=_ratio("clip_ratio_high"), verl_default="0.2"
+        "Upper clip range. Null: clip_ratio.", default=None, when=_loss_reads("clip_ratio_high"), verl_default="0.2"
     )
     clip_ratio_c: AboveOne = key(
-        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=_ratio("clip_ratio_c")
+        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=_loss_reads("clip_ratio_c")
     )
     entropy_coeff: Number = key("Weight of the entropy bonus; below 0, entropy is a cost.", default=0.0)
     use_kl_loss: Flag = key("Add the KL distance from the reference policy to the loss.", default=False)

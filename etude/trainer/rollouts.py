@@ -56,7 +56,7 @@ class Rollouts:
     def add_baselines(
         self, batch: DataProto, rows: Sequence[dict[str, Any]], step: int, attempt: int
     ) -> tuple[list[Rollout], Metrics]:
-        """Adds the object column `reward_baselines` to what `training` made of the same arguments: the total score of one
+        """Adds the object column `reward_baselines` to the `batch` that `rows` were rolled out to: the total score of one
         greedy rollout of each row, None where that was dropped. Returns those rollouts, and the engine's metrics.
 
         Raises:

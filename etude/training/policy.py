@@ -103,8 +103,8 @@ class PolicyEngine:
 
     @torch.no_grad()
     def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs, entropies and, if wished, Σ p² over the vocabulary, (batch, response_len) each, on the CPU; 0 where
-        `response_mask` is 0."""
+        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU,
+        0 where `response_mask` is 0."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)

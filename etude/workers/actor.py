@@ -76,7 +76,7 @@ class TrainWorker(RoleWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(IMAGES, *PolicyLoss.columns),
+        optional=(*PolicyLoss.columns, IMAGES),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
