@@ -214,10 +214,11 @@ class PPOTrainer:
                 self._updating = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                with timings("update_actor"):
-                    metrics |= self._update_actor(learned)
-                with timings("update_weights"):
-                    metrics |= self._update_weights()
+                if self.groups.critic is None or self.global_step >= self.options.critic_warmup:
+                    with timings("update_actor"):
+                        metrics |= self._update_actor(learned)
+                    with timings("update_weights"):
+                        metrics |= self._update_weights()
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
         self._end_with_the_passes()
@@ -316,23 +317,15 @@ class PPOTrainer:
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
-    @property
-    def _warms_up(self) -> bool:
-        return self.groups.critic is not None and self.global_step < self.options.critic_warmup
-
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        if self._warms_up:
-            return {}
         seed, ranks = options.data_loader_seed, actor.world_size
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
     def _update_weights(self) -> Metrics:
         """The engine samples from the new weights, which are called by the number of the step that made them."""
-        if self._warms_up:
-            return {}
         return finish_metrics(add_metrics(self.groups.rollout.update_weights(self.global_step + 1)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
