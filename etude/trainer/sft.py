@@ -84,8 +84,7 @@ class SFTTrainer:
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
         if self.resumption is not None:
-            with self.resumption.restoring() as state:
-                self.loader.load_state_dict(state["loader"])
+            with self.resumption.restoring(self.loader) as state:
                 self._trials = Trials(**state["trials"])
                 self.step = state["step"]
 
