@@ -202,11 +202,11 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
             text = shown_text(response, data.token_limit)
-            append_to_last_user(trajectory.messages, self.chat.disarmed(text))
+            append_to_last_user(trajectory.messages, self.chat.disarm(text))
             return
         answer = await answer_of(response, reader, data.token_limit)
         images = await read_all(reader, answer.images)
-        place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
+        place = append_to_last_user(trajectory.messages, self.chat.disarm(answer.text), len(images))
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:

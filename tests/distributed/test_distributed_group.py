@@ -48,6 +48,15 @@ class Doubler(Worker):
     def square(self, value: int) -> int:
         return value * value
 
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=("x",), optional=("cells", "z"))
+    def tell_columns(self, data: DataProto, other: DataProto | None = None) -> DataProto:
+        seen = [sorted([*part.batch.keys(), *part.non_tensor_batch]) for part in (data, other) if part is not None]
+        return DataProto.from_dict(non_tensors={"seen": [seen] * len(data)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=("x",))
+    def tell_rows(self, data: DataProto) -> tuple[int, list[str]]:
+        return len(data), list(data.batch.keys())
+
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
     def double(self, data: DataProto, other: DataProto | None = None, names: list[str] | None = None) -> DataProto:
         self.seen.append((data.batch["x"].tolist(), data.meta_info[PADDING_ROWS]))
@@ -392,3 +401,16 @@ def test_resource_pool():
     for bad in ([], [1, 0]):
         with pytest.raises(ValueError, match="process_on_nodes"):
             ResourcePool(bad)
+
+
+def test_only_declared_columns_are_sent():
+    group = InProcessWorkerGroup(Doubler, 2)
+    tensors = {"x": torch.arange(3), "y": torch.arange(3)}
+    batch = DataProto.from_dict(tensors, {"cells": [1, 2, 3], "rollout": ["a", "b", "c"]}, {"step": 1})
+    assert group.tell_columns(batch).non_tensor_batch["seen"].tolist() == [[["cells", "x"]]] * 3
+    bare = DataProto.from_dict({"x": torch.arange(3)})
+    assert group.tell_columns(batch, other=bare).non_tensor_batch["seen"].tolist() == [[["cells", "x"], ["x"]]] * 3
+    assert set(batch.batch.keys()) == {"x", "y"}  # the caller's keeps them
+    assert group.tell_rows([batch, batch[:0]]) == [(3, ["x"]), (0, ["x"])]
+    with pytest.raises(ValueError, match=r"^Doubler\.tell_columns needs the column 'x', which the batch does not have"):
+        group.tell_columns(DataProto.from_dict({"y": torch.arange(3)}))

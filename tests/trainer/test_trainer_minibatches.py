@@ -7,8 +7,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from etude.options import ActorOptions
 from etude.protocol import DataProto
-from etude.trainer.minibatches import mini_batches
+from etude.trainer.minibatches import mini_batches, rank_parts, update_batches
 
 
 def batch_of(uids):
@@ -50,3 +51,59 @@ def test_the_order_is_the_seeds():
 
 def test_no_rows_no_mini_batches():
     assert rows(mini_batches(batch_of(["a"])[:0], 4, shuffle=True, seed=(1,))) == []
+
+
+# -- ranks -------------------------------------------------------------------------------------------------------
+
+
+def uneven(uids, lengths, scored):
+    """A row for each uid, of so many tokens, of which the last `scored` are."""
+    width = max(lengths)
+    data = batch_of(uids)
+    place = torch.arange(width)
+    data.batch["attention_mask"] = (place < torch.tensor(lengths)[:, None]).long()
+    data.batch["response_mask"] = data.batch["attention_mask"] * torch.tensor(scored)[:, None]
+    return data
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    members=st.lists(
+        st.tuples(st.sampled_from("abcdef"), st.integers(1, 30), st.integers(0, 1)), min_size=1, max_size=40
+    ),
+    ranks=st.integers(1, 5),
+)
+def test_every_row_is_some_ranks_and_each_part_knows_the_whole(members, ranks):
+    uids, lengths, scored = map(list, zip(*members))
+    mini = uneven(uids, lengths, scored)
+    parts = rank_parts(mini, ranks)
+    assert len(parts) == ranks
+    assert sorted(row for part in rows(parts) for row in part) == list(range(len(uids)))
+    assert all(part == sorted(part) for part in rows(parts))
+    tokens = sum(length for length, one in zip(lengths, scored) if one)
+    for part in parts:
+        assert (part.meta_info["batch_num_tokens"], part.meta_info["global_batch_size"]) == (tokens, sum(scored))
+    if len(set(uids)) >= 4 * ranks:
+        homes = Counter(uid for part in rows(parts) for uid in {uids[row] for row in part})
+        assert set(homes.values()) == {1}
+
+
+def test_ranks_have_about_as_many_tokens_each():
+    lengths = [30, 1, 1, 28, 2, 1, 25, 5]
+    parts = rank_parts(uneven(list("aabbccdd"), lengths, [1] * 8), 3)
+    loads = [sum(lengths[row] for row in part) for part in rows(parts)]
+    assert max(loads) - min(loads) <= 2
+
+
+def test_epochs_go_through_all_rows_each_in_another_order():
+    data = uneven(list("aabbccdd"), [3] * 8, [1] * 8)
+    data.meta_info |= {"global_step": 3, "compare_rollout": True}
+    options = ActorOptions(ppo_epochs=2, ppo_mini_batch_size=2)
+    steps = list(update_batches(data, options, shuffle=True, seed=5, ranks=2))
+    assert len(steps) == 4
+    assert all(len(parts) == 2 for parts in steps)
+    for epoch in (0, 1):
+        minis = rows(mini_batches(data, 2, shuffle=True, seed=(5, 3, epoch)))
+        found = [{row for part in rows(parts) for row in part} for parts in steps[2 * epoch : 2 * epoch + 2]]
+        assert found == [set(mini) for mini in minis]
+    assert [parts[0].meta_info["compare_rollout"] for parts in steps] == [True, False, False, False]

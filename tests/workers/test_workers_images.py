@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from ranks_stage import World, assert_alike
 from vision_stage import picture, plain_log_probs, save_vision_model
 from workers_stage import learnable, objects, roles, started, update, weights_of
 
@@ -17,6 +18,7 @@ from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools.builtin.image_zoom import ImageZoomInTool, crop_box
 from etude.trajectory import Provenance
+from etude.workers import TrainWorker
 
 SIDE = 48
 
@@ -91,8 +93,8 @@ def by_processor(processor, messages, pictures, tools=None):
 
 def test_the_context_is_the_processors_around_what_was_sampled(rolled):
     _, worker, batch = rolled
-    processor, reader = worker.reading.processor, ImageReader(worker.reading.processor)
-    end = worker.reading.chat.end_of_turn_id
+    processor, reader = worker.bundle.processor, ImageReader(worker.bundle.processor)
+    end = worker.bundle.chat.end_of_turn_id
     schemas = [ImageZoomInTool({}).get_openai_tool_schema().to_openai()]
     stub = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     shown = 0
@@ -151,6 +153,24 @@ def test_the_trainers_log_probs_are_the_engines_and_an_update_changes_the_vision
     assert any("language_model.layers" in name for name in moved)
     worker.model.load_state_dict(before)
     group.update_weights(0)
+
+
+def test_ranks_make_one_update_of_rows_with_images_and_without(rolled, monkeypatch):
+    """With a prompt a mini-batch, one shows no image to any rank, and others show them to one rank alone."""
+    _, worker, batch = rolled
+    single = batch.select(deepcopy=True)
+    mask = single.batch["response_mask"]
+    mask[1] = 0  # its prompt's other answer was dropped
+    for each in mask[4:]:  # of the prompt without a picture, what was sampled before the tool showed one
+        each[int((each == 0).float().argmax()) :] = 0
+    alone, *shared = [
+        World(TrainWorker, worker.options, ranks).learn(monkeypatch, single, ppo_mini_batch_size=1)
+        for ranks in (1, 2, 3)
+    ]
+    reached = [sum(gradient is not None for gradient in step) for step in alone[1]]
+    assert len(set(reached)) == 2  # the vision tower, or not
+    for each in shared:
+        assert_alike(alone, each, tolerance=1e-6)
 
 
 def test_answers_to_one_prompt_share_its_picture(rolled):

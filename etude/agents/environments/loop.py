@@ -99,7 +99,7 @@ class EnvAgentLoop(ToolAgentLoop):
         self._stage: Stage = _stage_of(self, environment)
         try:
             if greeting := await self._stage.begin(data, row):
-                append_to_last_user(data.trajectory.messages, self.chat.disarmed(greeting))
+                append_to_last_user(data.trajectory.messages, self.chat.disarm(greeting))
             yield
             if data.trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 data.trajectory.rewards.score = await self._stage.score(data, row)
