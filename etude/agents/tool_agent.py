@@ -41,9 +41,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from etude.agents.agent_data import AgentState
 from etude.agents.base import AgentContext, AgentLoopBase, register
-from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
+from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
 from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
 from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written

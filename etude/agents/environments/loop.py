@@ -20,9 +20,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from etude.agents.agent_data import AgentState
 from etude.agents.base import register
-from etude.agents.conversation import Conversation, add_time, append_to_last_user, end, record
+from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end, record
 from etude.agents.environments.env import Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.scores import environment_score
