@@ -5,9 +5,9 @@
 """
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
-from etude.distributed.group import InProcessWorkerGroup, WorkerGroup
 from etude.distributed.pool import ResourcePool
 from etude.distributed.worker import Worker
+from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 
 __all__ = [
     "OUTPUT_PADDING_ROWS",

@@ -25,7 +25,7 @@ holds nothing else (they may meet in a collective); of such a rank every result 
 - METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank that had any. A rank
   without a real row runs on its copies and is left out. An empty batch is no padding: every rank answers.
 
-How a call is carried out is left to `group.py`.
+How a call is carried out is left to `worker_group.py`.
 """
 
 from __future__ import annotations

@@ -25,8 +25,8 @@ from uuid import uuid4
 from etude.errors import EtudeError, InfrastructureError, MissingExtraError, one_line
 from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
+from etude.tools.lifecycle import ToolSession
 from etude.tools.outcome import joined
-from etude.tools.session import ToolSession
 from etude.tools.stdio import claimed_stdio
 
 if TYPE_CHECKING:
