@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, MissingExtraError
 from etude.trace import TRACE_BACKENDS, TraceOptions, Tracer, collect_spans, is_traced, rollout_trace_op, span, traced
 from etude.trace.background import Background
-from etude.trace.brief import MAX_CHARS, brief
 from etude.trace.span import SpanList
+from etude.trace.truncation import MAX_CHARS, truncate_value
 
 
 class Searcher:
@@ -112,21 +112,21 @@ class Rude:
     )
 )
 def test_any_value_becomes_a_json_value(value):
-    json.dumps(brief(value)).encode()
+    json.dumps(truncate_value(value)).encode()
 
 
 def test_values_are_bounded_and_strangers_are_named():
-    assert brief(Rude()) == "<Rude>"
-    assert brief(Colour.RED) == "RED"
-    assert brief("x" * 50_000_000) == "x" * MAX_CHARS + "… (50000000 characters)"
-    assert len(json.dumps(brief([["x" * 10_000] * 1000] * 1000))) < 20_000_000
-    assert brief(list(range(60)))[-1] == "… (60 items)"
-    assert brief({i: i for i in range(60)})["…"] == "60 entries"
-    assert brief(10**100).startswith("<int of")
-    assert brief("a\ud800") == "a?"
+    assert truncate_value(Rude()) == "<Rude>"
+    assert truncate_value(Colour.RED) == "RED"
+    assert truncate_value("x" * 50_000_000) == "x" * MAX_CHARS + "… (50000000 characters)"
+    assert len(json.dumps(truncate_value([["x" * 10_000] * 1000] * 1000))) < 20_000_000
+    assert truncate_value(list(range(60)))[-1] == "… (60 items)"
+    assert truncate_value({i: i for i in range(60)})["…"] == "60 entries"
+    assert truncate_value(10**100).startswith("<int of")
+    assert truncate_value("a\ud800") == "a?"
     circle = []
     circle.append(circle)
-    json.dumps(brief(circle))
+    json.dumps(truncate_value(circle))
 
 
 # --- which ---------------------------------------------------------------------------------------------------------

@@ -1,6 +1,8 @@
-"""`Conversation`: what one run of `tool_agent` knows, and what its handlers and tools are handed as `agent_data`.
+"""What one run of an agent loop knows: the states (`AgentState`); `Conversation`, which the handlers and tools of
+`tool_agent` are handed as `agent_data`; and `AgentData`, plain data of the same names for a loop of one's own.
 
-Invariant: what it says of tokens, messages, turns and rewards is a view of the trajectory, which alone is trained on.
+Invariant: what a `Conversation` says of tokens, messages, turns and rewards is a view of the trajectory, which alone is
+trained on. `AgentData` does nothing: keeping its lists in step with what was sampled is its loop's business.
 """
 
 from __future__ import annotations
@@ -8,9 +10,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from enum import Enum
 from typing import Any
 
-from etude.agents.agent_data import AgentState
 from etude.agents.interactions import InteractionSession
 from etude.chat import ParsedResponse
 from etude.chat.placeholders import content_of, image_count
@@ -19,6 +21,43 @@ from etude.inference import SamplingParams
 from etude.schemas import FunctionCall
 from etude.tools import TokenLimit, ToolOutcome, ToolSession
 from etude.trajectory import StopReason, Trajectory
+
+
+class AgentState(Enum):
+    """States of a tool-calling loop."""
+
+    PENDING = "pending"
+    GENERATING = "generating"
+    PROCESSING_TOOLS = "processing_tools"
+    INTERACTING = "interacting"
+    TERMINATED = "terminated"
+
+    __hash__ = object.__hash__  # that of an `Enum` is written in Python, and every state looks its successor up
+
+
+@dataclass
+class AgentData:
+    """What a loop keeps between its states.
+
+    `prompt_ids` is usually the whole context so far, and `response_mask`, `response_logprobs` grow with what follows the
+    first prompt; `response_ids` are those of the turn in hand, and `tool_calls` its calls.
+    """
+
+    messages: list[dict[str, Any]]
+    image_data: list[Any] | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    request_id: str = ""
+    tools_kwargs: dict[str, Any] = field(default_factory=dict)
+    prompt_ids: list[int] = field(default_factory=list)
+    response_ids: list[int] = field(default_factory=list)
+    response_mask: list[int] = field(default_factory=list)
+    response_logprobs: list[float] = field(default_factory=list)
+    turn_scores: list[float] = field(default_factory=list)
+    tool_rewards: list[float] = field(default_factory=list)
+    user_turns: int = 0
+    assistant_turns: int = 0
+    tool_calls: list[FunctionCall] = field(default_factory=list)
+    extra_fields: dict[str, Any] = field(default_factory=dict)
 
 
 def _view(read: Callable[[Conversation], Any], instead: str) -> Any:

@@ -41,9 +41,8 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, ClassVar
 
-from etude.agents.agent_data import AgentState
 from etude.agents.base import AgentContext, AgentLoopBase, register
-from etude.agents.conversation import Conversation, add_time, append_to_last_user, end
+from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
 from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
 from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written
@@ -203,11 +202,11 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory, reader = data.trajectory, self._reader_for("user")
         if reader is None:
             text = shown_text(response, data.token_limit)
-            append_to_last_user(trajectory.messages, self.chat.disarmed(text))
+            append_to_last_user(trajectory.messages, self.chat.disarm(text))
             return
         answer = await answer_of(response, reader, data.token_limit)
         images = await read_all(reader, answer.images)
-        place = append_to_last_user(trajectory.messages, self.chat.disarmed(answer.text), len(images))
+        place = append_to_last_user(trajectory.messages, self.chat.disarm(answer.text), len(images))
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:

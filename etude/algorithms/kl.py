@@ -11,6 +11,7 @@ from typing import get_args
 import torch
 from torch import Tensor
 
+from etude.algorithms.aggregation import masked_mean
 from etude.algorithms.records import KLKind
 from etude.errors import ConfigError
 from etude.registry import did_you_mean
@@ -46,6 +47,18 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
         return value
     surrogate = 0.5 * difference.square()
     return value.detach() + (surrogate - surrogate.detach())
+
+
+def apply_kl_penalty(
+    rewards: Tensor, log_prob: Tensor, ref_log_prob: Tensor, response_mask: Tensor, *, kind: str, kl_coef: float
+) -> tuple[Tensor, float]:
+    """KL in the reward: `rewards` − kl_coef · penalty on the sampled tokens, in float64, and the penalty's mean over them.
+
+    All tensors are (batch, response_len); `kind` as for `kl_penalty`.
+    """
+    penalty = kl_penalty(log_prob.double(), ref_log_prob.double(), kind)
+    penalty = torch.where(response_mask > 0, penalty, 0.0)
+    return rewards - kl_coef * penalty, float(masked_mean(penalty, response_mask))
 
 
 def _k3(difference: Tensor) -> Tensor:

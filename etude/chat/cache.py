@@ -41,6 +41,6 @@ def rendering_key(
 ) -> str | None:
     """Everything that a rendering sees of messages and tools; None where they are not plain JSON."""
     try:
-        return json.dumps([messages, tools], ensure_ascii=False)
+        return json.dumps([messages, tools])
     except (TypeError, ValueError, RecursionError):
         return None

@@ -2,7 +2,7 @@
 
 They are every special token, and every other added token that the template itself writes, such as a tool-response tag.
 Keeping them out of contents is left to `provenance` and, in prompts, to whoever puts the words of others there
-(`disarmed`).
+(`disarm`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class ControlTokens:
         """The control tokens that `text` spells out, one after the other."""
         return self._pattern.findall(text)
 
-    def disarmed(self, text: str) -> str:
+    def disarm(self, text: str) -> str:
         """`text` with a zero-width space inside every spelled-out control token."""
         return self._pattern.sub(lambda found: f"{found[0][0]}\u200b{found[0][1:]}", text)
 

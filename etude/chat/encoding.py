@@ -107,8 +107,15 @@ class Decoder:
 
 
 def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the longest common beginning of two texts, or of two lists of ids."""
-    shortest = min(len(a), len(b))
-    if a[:shortest] == b[:shortest]:
-        return shortest
-    return next(i for i, (x, y) in enumerate(zip(a, b)) if x != y)
+    """Length of the longest common beginning of two texts, or of two lists of ids, found by halving: slices compare far
+    faster than their elements do."""
+    low, high = 0, min(len(a), len(b))
+    if a[:high] == b[:high]:
+        return high
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

@@ -37,7 +37,7 @@ class ObservationEncoder:
 
     def runs(self, messages: Sequence[Message], after: Sequence[int] | None, image_tokens: Sequence[int]) -> list[Run]:
         """As `ChatTemplate.context_ids`."""
-        messages = self._taken(messages)
+        messages = self._join_unless_taken(messages)
         roles = [str(message.get("role")) for message in messages]
         if not roles or "assistant" in roles:
             raise ValueError("context_ids takes one or more tool or user messages and no assistant message")
@@ -52,7 +52,7 @@ class ObservationEncoder:
             self._kept.put(key, found)
         if self._images is not None:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
-            found = self._images.expanded_runs(found, owners, image_tokens)
+            found = self._images.expand_runs(found, owners, image_tokens)
         elif image_tokens:
             raise DataError("a text model is shown no images")
         runs = [(list(ids), label) for ids, label in found]
@@ -61,7 +61,7 @@ class ObservationEncoder:
 
     def whole(self, messages: Sequence[Message]) -> list[int]:
         """As `ChatTemplate.continued_whole`."""
-        return self._incremental.whole(self.stub_for(messages), self._taken(messages))
+        return self._incremental.whole(self.stub_for(messages), self._join_unless_taken(messages))
 
     def end_before(self, messages: Sequence[Message]) -> TurnEnd:
         """The end of a turn that `messages` follow.
@@ -86,11 +86,11 @@ class ObservationEncoder:
             raise ConfigError(f"the chat template does not support the tool role: {self._capabilities.tool_problem}")
         return self._capabilities.tool_stub
 
-    def _taken(self, messages: Sequence[Message]) -> Sequence[Message]:
-        return messages if self._capabilities.repeats_users or len(messages) < 2 else _with_users_joined(messages)
+    def _join_unless_taken(self, messages: Sequence[Message]) -> Sequence[Message]:
+        return messages if self._capabilities.repeats_users or len(messages) < 2 else _join_users(messages)
 
 
-def _with_users_joined(messages: Sequence[Message]) -> list[Message]:
+def _join_users(messages: Sequence[Message]) -> list[Message]:
     joined: list[Message] = []
     for message in messages:
         last = joined[-1] if joined else {}

@@ -87,24 +87,24 @@ class Placeholders:
             return cls(number, tokens)
         return cls(number, tokens | set(within - without))
 
-    def guarded(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
+    def guard(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
         """`messages` with a `CUT` inside every token of images that a text in them spells out, wherever it stands."""
-        return [self._guarded(plain_message(message)) for message in messages]
+        return [self._guard(plain_message(message)) for message in messages]
 
-    def guarded_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    def guard_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         """Tool dictionaries likewise."""
-        return [self._guarded(tool) for tool in tools]
+        return [self._guard(tool) for tool in tools]
 
-    def _guarded(self, value: Any) -> Any:
+    def _guard(self, value: Any) -> Any:
         if isinstance(value, str):
             return self._texts.sub(_cut_in_two, value.translate(_WITHOUT_CUT))
         if isinstance(value, Mapping):
-            return {self._guarded(key): self._guarded(each) for key, each in value.items()}
+            return {self._guard(key): self._guard(each) for key, each in value.items()}
         if isinstance(value, list | tuple):
-            return [self._guarded(each) for each in value]
+            return [self._guard(each) for each in value]
         return value
 
-    def expanded(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
+    def expand(self, ids: Sequence[int], image_tokens: Sequence[int]) -> list[int]:
         """`ids` with the n-th placeholder as often as the n-th image has tokens.
 
         Raises:
@@ -120,9 +120,7 @@ class Placeholders:
             whole += [number] * (next(tokens) if number == self.id else 1)
         return whole
 
-    def expanded_runs(
-        self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]
-    ) -> list[Run]:
+    def expand_runs(self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]) -> list[Run]:
         """`runs` likewise; the n-th image's placeholders are a run of their own, with the provenance `owners[n]`.
 
         Raises:

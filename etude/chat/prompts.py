@@ -41,12 +41,12 @@ class Prompts:
         found = self.kept.get(key)
         if found is None:
             if self._images is not None:
-                messages, tools = self._images.guarded(messages), self._images.guarded_tools(tools or ())
+                messages, tools = self._images.guard(messages), self._images.guard_tools(tools or ())
             text = self._renderer.text_of_row(messages, tools, generate=True)
             first, *rest = [text] if self._images is None else text.split(CUT)
             found = (*self._encoded(first), *(n for piece in rest for n in self._end.encoder.ids(piece)))
             self.kept.put(key, found)
-        return list(found) if self._images is None else self._images.expanded(found, image_tokens)
+        return list(found) if self._images is None else self._images.expand(found, image_tokens)
 
     def _encoded(self, text: str) -> list[int]:
         """The ids of a text that begins a prompt. What stands before its first end of turn, usually the system message and

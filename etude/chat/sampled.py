@@ -32,7 +32,7 @@ class SampledTurns:
             DataError: the template refuses the message, or does not write it after its generation prompt; it shows images.
         """
         if self._images is not None:
-            [message] = self._images.guarded([message])
+            [message] = self._images.guard([message])
         tools = self._renderer.stand_in_for([message])
         head = self._renderer.text_of_row([USER_STUB], tools, generate=True)
         whole = self._renderer.text_of_row([USER_STUB, message], tools, generate=False)

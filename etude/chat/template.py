@@ -92,13 +92,13 @@ class ChatTemplate:
         """The tokens that only the template or the policy may write, as text."""
         return self._control.texts
 
-    def disarmed(self, text: str) -> str:
+    def disarm(self, text: str) -> str:
         """`text` with a zero-width space inside every spelled-out control token.
 
         For text that others wrote and that becomes part of a prompt: `initial_ids` trusts the prompt's messages, and a
         control token spelled out there would become that token.
         """
-        return self._control.disarmed(text)
+        return self._control.disarm(text)
 
     def initial_ids(
         self,

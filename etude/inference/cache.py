@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,33 +125,6 @@ class SlabCache:
         heapq.heappush(slot.slab.free, slot.index)
         if len(slot.slab.free) == slot.slab.slots:
             self._slabs.remove(slot.slab)
-
-    def side_by_side(self, held: Sequence[tuple[Slot, int]]) -> list[Slot]:
-        """Slots that hold what `held` (slot, tokens in it) do, one behind the other in the slab of the largest of them.
-
-        As few as possible are copied, and no slab is added. Where there is no such place all stay where they are.
-        """
-        slab = max((slot.slab for slot, _ in held), key=lambda slab: slab.capacity)
-        there = {slot.index for slot, _ in held if slot.slab is slab}
-        if len(there) == len(held) == max(there) - min(there) + 1:
-            return [slot for slot, _ in held]
-        usable, count = there.union(slab.free), len(held)
-        runs = [set(range(first, first + count)) for first in range(slab.slots - count + 1)]
-        best = max((run for run in runs if run <= usable), key=lambda run: len(run & there), default=None)
-        if best is None:
-            return [slot for slot, _ in held]
-        targets = iter(sorted(best - there))
-        found = []
-        for slot, length in held:
-            if slot.slab is slab and slot.index in best:
-                found.append(slot)
-                continue
-            found.append(Slot(slab, next(targets)))
-            slab.free.remove(found[-1].index)
-            heapq.heapify(slab.free)
-            self.copy(slot, found[-1], length)
-            self.give_back(slot)
-        return found
 
     @staticmethod
     def copy(source: Slot, target: Slot, length: int) -> None:

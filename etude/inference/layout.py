@@ -6,7 +6,7 @@ share a prefix are queries of one product, so that a prompt's keys are read once
 
 This is for rows that feed one token, which attend together (`etude.inference.views`). Rows that feed more (a prompt's
 chunk, a tool's answer) attend one by one over both parts laid together. Neither pads a row beyond the slots of its own size,
-but for a few rows whose slots are copied or moved together.
+but for a few rows whose slots are copied together.
 
 Invariant: after a step, places [0, start + count) of each fed slot hold the keys and values of exactly the tokens that were
 fed into it. Whatever lies behind is finite and masked.

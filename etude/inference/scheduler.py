@@ -20,7 +20,6 @@ from etude.inference.layout import StepInput
 from etude.inference.prefixes import Prefix, PrefixStore
 from etude.inference.sequence_state import SequenceState
 
-_FEW = 12  # rows of a batch whose slots are moved together
 _HEADROOM = 64  # tokens a row may sample before its slot has to grow, where memory allows
 
 
@@ -193,8 +192,6 @@ class Scheduler:
         for row in list(self.active):  # who was made to give way has no slot
             if row.slot is not None and row.slot.capacity < len(row.own) + len(row.feed):
                 self._fit(row)
-        if not self.queue:
-            self._draw_together()
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
         room = max(self._most_tokens - decoding, 0 if decoding else 1)
         feeds: list[ScheduledInput] = []
@@ -216,18 +213,6 @@ class Scheduler:
             if completes is not None and not (prefix is not None and row.feed):
                 drawing.append((row, completes))
         return StepPlan(feeds, drawing)
-
-    def _draw_together(self) -> None:
-        """Moves the slots of a batch of few rows side by side: attention reads them in place then, step after step."""
-        rows = [row for row in self.active if row.slot is not None and not row.waiting]
-        if not 1 < len(rows) <= _FEW:
-            return
-        for row, slot in zip(rows, self.cache.side_by_side([(row.slot, len(row.own)) for row in rows if row.slot])):
-            row.slot = slot
-        shared = list(dict.fromkeys(row.prefix for row in rows if row.prefix is not None and row.shared))
-        if len(shared) > 1:
-            for prefix, slot in zip(shared, self.cache.side_by_side([(p.slot, p.filled) for p in shared])):
-                prefix.slot = slot
 
     @staticmethod
     def _feed(row: SequenceState, prefix: Prefix | None, count: int) -> ScheduledInput:

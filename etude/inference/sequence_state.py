@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+from etude.chat.encoding import common_beginning
 from etude.inference.cache import SlabCache, Slot
 from etude.inference.prefixes import Prefix, PrefixStore
 from etude.inference.stop_texts import StopTexts
@@ -73,8 +74,8 @@ class SequenceState:
             return 0
         head = self.prefix.tokens[: self.shared]
         if tuple(context[: self.shared]) != head:
-            return _common(head, context)
-        own = _common(self.own, context[self.shared : self.shared + len(self.own)])
+            return common_beginning(list(head), context)
+        own = common_beginning(self.own, context[self.shared : self.shared + len(self.own)])
         return self.shared + own
 
     def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
@@ -84,9 +85,3 @@ class SequenceState:
         if self.prefix is not None:
             prefixes.leave(self.prefix)
         self.slot, self.prefix, self.shared, self.own, self.feed = None, None, 0, [], []
-
-
-def _common(a: list[int] | tuple[int, ...], b: list[int]) -> int:
-    if list(a) == b[: len(a)]:
-        return len(a)
-    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))

@@ -171,7 +171,7 @@ class Executor:
         return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
-        """What `use` makes of a box; of another one when that box had died, as those that wait do with their zygote."""
+        """What `use` makes of a box; of another one when that box had died, as those that wait do with their fork server."""
         for fresh in range(FRESH_BOXES):
             with contextlib.suppress(BoxGone):
                 return await use(await self._box(limits, fresh=fresh > 0))

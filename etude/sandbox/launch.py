@@ -1,4 +1,4 @@
-"""The command lines that start a zygote, one for each mode of isolation.
+"""The command lines that start a fork server, one for each mode of isolation.
 
 Invariant: no shell is involved, and the new process gets an empty environment; everything it needs is on its command
 line, where nothing is secret.
@@ -33,7 +33,7 @@ def _interpreted(folder: str, module: str, *arguments: str) -> list[str]:
 
 
 def bubblewrap(plan: Plan, control: int, settings: Settings) -> list[str]:
-    """bwrap building the plan around the zygote."""
+    """bwrap building the plan around the fork server."""
     return _as_nobody(plan, "execute", _bubblewrap(plan, control, settings))
 
 
@@ -52,12 +52,12 @@ def _bubblewrap(plan: Plan, control: int, settings: Settings) -> list[str]:
     for device in plan.devices:
         command += ["--dev-bind", device, device]
     command += ["--proc", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
-    return command + _zygote(control, settings)
+    return command + _fork_server(control, settings)
 
 
 def namespaces(plan: Plan, control: int, settings: Settings) -> list[str]:
-    """Our own launcher building the plan around the zygote."""
-    arguments = [json.dumps(plan.as_dict()), *_zygote(control, settings)]
+    """Our own launcher building the plan around the fork server."""
+    arguments = [json.dumps(plan.as_dict()), *_fork_server(control, settings)]
     if os.geteuid() == 0:
         return _as_nobody(plan, "namespaces", arguments)
     return _interpreted(str(GUEST_SOURCE), "launch", *arguments)
@@ -72,9 +72,9 @@ def _as_nobody(plan: Plan, kind: str, arguments: list[str]) -> list[str]:
 
 
 def bare(control: int, settings: Settings) -> list[str]:
-    """The zygote on the host itself."""
-    return _interpreted(str(GUEST_SOURCE), "zygote", str(control), settings.encode())
+    """The fork server on the host itself."""
+    return _interpreted(str(GUEST_SOURCE), "fork_server", str(control), settings.encode())
 
 
-def _zygote(control: int, settings: Settings) -> list[str]:
-    return _interpreted(f"{GUEST}/guest", "zygote", str(control), settings.encode())
+def _fork_server(control: int, settings: Settings) -> list[str]:
+    return _interpreted(f"{GUEST}/guest", "fork_server", str(control), settings.encode())

@@ -13,7 +13,7 @@ _PREFIX = "etude-jail-"
 
 
 def jail_scratch() -> Scratch:
-    """A folder for one executor or zygote.
+    """A folder for one executor or fork server.
 
     Raises:
         SandboxError: the host is root, and every folder for temporary files is closed to others.

@@ -1,6 +1,6 @@
 """Boxes kept ready: forked and set up before they are needed, each used once.
 
-Invariant: a box is handed out at most once, and a dead zygote is replaced by the next request instead of failing any of
+Invariant: a box is handed out at most once, and a dead fork server is replaced by the next request instead of failing any of
 them. The pool knows nothing of what runs in a box.
 """
 
@@ -12,10 +12,10 @@ from collections import deque
 
 from etude.errors import one_line
 from etude.sandbox.cgroup import Delegation
+from etude.sandbox.fork_server import ForkServer, ForkServerGone
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.types import Isolation, SandboxError
-from etude.sandbox.zygotes import Zygote, ZygoteGone
 
 
 class Pool:
@@ -34,7 +34,7 @@ class Pool:
         self._libraries = libraries
         self._spare = spare
         self._delegation = delegation
-        self._zygote: Zygote | None = None
+        self._fork_server: ForkServer | None = None
         self._starting = asyncio.Lock()
         self._ready: deque[Guest] = deque()
         self._refill: asyncio.Task[None] | None = None
@@ -48,7 +48,7 @@ class Pool:
 
         Raises:
             BoxGone: the box died at once.
-            SandboxError: no zygote starts or forks here (any more).
+            SandboxError: no fork server starts or forks here (any more).
         """
         if self._closed:
             raise SandboxError("the sandbox is closed")
@@ -68,7 +68,7 @@ class Pool:
     async def _fork(self) -> Guest:
         try:
             guest = await (await self._running()).fork()
-        except ZygoteGone:
+        except ForkServerGone:
             guest = await (await self._running()).fork()
         if self._delegation is not None:
             try:
@@ -80,16 +80,16 @@ class Pool:
                 raise
         return guest
 
-    async def _running(self) -> Zygote:
+    async def _running(self) -> ForkServer:
         async with self._starting:
             if self._closed:
                 raise SandboxError("the sandbox is closed")
-            if self._zygote is None or not self._zygote.alive:
-                if self._zygote is not None:
-                    gone, self._zygote = self._zygote, None
+            if self._fork_server is None or not self._fork_server.alive:
+                if self._fork_server is not None:
+                    gone, self._fork_server = self._fork_server, None
                     await gone.close()
-                self._zygote = await Zygote.start(self._isolation, self._settings, self._libraries)
-            return self._zygote
+                self._fork_server = await ForkServer.start(self._isolation, self._settings, self._libraries)
+            return self._fork_server
 
     async def _fill(self) -> None:
         with contextlib.suppress(SandboxError):  # whoever needs a box next is told
@@ -97,7 +97,7 @@ class Pool:
                 self._ready.append(await self._fork())
 
     async def close(self) -> None:
-        """Kills the waiting boxes and the zygote."""
+        """Kills the waiting boxes and the fork server."""
         self._closed = True
         if self._refill is not None:
             self._refill.cancel()
@@ -105,5 +105,5 @@ class Pool:
                 await self._refill
         while self._ready:
             await self._ready.popleft().close()
-        if self._zygote is not None:
-            await self._zygote.close()
+        if self._fork_server is not None:
+            await self._fork_server.close()

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Protocol
 
-from etude.trace.brief import brief
+from etude.trace.truncation import truncate_value
 
 _MAX_ATTRIBUTES = 64
 
@@ -53,7 +53,7 @@ class TraceSpan:
         """Adds attributes; large values are shortened."""
         for name, value in attributes.items():
             if len(self.attributes) < _MAX_ATTRIBUTES or name in self.attributes:
-                self.attributes[name] = brief(value)
+                self.attributes[name] = truncate_value(value)
 
 
 class Backend(Protocol):

@@ -32,7 +32,7 @@ from etude.trainer.rollouts import decoded
 from etude.trainer.setup import check
 from etude.workers import RoleOptions
 from etude.workers.engine_link import build_engine
-from etude.workers.reading import Reading
+from etude.workers.tokenizer_bundle import TokenizerBundle
 
 logger = logging.getLogger(__name__)
 
@@ -60,13 +60,13 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
     Raises:
         ConfigError: the configuration or the address cannot be used.
     """
-    _, roles, reading = check(config)
+    _, roles, bundle = check(config)
     check_trainable(roles.rollout.name)
     with listen(options.host, options.port) as listener:
-        policy = ServedPolicy.of(roles, reading, options)
+        policy = ServedPolicy.of(roles, bundle, options)
         app = create_app(
             policy.store,
-            reading.tokenizer,
+            bundle.tokenizer,
             ServerOptions(Path(str(roles.model.path)).name, options.token, options.max_request_mb),
             lambda session: [json_line(policy.record_of(session))],
         )
@@ -112,7 +112,7 @@ class ServedPolicy:
         )
 
     @classmethod
-    def of(cls, roles: RoleOptions, reading: Reading, options: ServingOptions) -> ServedPolicy:
+    def of(cls, roles: RoleOptions, bundle: TokenizerBundle, options: ServingOptions) -> ServedPolicy:
         """Loads the model, if it is this process that samples, and builds the engine."""
         model = None
         if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
@@ -120,18 +120,18 @@ class ServedPolicy:
             model = load_causal_lm(
                 str(given.path), dtype=given.dtype, device=roles.device, trust_remote_code=given.trust_remote_code
             ).eval()
-            check_vocabulary(reading.tokenizer, model)
+            check_vocabulary(bundle.tokenizer, model)
         rollout = _with_whole_context(roles.rollout, model)
         context = AgentContext(
             config=roles.user_config(),
             options=rollout,
-            tokenizer=reading.tokenizer,
-            chat=reading.chat,
-            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, reading.tokenizer),
-            processor=reading.processor,
-            images=reading.images,
+            tokenizer=bundle.tokenizer,
+            chat=bundle.chat,
+            parser=ToolParser.get_tool_parser(rollout.multi_turn.format, bundle.tokenizer),
+            processor=bundle.processor,
+            images=bundle.images,
         )
-        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, reading.tokenizer)
+        engine = build_engine(replace(roles, rollout=rollout, deterministic=False), model, bundle.tokenizer)
         return cls(engine, context, options, rollout.seed)
 
     def _made(self, name: str) -> GatewaySession:

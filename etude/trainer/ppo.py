@@ -14,9 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-import torch
-
-from etude.algorithms import KLController, kl_penalty, masked_mean
+from etude.algorithms import KLController, apply_kl_penalty
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -284,13 +282,12 @@ class PPOTrainer:
     def _add_advantages(self, batch: DataProto) -> Metrics:
         """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
         columns, algorithm = batch.batch, self.algorithm
-        mask = columns["response_mask"]
         rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:
-            old, ref = columns["old_log_probs"].double(), columns["ref_log_prob"].double()
-            penalty = torch.where(mask > 0, kl_penalty(old, ref, algorithm.kl_penalty), 0.0)
-            distance, coefficient = float(masked_mean(penalty, mask)), self.kl.kl_coef
-            rewards = rewards - coefficient * penalty
+            coefficient, old, ref = self.kl.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
+            rewards, distance = apply_kl_penalty(
+                rewards, old, ref, columns["response_mask"], kind=algorithm.kl_penalty, kl_coef=coefficient
+            )
             self.kl.update(distance, n_steps=int(main_rows(batch).sum()))
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
         columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
@@ -354,8 +351,7 @@ class PPOTrainer:
             self.groups.critic.save_checkpoint(folder)
 
     def _restore_loop(self, resumption: Resumption) -> None:
-        with resumption.restoring() as state:
-            self.loader.load_state_dict(state["loader"])
+        with resumption.restoring(self.loader) as state:
             if self.kl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]

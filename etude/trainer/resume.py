@@ -24,6 +24,7 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from etude.config import flatten
+from etude.data import ResumableLoader
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import RunOptions
@@ -103,13 +104,15 @@ class Resumption:
         return [change for change in self.changes if change.rule.effect is effect]
 
     @contextmanager
-    def restoring(self) -> Iterator[dict[str, Any]]:
-        """Hands the loop's state to a block that puts a run into it.
+    def restoring(self, loader: ResumableLoader | None = None) -> Iterator[dict[str, Any]]:
+        """Restores the data loader's place, and hands the loop's state to a block that puts the rest of a run into it.
 
         Raises:
             CheckpointError: the state, or the tensors beside it, are not of this kind of run.
         """
         try:
+            if loader is not None:
+                loader.load_state_dict(self.state["loader"])
             yield self.state
         except (KeyError, TypeError, ValueError, RuntimeError) as error:
             advice = "set trainer.resume_mode=disable or another trainer.default_local_dir"

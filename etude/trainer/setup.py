@@ -32,8 +32,8 @@ from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
 from etude.workers.options import RoleOptions
-from etude.workers.reading import Reading, load_reading
 from etude.workers.role import start_process
+from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +48,7 @@ class RunSetup:
     needs: frozenset[str]
     trainer: TrainerOptions
     roles: RoleOptions
-    reading: Reading
+    bundle: TokenizerBundle
     config: DictConfig
     groups: Groups
     catalogue: ToolCatalogue
@@ -61,12 +61,12 @@ class RunSetup:
     @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
-        return self.reading.tokenizer
+        return self.bundle.tokenizer
 
     @property
     def chat(self) -> ChatTemplate:
         """The model's chat template."""
-        return self.reading.chat
+        return self.bundle.chat
 
     @property
     def schemas(self) -> Mapping[str, dict[str, Any]] | None:
@@ -93,7 +93,7 @@ class RunSetup:
             interactions=self.catalogue.interactions,
             agent_loops=self.catalogue.agent_loops,
             options=self.data,
-            images=self.reading.images,
+            images=self.bundle.images,
             max_samples=max_samples,
         )
         reward = self.roles.reward
@@ -116,7 +116,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     Raises:
         ConfigError, DataError: one line that names the key or file.
     """
-    options, roles, reading = check(config)
+    options, roles, bundle = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False)
     groups = open_groups(roles, trains=trains, critic=trains and "values" in options.needs)
@@ -127,7 +127,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
         options.needs,
         options.trainer,
         roles,
-        reading,
+        bundle,
         config,
         groups=groups,
         catalogue=catalogue,
@@ -136,7 +136,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     return setup
 
 
-def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Reading]:
+def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundle]:
     """The options of a run, those of its roles among them, and what its model reads with; nothing is opened.
 
     Raises:
@@ -165,10 +165,10 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, Reading]:
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         needs_ref="ref_log_prob" in options.needs,
     )
-    reading = load_reading(roles.model, data.apply_chat_template_kwargs)
-    if reading.processor is not None:
+    bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
+    if bundle.processor is not None:
         check_takes_images(policy.rollout.name)
-    return options, roles, reading
+    return options, roles, bundle
 
 
 def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) -> None:
@@ -176,26 +176,28 @@ def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) ->
 
     What a user or a text environment says, every template that is accepted does.
     """
-    reading, catalogue, name = setup.reading, setup.catalogue, setup.roles.rollout.multi_turn.format
+    bundle, catalogue, name = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn.format
     if not catalogue.schemas or not catalogue.tool_messages:
         return
-    parser = ToolParser.get_tool_parser(name, reading.tokenizer)
+    parser = ToolParser.get_tool_parser(name, bundle.tokenizer)
     try:
-        require_answers(reading.chat, "tool" if parser.result_tag is None else "user")
+        require_answers(bundle.chat, "tool" if parser.result_tag is None else "user")
     except ConfigError as error:
         raise ConfigError(
             f"actor_rollout_ref.rollout.multi_turn: tools are configured, but {error}; take a model whose template can, put "
             "a chat_template.jinja that can beside its tokenizer, or set multi_turn.format=search_r1, which needs none"
         ) from error
     if parser.result_tag is None and not catalogue.has_environment:
-        _warn_of_unread_calls(name, parser, reading, template_kwargs)
+        _warn_of_unread_calls(name, parser, bundle, template_kwargs)
 
 
-def _warn_of_unread_calls(name: str, parser: ToolParser, reading: Reading, template_kwargs: Mapping[str, Any]) -> None:
+def _warn_of_unread_calls(
+    name: str, parser: ToolParser, bundle: TokenizerBundle, template_kwargs: Mapping[str, Any]
+) -> None:
     """A model that writes its calls as its template does, under another format, would be told of no call and rewarded for
     none; prompts may teach it that format, so that this is no error. Whoever wrote a parser of their own means it."""
     ours = type(parser).__module__.startswith("etude.")
-    unread = unread_call(parser, reading.tokenizer, **template_kwargs) if ours else None
+    unread = unread_call(parser, bundle.tokenizer, **template_kwargs) if ours else None
     if unread is not None:
         logger.warning(
             "actor_rollout_ref.rollout.multi_turn.format=%s does not read the call that the chat template writes (%r): the "

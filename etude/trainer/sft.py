@@ -37,7 +37,7 @@ from etude.training import demonstrations_to_batch
 from etude.training.sft import Demonstration
 from etude.workers import RoleOptions
 from etude.workers.context import ToolCatalogue
-from etude.workers.reading import load_reading
+from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 
 @dataclass
@@ -68,8 +68,8 @@ class SFTTrainer:
         self.roles = self._roles(options.plugins, plain)
         self.groups = open_groups(self.roles)
         catalogue, *_ = self.groups.rollout.load_tools()
-        reading = load_reading(self.model, self.data.apply_chat_template_kwargs)
-        self.tokenizer, self.chat, self.images = reading.tokenizer, reading.chat, reading.images
+        bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
+        self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
         self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
         self.loader = ResumableLoader(
             self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
@@ -84,8 +84,7 @@ class SFTTrainer:
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
         if self.resumption is not None:
-            with self.resumption.restoring() as state:
-                self.loader.load_state_dict(state["loader"])
+            with self.resumption.restoring(self.loader) as state:
                 self._trials = Trials(**state["trials"])
                 self.step = state["step"]
 

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from etude.chat.encoding import common_beginning
 from etude.errors import DataError
 from etude.models.image_positions import ImagePositions
 from etude.models.packed import CausalSequences, packed_hidden
@@ -109,7 +110,7 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSe
     the laid-out ones.
     """
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
-    shared = [_common(sequences[a], sequences[b]) for a, b in pairwise(order)]
+    shared = [common_beginning(sequences[a], sequences[b]) for a, b in pairwise(order)]
     tokens: list[int] = []
     lengths: list[int] = []
     ancestors: list[tuple[int, ...]] = []
@@ -135,18 +136,6 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSe
             cuts = [low, *(i + 1 for i in range(low, high - 1) if shared[i] < depth + MIN_SHARED), high]
             work += [(a, b, depth, up) for a, b in reversed(list(pairwise(cuts)))]
     return tokens, CausalSequences(lengths, ancestors), [place for row in places for place in row]
-
-
-def _common(a: Sequence[int], b: Sequence[int]) -> int:
-    """Length of the longest common beginning, found by halving: slices compare far faster than their tokens do."""
-    low, high = 0, min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
 
 
 def _needed(attention: Tensor, mask: Tensor) -> Tensor:

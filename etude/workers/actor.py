@@ -145,7 +145,7 @@ class TrainWorker(RoleWorker):
         """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
         if self.rank == 0:
             target = Path(folder) / "actor"
-            save_pretrained(self.model, self.reading.processor or self.tokenizer, target / "huggingface")
+            save_pretrained(self.model, self.bundle.processor or self.tokenizer, target / "huggingface")
             write_tensors({"optimizer": self._optimizer.state_dict()}, target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)

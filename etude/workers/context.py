@@ -21,7 +21,7 @@ from etude.tools import BaseTool, ToolRuntime, load_function_tools, load_tools
 from etude.tools.runtime import overrides
 from etude.trace import Tracer
 from etude.workers.options import RoleOptions
-from etude.workers.reading import Reading
+from etude.workers.tokenizer_bundle import TokenizerBundle
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class ToolCatalogue:
         )
 
 
-def load_context(options: RoleOptions, reading: Reading) -> AgentContext:
+def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
     """The configured tools, interactions and environment, and what else the trajectories of a worker share.
 
     Raises:
@@ -69,15 +69,15 @@ def load_context(options: RoleOptions, reading: Reading) -> AgentContext:
     return AgentContext(
         config=options.user_config(),
         options=rollout,
-        tokenizer=reading.tokenizer,
-        chat=reading.chat,
-        parser=ToolParser.get_tool_parser(multi_turn.format, reading.tokenizer),
+        tokenizer=bundle.tokenizer,
+        chat=bundle.chat,
+        parser=ToolParser.get_tool_parser(multi_turn.format, bundle.tokenizer),
         tools=tools if environment is None else {**tools, **environment.tools},
         interactions=load_interactions(users) if users else {},
         environment=environment,
         tracer=Tracer.of(rollout.trace, run.get("project_name", "etude"), run.get("experiment_name", "default")),
-        processor=reading.processor,
-        images=reading.images,
+        processor=bundle.processor,
+        images=bundle.images,
     )
 
 

@@ -18,7 +18,7 @@ from etude.distributed import Worker
 from etude.models import check_vocabulary, load_causal_lm
 from etude.registry import load_plugins
 from etude.workers.options import RoleOptions
-from etude.workers.reading import Reading, load_reading
+from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 TOKENS = ("input_ids", "attention_mask", "response_mask")
 """The columns that every forward pass reads; beside them the images, where there are any."""
@@ -50,7 +50,7 @@ def start_process(
 
 
 class RoleWorker(Worker):
-    """A worker of one of the roles; `reading` (tokenizer, chat template, image processor) is loaded where it is used."""
+    """A worker of one of the roles; `bundle` (tokenizer, chat template, image processor) is loaded where it is used."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         start_process(
@@ -64,18 +64,18 @@ class RoleWorker(Worker):
         self.options = options
 
     @cached_property
-    def reading(self) -> Reading:
+    def bundle(self) -> TokenizerBundle:
         """Of the policy's model.
 
         Raises:
             ConfigError: the model's folder is not set, or something in it is missing or broken.
         """
-        return load_reading(self.options.model, self.options.chat_template_kwargs)
+        return load_tokenizer_bundle(self.options.model, self.options.chat_template_kwargs)
 
     @property
     def tokenizer(self) -> Any:
         """The policy's tokenizer."""
-        return self.reading.tokenizer
+        return self.bundle.tokenizer
 
     def load_policy(self, dtype: str) -> Any:
         """The policy's network as `model.path` has it."""

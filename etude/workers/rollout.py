@@ -37,7 +37,7 @@ class RolloutWorker(RoleWorker):
     @cached_property
     def context(self) -> AgentContext:
         """Tools, interactions, environment, tokenizer and parser."""
-        return load_context(self.options, self.reading)
+        return load_context(self.options, self.bundle)
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from etude.algorithms import KLController, kl_penalty
+from etude.algorithms import KLController, apply_kl_penalty, kl_penalty
 from etude.errors import ConfigError
 
 F64 = torch.float64
@@ -101,3 +101,15 @@ def test_an_adaptive_coefficient_follows_its_recursion():
     assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02)
     controller.update(0.0, 100)  # and at −0.2
     assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+
+
+def test_kl_in_the_reward_is_taken_from_sampled_tokens_alone():
+    log_prob = torch.tensor([[-1.0, -2.0, float("nan")], [-0.5, 7.0, -3.0]])
+    ref = torch.tensor([[-1.5, -1.0, 0.0], [-0.25, float("inf"), -1.0]])
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1]])
+    rewards = torch.tensor([[0.0, 1.0, 0.0], [0.0, 0.0, -1.0]], dtype=torch.float64)
+    penalised, mean = apply_kl_penalty(rewards, log_prob, ref, mask, kind="kl", kl_coef=0.1)
+    assert penalised.dtype == torch.float64
+    expected = [[-0.05, 1.1, 0.0], [0.025, 0.0, -0.8]]
+    torch.testing.assert_close(penalised, torch.tensor(expected, dtype=torch.float64))
+    assert mean == pytest.approx((0.5 - 1.0 - 0.25 - 2.0) / 4)

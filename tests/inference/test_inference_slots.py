@@ -1,4 +1,4 @@
-"""Slots of the key/value cache: drawn side by side without losing a token, and seen as one batch in whatever way."""
+"""Slots of the key/value cache: seen as one batch in whatever way."""
 
 import pytest
 import torch
@@ -25,49 +25,11 @@ def filled(cache, lengths):
     return held
 
 
-def contents(slot, length):
-    return torch.cat([kind[slot.index, :, :length] for kind in slot.slab.keys + slot.slab.values])
-
-
 def thinned(cache, held, kept):
     for place, (slot, _) in enumerate(held):
         if place not in kept:
             cache.give_back(slot)
     return [held[place] for place in kept]
-
-
-@given(st.lists(st.integers(1, 300), min_size=2, max_size=40), st.data())
-@settings(max_examples=40, deadline=None)
-def test_slots_drawn_together_lie_side_by_side_and_hold_what_they_held(lengths, data):
-    cache = SlabCache(SHAPE)
-    held = filled(cache, lengths)
-    kept = data.draw(st.lists(st.integers(0, len(held) - 1), min_size=1, max_size=12, unique=True))
-    held = thinned(cache, held, kept)
-    before, slabs = [contents(*each) for each in held], cache.slab_bytes
-    drawn = cache.side_by_side(held)
-    assert cache.in_use == len(held)
-    assert cache.slab_bytes <= slabs
-    assert len({slot.slab for slot in drawn}) == 1
-    places = sorted(slot.index for slot in drawn)
-    assert places == list(range(places[0], places[0] + len(held)))
-    for slot, (_, length), old in zip(drawn, held, before):
-        assert slot.capacity >= length
-        assert torch.equal(contents(slot, length), old)
-    assert cache.side_by_side([(slot, length) for slot, (_, length) in zip(drawn, held)]) == drawn
-    for slot in drawn:
-        cache.give_back(slot)
-    assert cache.in_use == cache.slab_bytes == 0
-
-
-def test_slots_stay_where_there_is_no_place_side_by_side():
-    cache = SlabCache(SHAPE, budget_bytes=16 * 3 * 64 * SHAPE.token_bytes)
-    held = filled(cache, [10] * 3)
-    middle = held.pop(1)
-    assert held[0][0].slab.slots == 3
-    assert cache.side_by_side(held) == [slot for slot, _ in held]
-    assert cache.in_use == 3
-    cache.give_back(middle[0])
-    assert [slot.index for slot in cache.side_by_side(held)] == [0, 1]
 
 
 def expected(query, slot, length, scoring, window):

@@ -211,14 +211,14 @@ def test_a_cancelled_run_leaves_nothing(box):
     assert box.run("print(1)").stdout == "1\n"
 
 
-def test_a_killed_zygote_is_replaced(isolated_box):
+def test_a_killed_fork_server_is_replaced(isolated_box):
     """A run that is under way when the jail dies is the sandbox's failure; the next one has a new jail."""
 
     async def kill():
         running = asyncio.ensure_future(isolated_box.executor.run(RunRequest("import time; time.sleep(30)")))
         await asyncio.sleep(0.3)
-        zygote = isolated_box.executor._pool._zygote
-        signal.pidfd_send_signal(zygote._pidfd, signal.SIGKILL)
+        fork_server = isolated_box.executor._pool._fork_server
+        signal.pidfd_send_signal(fork_server._pidfd, signal.SIGKILL)
         return await running
 
     with pytest.raises(SandboxError):

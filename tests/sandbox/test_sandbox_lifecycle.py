@@ -21,9 +21,9 @@ from etude.sandbox import (
     RunRequest,
     SandboxError,
     SandboxUnavailableError,
+    fork_server,
     launch,
     places,
-    zygotes,
 )
 
 
@@ -95,7 +95,7 @@ def test_no_isolation_must_be_asked_for_and_warns(caplog):
 
 
 def test_a_jail_that_does_not_start_in_time(monkeypatch):
-    monkeypatch.setattr(zygotes, "START_SECONDS", 0.2)
+    monkeypatch.setattr(fork_server, "START_SECONDS", 0.2)
     monkeypatch.setattr(launch, "bare", lambda *_: ["/bin/sleep", "60"])
 
     async def run():
@@ -116,7 +116,7 @@ def test_a_box_that_nobody_waits_for_and_that_has_ended_leaves_no_descriptor(mon
             await executor.run(RunRequest("print(1)"))
             message = b'{"id": 4711}', [pidfd], 0, None
             monkeypatch.setattr(socket, "recv_fds", lambda *_: message)
-            executor._pool._zygote._hear()
+            executor._pool._fork_server._hear()
             monkeypatch.undo()
 
     asyncio.run(run())
@@ -124,14 +124,14 @@ def test_a_box_that_nobody_waits_for_and_that_has_ended_leaves_no_descriptor(mon
         os.fstat(pidfd)
 
 
-def test_a_stopped_zygote_is_replaced(monkeypatch):
+def test_a_stopped_fork_server_is_replaced(monkeypatch):
     async def run():
         async with await Executor.open(workers=1, options=ExecutorOptions(spare=0)) as executor:
-            monkeypatch.setattr(zygotes, "FORK_SECONDS", 1.0)
-            stopped = executor._pool._zygote
+            monkeypatch.setattr(fork_server, "FORK_SECONDS", 1.0)
+            stopped = executor._pool._fork_server
             signal.pidfd_send_signal(stopped._pidfd, signal.SIGSTOP)
             result = await executor.run(RunRequest("print(1)"))
-            return result.stdout, executor._pool._zygote is not stopped, stopped._process.poll()
+            return result.stdout, executor._pool._fork_server is not stopped, stopped._process.poll()
 
     output, replaced, ending = asyncio.run(run())
     assert (output, replaced) == ("1\n", True)
@@ -235,7 +235,7 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
 
 
 def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
-    fork, forks = zygotes.Zygote.fork, []
+    fork, forks = fork_server.ForkServer.fork, []
 
     async def stillborn(self):
         forks.append(await fork(self))
@@ -246,7 +246,7 @@ def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
         async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
             await executor.run(RunRequest("print(1)"))
             with monkeypatch.context() as patch:
-                patch.setattr(zygotes.Zygote, "fork", stillborn)
+                patch.setattr(fork_server.ForkServer, "fork", stillborn)
                 for start in (lambda: executor.run(RunRequest("print(1)")), executor.session):
                     with pytest.raises(SandboxError, match="box"):
                         await start()

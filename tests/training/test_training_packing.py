@@ -65,7 +65,7 @@ def test_a_tree_holds_every_sequence_and_shares_what_it_can(sequences, min_share
         seen = [p for p in range(len(tokens)) if runs[p] in (*layout.ancestors[last], last) and p <= mine[-1]]
         assert seen == mine
     for one, other in combinations(range(len(sequences)), 2):
-        common = packing._common(sequences[one], sequences[other])
+        common = packing.common_beginning(sequences[one], sequences[other])
         starts = [sum(map(len, sequences[:i])) for i in (one, other)]
         both = sum(places[starts[0] + i] == places[starts[1] + i] for i in range(common))
         assert both > common - min_shared  # what is left out is shorter than the least shared run

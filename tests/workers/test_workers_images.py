@@ -93,8 +93,8 @@ def by_processor(processor, messages, pictures, tools=None):
 
 def test_the_context_is_the_processors_around_what_was_sampled(rolled):
     _, worker, batch = rolled
-    processor, reader = worker.reading.processor, ImageReader(worker.reading.processor)
-    end = worker.reading.chat.end_of_turn_id
+    processor, reader = worker.bundle.processor, ImageReader(worker.bundle.processor)
+    end = worker.bundle.chat.end_of_turn_id
     schemas = [ImageZoomInTool({}).get_openai_tool_schema().to_openai()]
     stub = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
     shown = 0

@@ -20,9 +20,8 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from etude.agents.agent_data import AgentState
 from etude.agents.base import register
-from etude.agents.conversation import Conversation, add_time, append_to_last_user, end, record
+from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end, record
 from etude.agents.environments.env import Env
 from etude.agents.environments.lockstep import LockStep
 from etude.agents.environments.scores import environment_score
@@ -100,7 +99,7 @@ class EnvAgentLoop(ToolAgentLoop):
         self._stage: Stage = _stage_of(self, environment)
         try:
             if greeting := await self._stage.begin(data, row):
-                append_to_last_user(data.trajectory.messages, self.chat.disarmed(greeting))
+                append_to_last_user(data.trajectory.messages, self.chat.disarm(greeting))
             yield
             if data.trajectory.stop_reason is not StopReason.PROMPT_TOO_LONG:
                 data.trajectory.rewards.score = await self._stage.score(data, row)

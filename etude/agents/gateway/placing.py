@@ -90,9 +90,9 @@ def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate
         if message["role"] == "assistant":
             calls = message.get("tool_calls", [])
         if message["role"] == "tool":
-            message = message | {"content": chat.disarmed(message["content"])}
+            message = message | {"content": chat.disarm(message["content"])}
             if chat.names_calls and place is not None:
-                message = {"name": chat.disarmed(calls[place]["function"]["name"]), **message}
+                message = {"name": chat.disarm(calls[place]["function"]["name"]), **message}
         shown.append(message)
     return shown
 

@@ -1,7 +1,7 @@
-"""Builds the jail with nothing but system calls, and starts the zygote in it: the mode `namespaces`.
+"""Builds the jail with nothing but system calls, and starts the fork server in it: the mode `namespaces`.
 
-Invariant: the zygote is a freshly executed interpreter whose root holds the read-only binds of the plan and nothing else;
-when any step fails, nothing is started. What bubblewrap does in its mode is done here in the same order.
+Invariant: the fork server is a freshly executed interpreter whose root holds the read-only binds of the plan and nothing
+else; when any step fails, nothing is started. What bubblewrap does in its mode is done here in the same order.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _OTHER_NAMESPACES = (
 
 
 def main(arguments: list[str]) -> None:
-    """Takes the plan as JSON and the zygote's command line; ends when the zygote does."""
+    """Takes the plan as JSON and the fork server's command line; ends when the fork server does."""
     plan, command = json.loads(arguments[0]), arguments[1:]
     try:
         # Not as its root: what of a supervisor is closed to its own user belongs to the root of the namespace it was
@@ -40,7 +40,7 @@ def main(arguments: list[str]) -> None:
     except OSError as error:
         sys.stderr.write(f"{error}\n")
         os._exit(1)
-    os.closerange(3, 256)  # the zygote must be the only one to hold its end of the socket
+    os.closerange(3, 256)  # the fork server must be the only one to hold its end of the socket
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
 
 

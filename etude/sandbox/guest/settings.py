@@ -1,6 +1,6 @@
-"""What the host tells the zygote when it starts it, and the places inside the jail.
+"""What the host tells the fork server when it starts it, and the places inside the jail.
 
-Invariant: the same for every run of one zygote; what differs between runs travels with the run. Nothing here is secret.
+Invariant: the same for every run of one fork server; what differs between runs travels with the run. Nothing here is secret.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PROGRAM_ID = 1000
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a zygote and all its runs."""
+    """Of a fork server and all its runs."""
 
     isolated: bool
     """False only for `isolation: none`: no namespace, no filter, the host's own file system."""

@@ -21,8 +21,8 @@ from typing import Any, NoReturn
 from . import census, frames, kernel
 from .box import Box, limit_disk, open_box, show_limits
 from .files import read_files, write_files
+from .prepared import Broken, prepare, start
 from .settings import Settings
-from .stem import Broken, prepare, start
 
 FETCH_BUDGET = 64 << 20
 COMPILER_OUTPUT = 64 << 10
@@ -129,12 +129,12 @@ class Supervisor:
     def _compile(self, request: dict[str, Any]) -> dict[str, Any]:
         null = os.open("/dev/null", os.O_RDONLY | os.O_CLOEXEC)
         (out, out_end), (err, err_end) = os.pipe(), os.pipe()
-        stem = prepare(self._settings, self._box, [null, out_end, err_end], null)
+        prepared = prepare(self._settings, self._box, [null, out_end, err_end], null)
         for fd in (null, out_end, err_end):
             os.close(fd)
-        start(stem, request, self._filled_in(request["compile"]))
+        start(prepared, request, self._filled_in(request["compile"]))
         kept = {out: bytearray(), err: bytearray()}
-        ending = self._watch(stem.pid, request["limits"], request["compile_seconds"], kept)
+        ending = self._watch(prepared.pid, request["limits"], request["compile_seconds"], kept)
         for fd in kept:
             while _drain(fd, kept[fd]):
                 pass

@@ -1,4 +1,4 @@
-# Looks for descriptors that were left open: the zygote's socket, the supervisor's, anything.
+# Looks for descriptors that were left open: the fork server's socket, the supervisor's, anything.
 import os
 import socket
 

@@ -1,4 +1,4 @@
-# Searches its own memory, a copy of the zygote's, for the secret that another run had in its code and input.
+# Searches its own memory, a copy of the fork server's, for the secret that another run had in its code and input.
 import re
 
 pattern = re.compile(rb"canary[-][0-9a-f]{32}")

@@ -12,8 +12,7 @@ from aiohttp import web
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, builtin_config, load_tools
-from etude.tools.builtin.engines import ENGINES
-from etude.tools.builtin.web_search import WebSearchOptions, WebSearchTool
+from etude.tools.builtin.web_search import ENGINES, WebSearchOptions, WebSearchTool
 
 PAGES = [{"title": f"Page {n}", "snippet": f"Text\n of {n}"} for n in range(9)]
 

@@ -1,4 +1,4 @@
-# Looks for the zygote's and the supervisor's sockets among its own objects and descriptors, and speaks to them.
+# Looks for the fork server's and the supervisor's sockets among its own objects and descriptors, and speaks to them.
 import gc
 import json
 import socket

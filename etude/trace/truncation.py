@@ -1,4 +1,4 @@
-"""`brief`: any value as a JSON value of bounded size, for traces.
+"""`truncate_value`: any value as a JSON value of bounded size, for traces.
 
 Invariant: the work and the result are bounded however large the value is; nothing of a stranger's class is called but
 what tells its name, so that tracing changes nothing and cannot fail.
@@ -16,7 +16,7 @@ _MAX_ITEMS = 50
 _MAX_DEPTH = 5
 
 
-def brief(value: Any, depth: int = _MAX_DEPTH) -> Any:
+def truncate_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
     """`value` with long text cut, long containers ended by a count, and other objects named by their class."""
     if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
         return value if not isinstance(value, int) or abs(value) < 2**63 else f"<int of {value.bit_length()} bits>"
@@ -29,12 +29,12 @@ def brief(value: Any, depth: int = _MAX_DEPTH) -> Any:
         return f"<{type(value).__name__}>"
     if type(value) in (list, tuple):
         more = [f"… ({len(value)} items)"] if len(value) > _MAX_ITEMS else []
-        return [brief(item, depth - 1) for item in value[:_MAX_ITEMS]] + more
+        return [truncate_value(item, depth - 1) for item in value[:_MAX_ITEMS]] + more
     pairs = _pairs(value)
     if pairs is None:
         return f"<{type(value).__name__}>"
     named = {
-        str(key)[:100] if isinstance(key, str | int) else "?": brief(item, depth - 1)
+        str(key)[:100] if isinstance(key, str | int) else "?": truncate_value(item, depth - 1)
         for key, item in pairs[:_MAX_ITEMS]
     }
     return named | ({"…": f"{len(pairs)} entries"} if len(pairs) > _MAX_ITEMS else {})

@@ -1,7 +1,7 @@
-"""The host's side of a zygote: the process that builds a jail and forks boxes in it.
+"""The host's side of a fork server: the process that builds a jail and forks boxes in it.
 
 Invariant: `close` ends the jail and everything in it, and removes what was written for it; so does the end of the host,
-since the zygote ends when its socket does.
+since the fork server ends when its socket does.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ START_SECONDS = 30.0
 FORK_SECONDS = 15.0
 
 
-class ZygoteGone(SandboxError):
-    """The zygote has ended; a new one may do."""
+class ForkServerGone(SandboxError):
+    """The fork server has ended; a new one may do."""
 
 
-class Zygote:
-    """A running zygote. Bound to the event loop that started it."""
+class ForkServer:
+    """A running fork server. Bound to the event loop that started it."""
 
     def __init__(self, isolation: Isolation, settings: Settings, libraries: tuple[str, ...]) -> None:
         self._libraries = libraries
@@ -56,22 +56,22 @@ class Zygote:
         self._loop.add_reader(self._control.fileno(), self._hear)
 
     @classmethod
-    async def start(cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = ()) -> Zygote:
+    async def start(cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = ()) -> ForkServer:
         """Starts one, in a jail that shows the folders `libraries`, and waits until it is ready to fork.
 
         Raises:
             SandboxError: it does not start here; the message has the reason.
         """
-        zygote = cls(isolation, settings, libraries)
+        fork_server = cls(isolation, settings, libraries)
         try:
-            await asyncio.wait_for(asyncio.shield(zygote._ready), START_SECONDS)
+            await asyncio.wait_for(asyncio.shield(fork_server._ready), START_SECONDS)
         except asyncio.TimeoutError as error:
-            await zygote.close()
+            await fork_server.close()
             raise SandboxError(f"the {isolation.value} jail did not start within {START_SECONDS:g} s") from error
         except BaseException:
-            await zygote.close()
+            await fork_server.close()
             raise
-        return zygote
+        return fork_server
 
     def _launch(self, control: int) -> subprocess.Popen[bytes]:
         plan_needed = self.isolation is not Isolation.NONE
@@ -104,7 +104,7 @@ class Zygote:
         """A new box.
 
         Raises:
-            ZygoteGone: the zygote has ended, or does not answer.
+            ForkServerGone: the fork server has ended, or does not answer.
             SandboxError: there are no descriptors for another box.
         """
         guest, ends = self._connected()
@@ -123,10 +123,10 @@ class Zygote:
             if isinstance(error, (asyncio.TimeoutError, ConnectionError)):
                 stopped = isinstance(error, asyncio.TimeoutError)
                 reason = f"it did not fork within {FORK_SECONDS:g} s" if stopped else one_line(error)
-                self._end(ZygoteGone("the zygote is gone"))
-                raise ZygoteGone(f"the zygote is gone: {reason}") from error
+                self._end(ForkServerGone("the fork server is gone"))
+                raise ForkServerGone(f"the fork server is gone: {reason}") from error
             if isinstance(error, OSError):
-                raise SandboxError(f"the zygote was not reached: {one_line(error)}") from error
+                raise SandboxError(f"the fork server was not reached: {one_line(error)}") from error
             raise
         finally:
             self._births.pop(number, None)
@@ -169,7 +169,7 @@ class Zygote:
     async def _send(self, message: bytes, fds: list[int]) -> None:
         while True:
             if self._control.fileno() < 0:
-                raise ZygoteGone("the zygote is gone")
+                raise ForkServerGone("the fork server is gone")
             try:
                 socket.send_fds(self._control, [message], fds)
                 return
@@ -184,7 +184,7 @@ class Zygote:
         except OSError:
             data, fds = b"", []
         if not data:
-            self._end(ZygoteGone(f"the {self.isolation.value} jail ended: {self._log()}"))
+            self._end(ForkServerGone(f"the {self.isolation.value} jail ended: {self._log()}"))
             return
         message = json.loads(data)
         pidfd = fds[0] if fds else None
@@ -219,7 +219,7 @@ class Zygote:
                 born.exception()  # as above: its `fork` may have failed to ask
 
     async def close(self) -> None:
-        """Ends the zygote and all its boxes."""
+        """Ends the fork server and all its boxes."""
         self._end(SandboxError("the sandbox is closed"))
         if self._pidfd >= 0:
             pidfd, self._pidfd = self._pidfd, -1

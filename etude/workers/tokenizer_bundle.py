@@ -1,4 +1,4 @@
-"""`Reading`: what a model reads with: its tokenizer and chat template and, where it sees, its images' processor.
+"""`TokenizerBundle`: a model's tokenizer and chat template and, of a vision model, its image processor.
 
 Invariant: the trainer, which measures prompts, and the workers, which roll them out, get the same from the same options.
 """
@@ -16,7 +16,7 @@ from etude.options import ModelOptions
 
 
 @dataclass(frozen=True)
-class Reading:
+class TokenizerBundle:
     """`processor` (Hugging Face's) and `images` are None where the model reads text only."""
 
     tokenizer: Any
@@ -25,8 +25,8 @@ class Reading:
     images: ImageReader | None = None
 
 
-def load_reading(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> Reading:
-    """The reading of `model.path`; `template_kwargs` go to every rendering of the chat template.
+def load_tokenizer_bundle(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> TokenizerBundle:
+    """Loads that of `model.path`; `template_kwargs` go to every rendering of the chat template.
 
     Raises:
         ConfigError: there is no path, or its tokenizer, chat template or image processor is missing or broken.
@@ -36,9 +36,9 @@ def load_reading(model: ModelOptions, template_kwargs: Mapping[str, Any]) -> Rea
     processor = load_processor(model.path, trust_remote_code=model.trust_remote_code)
     if processor is None:
         tokenizer = load_tokenizer(model.path, trust_remote_code=model.trust_remote_code)
-        return Reading(tokenizer, _template(model.path, tokenizer, **template_kwargs))
+        return TokenizerBundle(tokenizer, _template(model.path, tokenizer, **template_kwargs))
     chat = _template(model.path, processor.tokenizer, processor=processor, **template_kwargs)
-    return Reading(processor.tokenizer, chat, processor, ImageReader(processor))
+    return TokenizerBundle(processor.tokenizer, chat, processor, ImageReader(processor))
 
 
 def _template(path: str, tokenizer: Any, **options: Any) -> ChatTemplate:

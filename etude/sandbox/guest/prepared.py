@@ -23,14 +23,14 @@ class Broken(Exception):
 
 
 @dataclass(frozen=True)
-class Stem:
+class PreparedProcess:
     """A confined process that waits for its orders, on the other end of `orders`."""
 
     pid: int
     orders: int
 
 
-def prepare(settings: Settings, box: Box, stdio: Sequence[int], cells_fd: int) -> Stem:
+def prepare(settings: Settings, box: Box, stdio: Sequence[int], cells_fd: int) -> PreparedProcess:
     """Forks a process that gives up its rights and waits for orders."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
@@ -39,10 +39,10 @@ def prepare(settings: Settings, box: Box, stdio: Sequence[int], cells_fd: int) -
         ours.detach()
         _become(settings, box)
     theirs.close()
-    return Stem(pid, ours.detach())
+    return PreparedProcess(pid, ours.detach())
 
 
-def start(stem: Stem, request: dict[str, Any], command: list[str] | None) -> None:
+def start(prepared: PreparedProcess, request: dict[str, Any], command: list[str] | None) -> None:
     """Gives a prepared process its orders; returns as its code begins.
 
     Raises:
@@ -51,11 +51,11 @@ def start(stem: Stem, request: dict[str, Any], command: list[str] | None) -> Non
     wanted = ("kind", "source", "code", "args", "limits", "address_space")
     failure = b""
     try:
-        frames.send(stem.orders, {"command": command, **{name: request[name] for name in wanted}})
-        while part := os.read(stem.orders, 4096):
+        frames.send(prepared.orders, {"command": command, **{name: request[name] for name in wanted}})
+        while part := os.read(prepared.orders, 4096):
             failure += part
     finally:
-        os.close(stem.orders)
+        os.close(prepared.orders)
     if failure:
         raise Broken(failure.decode("utf-8", "replace"))
 

@@ -1,7 +1,7 @@
-"""The zygote: one interpreter inside the jail that has imported the usual modules and forks a supervisor for each run.
+"""The fork server: one interpreter inside the jail that has imported the usual modules and forks a supervisor for each run.
 
 Invariant: it never sees a request. It receives descriptors, forks, and hands the host a pidfd of the child; code, files
-and output travel between host and supervisor only, so that nothing of one run can reach the next through the zygote's
+and output travel between host and supervisor only, so that nothing of one run can reach the next through the fork server's
 memory. A supervisor is process 1 of a new PID namespace: when it ends, the kernel kills whatever the run still has.
 """
 
