@@ -33,3 +33,6 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
+
+    def close(self) -> None:
+        """Ends what the worker has running; called once, when its group ends."""

@@ -106,7 +106,9 @@ class InProcessWorkerGroup(WorkerGroup):
         self._workers = [worker_cls(*args, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
 
     def close(self) -> None:
-        """Lets go of the workers."""
+        """Ends the workers and lets go of them."""
+        for worker in self._workers:
+            worker.close()
         self._workers.clear()
 
     def _run(

@@ -9,6 +9,7 @@ from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
 from etude.agents.batch import rows_of
+from etude.bounded import GRACE_SECONDS
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
 from etude.inference import evaluates_only
@@ -111,6 +112,13 @@ class RolloutWorker(RoleWorker):
     def progress(self) -> tuple[int, int]:
         """Trajectories of the present (or last) rollout that have ended, and all of them; may be asked while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
+
+    def close(self) -> None:
+        """Cancels what still runs in the worker's event loop (an abandoned engine step, a tool's connection)."""
+        if pending := asyncio.all_tasks(self._loop):
+            for task in pending:
+                task.cancel()
+            self._loop.run_until_complete(asyncio.wait(pending, timeout=GRACE_SECONDS))
 
     def _run(self, work: Any) -> Any:
         """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""

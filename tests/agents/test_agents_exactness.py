@@ -142,10 +142,11 @@ def update(made, batch):
     worker, actor = made.worker, made.worker._actor
     model = copy.deepcopy(made.model)
     optimizer = Recorder(model, OptimOptions(lr=1e-2), None)
+    # Straight to the worker: the group would not send the column `labels`.
     minis = update_batches(batch, worker.options.actor, shuffle=True, seed=1, ranks=1)
     worker._actor = PolicyEngine(model, max_tokens=200, optimizer=optimizer)
     try:
-        figures = finish_metrics(add_metrics(metrics for parts in minis for metrics in made.group.update_actor(parts)))
+        figures = finish_metrics(add_metrics(worker.update_actor(part) for (part,) in minis))
     finally:
         worker._actor, worker._link.is_current = actor, True  # it was a copy that learned
     figures = {name: value for name, value in figures.items() if name.startswith("actor/")}  # not how long it took

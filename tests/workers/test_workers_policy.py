@@ -155,6 +155,24 @@ def test_an_interrupt_releases_the_tools_before_it_is_raised(model_path):
     assert group.generate_sequences(prompts(count=1, n=1, extra_info=[{"tool_selection": []}])).batch is not None
 
 
+def test_a_group_that_ends_leaves_nothing_running(model_path):
+    group, worker = policy(model_path)
+    ended = []
+
+    async def connection():
+        try:
+            await asyncio.sleep(3600)
+        finally:
+            ended.append(True)
+
+    task = worker._loop.create_task(connection())
+    group.generate_sequences(prompts(count=1, n=1))
+    assert not task.done()
+    group.close()
+    assert (task.done(), ended) == (True, [True])
+    assert not group._workers
+
+
 # -- checkpoints -------------------------------------------------------------------------------------------------
 
 
