@@ -25,7 +25,7 @@ def policy_loss(
     loss_agg_mode: str = "token-mean",
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
-    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its figures, each a mean
+    """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its metrics, each a mean
     over the mask. Advantages, however precise, are taken in the precision of `log_prob`.
 
     `options` go to the loss: its own, the columns that it needs, and those that `agg_loss` takes (`dp_size`,

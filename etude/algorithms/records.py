@@ -185,7 +185,7 @@ class Estimator(Record):
 
 @dataclass(frozen=True)
 class PolicyLoss(Record):
-    """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named figures.
+    """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is offered `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and what `agg_loss` takes:
     `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.

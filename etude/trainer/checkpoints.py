@@ -35,7 +35,7 @@ class Checkpoints:
             CheckpointError: it could not be written, for instance because the disk is full; nothing half-written stays.
         """
         target = self.folder / f"global_step_{step}"
-        with written_whole(target) as temporary:
+        with write_whole(target) as temporary:
             write(str(temporary))
             (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
         try:
@@ -97,7 +97,7 @@ class Checkpoints:
 
 
 @contextmanager
-def written_whole(target: Path) -> Iterator[Path]:
+def write_whole(target: Path) -> Iterator[Path]:
     """A new folder that takes the place of `target` when the block ends well, and vanishes otherwise.
 
     Raises:

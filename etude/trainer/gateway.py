@@ -28,7 +28,7 @@ from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
 from etude.sandbox.serving import listen
-from etude.trainer.rollouts import decoded
+from etude.trainer.rollouts import decode_texts
 from etude.trainer.setup import check
 from etude.workers import RoleOptions
 from etude.workers.engine_link import build_engine
@@ -165,8 +165,8 @@ class ServedPolicy:
                 {"uid": session.name},
                 step=0,
                 score=main.rewards.total(),
-                earlier=[sequence_record(sequence, **decoded(sequence, decode)) for sequence in earlier],
-                **decoded(main, decode),
+                earlier=[sequence_record(sequence, **decode_texts(sequence, decode)) for sequence in earlier],
+                **decode_texts(main, decode),
             )
         )
 

@@ -28,8 +28,8 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, joined, main_rows, rollouts_of, spread_groups, survivors
-from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
+from etude.trainer.rollouts import Rollouts, concat_batches, dump, main_rows, rollouts_of, spread_groups, survivors
+from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.setup import RunSetup
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Rollout
@@ -159,7 +159,7 @@ class PPOTrainer:
         return validated
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
-        """A step, and the validation and checkpoint that are due after it; returns the validation's figures, if any."""
+        """A step, and the validation and checkpoint that are due after it; returns the validation's metrics, if any."""
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
         try:
@@ -185,12 +185,12 @@ class PPOTrainer:
     # -- one step ------------------------------------------------------------------------------------------------
 
     def training_step(self, interrupts: Interrupts) -> Metrics:
-        """One step, in the order of the module's docstring; returns its figures."""
+        """One step, in the order of the module's docstring; returns its metrics."""
         timings = Timings()
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 rollouts, metrics = self._roll_out()
-            batch = expanded(rollouts, self.setup.tokenizer.pad_token_id or 0)
+            batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {
                     "temperature": self.setup.roles.rollout.temperature,
@@ -257,8 +257,12 @@ class PPOTrainer:
             enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
             if enough or self._passes_are_over:
                 break
-        figures = self.rollouts.figures(results) | (self.rollouts.figures(baselines, "baseline") if baselines else {})
-        return joined(parts), figures | finish_metrics(add_metrics(engine))
+        metrics = self.rollouts.rollout_metrics(results)
+        if baselines:
+            metrics |= self.rollouts.rollout_metrics(baselines, "baseline")
+            self.rollouts.rollout_metrics(baselines, "baseline") if baselines else {}
+        )
+        return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
         """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and of
@@ -280,7 +284,7 @@ class PPOTrainer:
         return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the figures of the KL in the reward, if any."""
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward, if any."""
         columns, algorithm = batch.batch, self.algorithm
         rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:

@@ -30,8 +30,6 @@ from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_
 from etude.trainer.setup import RunSetup
 from etude.trajectory import Rollout, StopReason, Trajectory
 
-Figures = dict[str, float]
-
 MAX_REWARD = 1e30  # beyond, the squares that a spread is made of overflow where losses are computed
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 _PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
@@ -85,21 +83,21 @@ class Rollouts:
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
             prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
             parts.append(self.generate(prompts)[0])
-        return joined(parts)
+        return concat_batches(parts)
 
-    def validate(self, dataset: RLDataset) -> tuple[DataProto, Figures]:
-        """The validation rollouts and their figures, names `val-core/*` and `val/*`."""
+    def validate(self, dataset: RLDataset) -> tuple[DataProto, dict[str, float]]:
+        """The validation rollouts and their metrics, named `val-core/*` and `val/*`."""
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
         results = rollouts_of(batch)
         totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
-        figures = validation_metrics(
+        metrics = validation_metrics(
             batch.non_tensor_batch["data_source"].tolist(),
             batch.non_tensor_batch["uid"].tolist(),
             [None if result.trajectory is None else total for result, total in zip(results, totals)],
         )
-        return batch, figures | self.figures(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
+        return batch, metrics | self.rollout_metrics(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
 
     def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
         """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len). Also the engine's metrics."""
@@ -114,17 +112,17 @@ class Rollouts:
         batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
         return batch, engine
 
-    def figures(self, results: Sequence[Rollout], prefix: str = "") -> Figures:
-        """The figures of rollouts, of one batch or several: counts of all, means over all. With a `prefix` to their names,
+    def rollout_metrics(self, results: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
+        """The metrics of rollouts, of one batch or several: counts of all, means over all. With a `prefix` to their names,
         those of tools are left out."""
         reward = self._setup.roles.reward
         trajectories = [result.trajectory for result in results if result.trajectory is not None]
         broken = [call for result in results for call in result.broken_calls]
-        figures = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
-        figures |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
+        metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
         if not prefix:
-            return figures
-        return {f"{prefix}/{name}": value for name, value in figures.items() if not name.startswith("tool/")}
+            return metrics
+        return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
 
 
 def rollout_batch(
@@ -151,7 +149,7 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
     return [result.trajectory for result in rollouts_of(batch) if result.trajectory is not None]
 
 
-def failure_metrics(results: Sequence[Rollout]) -> Figures:
+def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
     few of their group were left among them), for a long prompt, or for what the chat template does not write; of the
     others, those without a sampled token, which nothing can be learnt from, and the tools that were not released."""
@@ -168,7 +166,7 @@ def failure_metrics(results: Sequence[Rollout]) -> Figures:
     }
 
 
-def sequence_metrics(results: Sequence[Rollout]) -> Figures:
+def sequence_metrics(results: Sequence[Rollout]) -> dict[str, float]:
     """How many sequences a rollout that was not dropped left: 1 where no agent rewrote its history."""
     counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
     return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
@@ -253,14 +251,14 @@ def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, op
                 step=step,
                 score=trajectory.rewards.total(options.tool_reward_weight, options.score_weight),
                 reward_weights={"tool": options.tool_reward_weight, "score": options.score_weight},
-                earlier=[sequence_record(sequence, **decoded(sequence, decode)) for sequence in result.earlier],
-                **decoded(trajectory, decode),
+                earlier=[sequence_record(sequence, **decode_texts(sequence, decode)) for sequence in result.earlier],
+                **decode_texts(trajectory, decode),
             )
         )
     write_rollouts(folder, step, records)
 
 
-def decoded(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
+def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> dict[str, Any]:
     """The texts of a trajectory, as its record takes them."""
     return {
         "input": decode(trajectory.prompt_ids),
@@ -269,7 +267,7 @@ def decoded(trajectory: Trajectory, decode: Callable[[Sequence[int]], str]) -> d
     }
 
 
-def joined(parts: Sequence[DataProto]) -> DataProto:
+def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     """Batches of different widths as one: prompts padded on the left, responses on the right."""
     if len(parts) == 1:
         return parts[0]

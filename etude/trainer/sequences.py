@@ -1,7 +1,7 @@
 """The sequences of a rollout as rows to learn from, where an agent rewrote its history and left earlier ones behind.
 
-Until here a rollout is one row: it is counted, scored, compared with its group and filtered as one. `expanded` puts a row
-for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
+Until here a rollout is one row: it is counted, scored, compared with its group and filtered as one. `expand_sequences`
+puts a row for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
 
 Credit. An estimator that judges whole rollouts sees main rows alone; what it finds a rollout worth holds for all
 of its sequences, since the same answer came of each. Where its record says `episodes` (with a critic) every sequence is an
@@ -22,11 +22,11 @@ from etude.agents import to_batch
 from etude.agents.batch import IMAGES
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
-from etude.trainer.rollouts import MAIN_SEQUENCE, joined, main_rows, rollouts_of
+from etude.trainer.rollouts import MAIN_SEQUENCE, concat_batches, main_rows, rollouts_of
 from etude.trajectory import Rollout
 
 
-def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
+def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
     """`batch`, whose rows are rollouts, with a row for each earlier sequence in which something was sampled.
 
     The added rows carry their rollout's object columns and no `token_level_scores`: a reward is there once.
@@ -43,7 +43,7 @@ def expanded(batch: DataProto, pad_token_id: int) -> DataProto:
     shared = {name: column for name, column in batch.non_tensor_batch.items() if name != IMAGES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
     added.meta_info = batch.meta_info
-    whole = joined([batch[:], added])
+    whole = concat_batches([batch[:], added])
     whole.batch[MAIN_SEQUENCE] = (torch.arange(len(whole)) < len(batch)).long()
     rollout = torch.tensor([*range(len(batch)), *owners])
     return whole.select_idxs(torch.argsort(rollout, stable=True))

@@ -24,7 +24,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.seeds import trial_seed
-from etude.trainer.checkpoints import Checkpoints, written_whole
+from etude.trainer.checkpoints import Checkpoints, write_whole
 from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
@@ -208,9 +208,9 @@ class SFTTrainer:
         last = self.step == self.total_steps
         if self.trial is not None and (last or self.step % self.target.every == 0):
             with interrupts.abandonable():
-                figures = self._try_out(self.trial, self.step)
-            metrics |= figures
-            self._trials.measured.append(figures["reward/success/mean"])
+                tried = self._try_out(self.trial, self.step)
+            metrics |= tried
+            self._trials.measured.append(tried["reward/success/mean"])
             if self._in_window(self._trials.measured[-1]):
                 self._write(result)
                 self._trials.kept = self.step
@@ -258,7 +258,7 @@ class SFTTrainer:
 
     def _write(self, folder: Path) -> None:
         """Replaces the result as a whole: a reader never sees half a model."""
-        with written_whole(folder) as temporary:
+        with write_whole(folder) as temporary:
             self.groups.actor.save_checkpoint(str(temporary / "roles"))
             for path in (temporary / "roles" / "actor" / "huggingface").iterdir():
                 path.rename(temporary / path.name)

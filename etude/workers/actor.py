@@ -117,7 +117,7 @@ class TrainWorker(RoleWorker):
         }
         # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
-        loss, figures = policy_loss(
+        loss, loss_metrics = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,
             log_prob=log_probs,
@@ -128,7 +128,7 @@ class TrainWorker(RoleWorker):
             **actor.loss_options(),
             **scaling,
         )
-        metrics: Metrics = {**figures, "pg_loss": scale.as_mean(loss, mask)}
+        metrics: Metrics = {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)

@@ -87,7 +87,7 @@ class RolloutWorker(RoleWorker):
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
         `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
-        `metrics`, the engine's figures.
+        `metrics`, the engine's metrics.
         """
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout

@@ -38,7 +38,6 @@ from etude.schemas import ToolResponse
 from etude.tools import TokenLimit
 from etude.tools.builtin import images as tool_images
 from etude.tools.builtin.images import AnswerImages, load_image
-from etude.trainer.sequences import expanded
 from etude.trajectory import Provenance, StopReason
 
 PROCESSOR = build_vision_stage("qwen3_vl")[1]
@@ -530,7 +529,7 @@ def test_earlier_sequences_bring_their_own_images():
     for main, earlier in ((seen, plain), (plain, seen)):
         batch = to_batch([Rollout([earlier, main]), Rollout([main])], 0)
         batch.batch["token_level_scores"] = torch.zeros_like(batch.batch["rollout_log_probs"], dtype=torch.float64)
-        column = expanded(batch, 0).non_tensor_batch["multi_modal_inputs"].tolist()
+        column = expand_sequences(batch, 0).non_tensor_batch["multi_modal_inputs"].tolist()
         assert [len(images) for images in column] == [len(t.images) for t in (main, earlier, main)]
 
 

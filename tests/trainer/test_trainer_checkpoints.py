@@ -6,7 +6,7 @@ import os
 import pytest
 
 from etude.errors import CheckpointError
-from etude.trainer.checkpoints import LATEST, Checkpoints, written_whole
+from etude.trainer.checkpoints import LATEST, Checkpoints, write_whole
 
 
 def write(folder):
@@ -105,7 +105,7 @@ def test_a_damaged_state_is_one_line(tmp_path, text):
 def test_a_folder_is_replaced_as_a_whole(tmp_path):
     target = tmp_path / "deep" / "model"
     for number in (1, 2):
-        with written_whole(target) as folder:
+        with write_whole(target) as folder:
             (folder / "part").mkdir()
             (folder / "part" / "file").write_text(json.dumps(number))
             assert target.exists() == (number == 2)
@@ -115,5 +115,5 @@ def test_a_folder_is_replaced_as_a_whole(tmp_path):
 
 def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(CheckpointError, match="free space or set"), written_whole(tmp_path / "file" / "model"):
+    with pytest.raises(CheckpointError, match="free space or set"), write_whole(tmp_path / "file" / "model"):
         pass

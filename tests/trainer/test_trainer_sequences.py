@@ -26,7 +26,7 @@ from etude.trainer.minibatches import mini_batches
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, place_scores, rollouts_of, spread_groups, survivors
 from etude.trainer.run import train
-from etude.trainer.sequences import expanded, sequence_advantages, sequence_scores
+from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trainer.setup import prepare
 from etude.trajectory import Provenance, Rewards, Trajectory
 from etude.viewer.explain import Verdict, check_overlap, check_sequence
@@ -81,7 +81,7 @@ def without_earlier(results):
 def test_each_earlier_sequence_is_a_row_after_its_rollouts_main_one():
     results, uids = example()
     plain = rolled(results, uids)
-    batch = expanded(plain, 0)
+    batch = expand_sequences(plain, 0)
     assert batch.batch[MAIN_SEQUENCE].tolist() == [1, 0, 0, 1, 1, 1, 1, 0]
     assert batch.non_tensor_batch["uid"].tolist() == list("aaaaabbb")
     shown = [results[0].trajectory, *results[0].earlier, *(r.trajectory for r in results[1:]), *results[4].earlier]
@@ -103,7 +103,7 @@ def test_a_sequence_has_the_images_of_its_own_context(seen):
     result, other = rollout(1.0, ("s", 1), earlier=[sequence(("s", 1))]), rollout(0.0, ("s", 1))
     result.trajectory.images = ["main's"] * ("main" in seen)
     result.earlier[0].images = ["earlier's"] * ("earlier" in seen)
-    batch = expanded(rolled([result, other], "aa"), 0)
+    batch = expand_sequences(rolled([result, other], "aa"), 0)
     shown = batch.non_tensor_batch["multi_modal_inputs"].tolist()
     assert shown == [("main's",) * ("main" in seen), ("earlier's",) * ("earlier" in seen), ()]
 
@@ -111,21 +111,21 @@ def test_a_sequence_has_the_images_of_its_own_context(seen):
 def test_a_batch_without_earlier_sequences_is_left_alone():
     results, uids = example()
     batch = rolled(without_earlier(results), uids)
-    assert expanded(batch, 0) is batch
+    assert expand_sequences(batch, 0) is batch
     assert main_rows(batch).all()
 
 
 def test_a_sequence_in_which_nothing_was_sampled_teaches_nothing():
     results = [rollout(1.0, ("s", 2), earlier=[sequence(("t", 3))]), rollout(0.0, ("s", 2))]
     batch = rolled(results, "aa")
-    assert expanded(batch, 0) is batch
+    assert expand_sequences(batch, 0) is batch
 
 
 def test_a_dropped_rollout_and_one_without_a_sampled_answer_take_their_sequences_along():
     gone = Rollout([sequence(("s", 2)), sequence(("s", 2), score=1.0)])
     gone.drop(None)
     silent = rollout(1.0, ("t", 2), earlier=[sequence(("s", 2))])
-    batch = expanded(rolled([gone, silent, rollout(1.0, ("s", 1))], "aaa"), 0)
+    batch = expand_sequences(rolled([gone, silent, rollout(1.0, ("s", 1))], "aaa"), 0)
     assert len(batch) == 1
 
 
@@ -139,7 +139,7 @@ def advantages(name, batch, *, episodes, rewards=None, **options):
 
 def test_grpo_compares_rollouts_and_credits_every_sequence():
     results, uids = example()
-    batch = expanded(rolled(results, uids), 0)
+    batch = expand_sequences(rolled(results, uids), 0)
     rewards, found, returns = advantages("grpo", batch, episodes=False)
     plain = rolled(without_earlier(results), uids)
     _, expected, _ = advantages("grpo", plain, episodes=False)
@@ -158,7 +158,7 @@ def test_grpo_compares_rollouts_and_credits_every_sequence():
 
 def test_a_penalty_counts_once_wherever_in_the_rollout_it_arose():
     results, uids = example()
-    batch = expanded(rolled(results, uids), 0)
+    batch = expand_sequences(rolled(results, uids), 0)
     mask = batch.batch["response_mask"]
     penalty = torch.rand(mask.shape, generator=torch.Generator().manual_seed(1)) * mask
     given = batch.batch["token_level_scores"] - penalty
@@ -189,7 +189,7 @@ def test_gae_takes_each_sequence_for_an_episode_that_ends_in_the_rollouts_total(
         rollout(1.0, ("s", 2), ("t", 1), ("s", 1), earlier=[sequence(("s", 3), ("t", 2))], steps=[(0, "t", 0.5)]),
         rollout(0.0, ("s", 2)),
     ]
-    batch = expanded(rolled(results, "ab"), 0)
+    batch = expand_sequences(rolled(results, "ab"), 0)
     mask = batch.batch["response_mask"].bool()
     batch.batch["values"] = torch.rand(mask.shape, generator=torch.Generator().manual_seed(2))
     rewards, found, returns = advantages("gae", batch, episodes=True, gamma=0.9, lam=0.8, whiten=False)
@@ -222,7 +222,7 @@ def test_whatever_the_rollouts_every_sampled_token_counts_once(rollouts, groups)
     ]
     uids = [uid for uid, *_ in rollouts]
     plain = rolled(results, uids)
-    batch = expanded(plain, 0)
+    batch = expand_sequences(plain, 0)
     sampled = sum(sum(t.response_mask) for r in results for t in (*r.earlier, r.trajectory))
     mask = batch.batch["response_mask"]
     assert int(mask.sum()) == sampled
@@ -252,7 +252,7 @@ def sampled_in(result):
 
 def test_figures_count_rollouts_and_tokens_of_all_sequences():
     results, uids = example()
-    plain, batch = rolled(results, uids), expanded(rolled(results, uids), 0)
+    plain, batch = rolled(results, uids), expand_sequences(rolled(results, uids), 0)
     for each in (plain, batch):
         _, each.batch["advantages"], _ = advantages("grpo", each, episodes=False)
     ours, theirs = data_metrics(batch, 16), data_metrics(plain, 16)
