@@ -260,8 +260,6 @@ class PPOTrainer:
         metrics = self.rollouts.rollout_metrics(results)
         if baselines:
             metrics |= self.rollouts.rollout_metrics(baselines, "baseline")
-            self.rollouts.rollout_metrics(baselines, "baseline") if baselines else {}
-        )
         return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:

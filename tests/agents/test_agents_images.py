@@ -38,6 +38,7 @@ from etude.schemas import ToolResponse
 from etude.tools import TokenLimit
 from etude.tools.builtin import images as tool_images
 from etude.tools.builtin.images import AnswerImages, load_image
+from etude.trainer.sequences import expand_sequences
 from etude.trajectory import Provenance, StopReason
 
 PROCESSOR = build_vision_stage("qwen3_vl")[1]
