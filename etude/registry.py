@@ -96,6 +96,8 @@ def _same_definition(a: object, b: object) -> bool:
     a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True
+    if "<lambda>" in _where(a):  # all of a scope have one name
+        return False
     try:
         return _where(a) == _where(b) and inspect.getsourcefile(a) == inspect.getsourcefile(b)  # type: ignore[arg-type]
     except TypeError:
