@@ -496,6 +496,7 @@ def trained(stage, rollout, bound=1e-3):
     """Rollouts and updates of a worker: log-probs agree to `bound` step after step, and the probe passes."""
     from etude.agents import RolloutOptions
     from etude.distributed import InProcessWorkerGroup
+    from etude.trainer.minibatches import update_batches
     from etude.training import OptimOptions
     from etude.workers import (
         ActorOptions,
@@ -525,7 +526,8 @@ def trained(stage, rollout, bound=1e-3):
         mask = batch.batch["response_mask"].bool()
         difference = (batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()
         assert float(difference) < bound
-        group.update_actor(batch)
+        for parts in update_batches(batch, options.actor, shuffle=True, seed=3, ranks=1):
+            group.update_actor(parts)
         (figures,) = group.update_weights(step + 1)
         assert figures["weight_sync/largest_difference"] < bound
     return group._workers[0]
