@@ -7,7 +7,6 @@ spans, with one line in the log, and never a trajectory.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -15,6 +14,7 @@ from typing import Any
 
 from etude.errors import one_line
 from etude.options import TraceOptions
+from etude.seeds import chance
 from etude.trace.backends import TRACE_BACKENDS
 from etude.trace.span import Backend, TraceSpan, span, traced
 
@@ -45,12 +45,12 @@ class Tracer:
 
     def chosen(self, samples: Sequence[str]) -> set[int]:
         """Indexes of the trajectories to trace; `samples` names the prompt of each, step included."""
-        order = sorted({sample: _chance(sample) for sample in samples}.items(), key=lambda item: item[1])
+        order = sorted({sample: chance(sample) for sample in samples}.items(), key=lambda item: item[1])
         allowed = {sample for sample, _ in order[: self._options.max_samples_per_step_per_worker]}
         return {
             i
             for i, sample in enumerate(samples)
-            if sample in allowed and _chance(f"{sample}/{i}") < self._options.sample_rate
+            if sample in allowed and chance(f"{sample}/{i}") < self._options.sample_rate
         }
 
     @contextmanager
@@ -64,11 +64,6 @@ class Tracer:
     def close(self) -> None:
         """Writes out what is kept back; spans that end later may be lost."""
         self._backend.close()
-
-
-def _chance(text: str) -> float:
-    """A number in [0, 1) that depends on `text` alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "big") / 2**56
 
 
 class _Guarded:
