@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import atexit
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -73,26 +73,19 @@ class _Guarded:
         self._backend: Backend | None = backend
 
     def begin(self, span: TraceSpan) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.begin(span)
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.begin(span))
 
     def end(self, span: TraceSpan) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.end(span)
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.end(span))
 
     def close(self) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.close()
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.close())
 
-    def _give_up(self, error: Exception) -> None:
-        self._backend = None
-        logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+    def _attempt(self, call: Callable[[Backend], None]) -> None:
+        if self._backend is None:
+            return
+        try:
+            call(self._backend)
+        except Exception as error:
+            self._backend = None
+            logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
