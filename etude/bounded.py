@@ -115,15 +115,15 @@ async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
         return True
     loop = asyncio.get_running_loop()
     waiter = loop.create_future()
-    timer = None if seconds is None else loop.call_later(seconds, _wake, waiter)
-    wake = functools.partial(_wake, waiter)
-    future.add_done_callback(wake)
+    timer = None if seconds is None else loop.call_later(seconds, wake, waiter)
+    on_done = functools.partial(wake, waiter)
+    future.add_done_callback(on_done)
     try:
         await waiter
     finally:
         if timer is not None:
             timer.cancel()
-        future.remove_done_callback(wake)
+        future.remove_done_callback(on_done)
     return future.done()
 
 
@@ -142,7 +142,8 @@ async def uninterrupted(work: Awaitable[R]) -> R:
     return task.result()
 
 
-def _wake(waiter: asyncio.Future[None], *_: object) -> None:
+def wake(waiter: asyncio.Future[None], *_: object) -> None:
+    """Lets the one who awaits `waiter` go on; a waiter that is done stays as it is. Serves as a callback of any kind."""
     if not waiter.done():
         waiter.set_result(None)
 

@@ -108,6 +108,12 @@ def write_atomically(path: Path) -> Iterator[BinaryIO]:
             temporary.unlink(missing_ok=True)
 
 
+def write_json(path: Path, content: object) -> None:
+    """Writes `content` as indented JSON, whole or not at all; raises EtudeError as `write_atomically`."""
+    with write_atomically(path) as file:
+        file.write(json.dumps(content, indent=1).encode())
+
+
 class JsonLines:
     """The file `path`; opened by the first `append` of each process."""
 

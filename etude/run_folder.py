@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import DataError, one_line
-from etude.jsonl import write_atomically
+from etude.jsonl import write_json
 
 METRICS_FILE = "metrics.jsonl"
 CONFIG_FILE = "config.yaml"
@@ -60,13 +60,13 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 def run_record(run_dir: Path) -> Iterator[None]:
     """Keeps `run.json` while the block, which is the run, lasts."""
     facts = {"versions": versions(), "hardware": hardware()}
-    _write(run_dir, facts | {"ended": None})
+    write_json(run_dir / RUN_FILE, facts | {"ended": None})
     try:
         yield
     except BaseException as error:
-        _write(run_dir, facts | {"ended": one_line(error)})
+        write_json(run_dir / RUN_FILE, facts | {"ended": one_line(error)})
         raise
-    _write(run_dir, facts | {"ended": COMPLETED})
+    write_json(run_dir / RUN_FILE, facts | {"ended": COMPLETED})
 
 
 def versions() -> str:
@@ -99,8 +99,3 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
-
-
-def _write(run_dir: Path, record: dict[str, Any]) -> None:
-    with write_atomically(run_dir / RUN_FILE) as file:
-        file.write(json.dumps(record, indent=1).encode())

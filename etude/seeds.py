@@ -78,5 +78,10 @@ def mini_batch_order(seed: Sequence[int], groups: int) -> np.ndarray:
     return numbers
 
 
+def chance(text: str) -> float:
+    """A number in [0, 1) that depends on `text` alone: which trajectories are traced, which calls are made to fail."""
+    return _hashed(text, 7) / 2**56
+
+
 def _hashed(text: str, size: int) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=size).digest(), "big")
+    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=size).digest(), "big")

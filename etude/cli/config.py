@@ -7,11 +7,10 @@ model and no data.
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
-
-from etude.cli.completion import complete_key, complete_name
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -25,9 +24,37 @@ PLAIN_SETTINGS = {"ignore_unknown_options": True}
 """Click settings that let an override start with a dash or a plus sign."""
 
 
+# What the shell completes; nothing is printed and nothing raised: what cannot be composed completes to nothing.
+
+
+def _complete_name(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """Étude's configurations, and YAML files where `--config-name` looks for them."""
+    from etude.config import package_roots
+
+    given = context.params.get("config_path")
+    folders = [Path(given)] if given else [Path("config"), Path()]
+    own = {path.stem for folder in folders for path in folder.expanduser().glob("*.yaml")}
+    return [name for name in [*package_roots(), *sorted(own)] if name.startswith(incomplete)]
+
+
+def _complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
+    """`key=` for each key of the configuration that the line names."""
+    from etude.config import DEFAULT_ROOT, compose_with_sources
+    from etude.errors import EtudeError
+
+    root = "sft" if context.info_name == "sft" else DEFAULT_ROOT
+    try:
+        chosen = compose_with_sources(
+            context.params.get("config_name"), (), context.params.get("config_path"), root=root
+        )
+    except EtudeError:
+        return []
+    return [f"{key}=" for key in chosen.sources if key.startswith(incomplete)]
+
+
 def configuration_arguments(function: F) -> F:
     """Adds what names a configuration: `--config-name`, `--config-path`, then key=value overrides."""
-    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=complete_key)(function)
+    function = click.argument("overrides", nargs=-1, type=click.UNPROCESSED, shell_complete=_complete_key)(function)
     function = click.option(
         "-cp", "--config-path", metavar="FOLDER", help="Folder of your YAML file (else ./config, then the current one)."
     )(function)
@@ -35,7 +62,7 @@ def configuration_arguments(function: F) -> F:
         "-cn",
         "--config-name",
         metavar="NAME",
-        shell_complete=complete_name,
+        shell_complete=_complete_name,
         help="Your YAML file, or a configuration that comes with Étude.",
     )(function)
 

@@ -7,11 +7,20 @@ the rows hold is left to `etude.data.prepare`.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
 import click
 
 _SAMPLE_CHARACTERS = 4000
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _input_option(text: str) -> Callable[[F], F]:
+    return click.option("--input", "inputs", type=click.Path(path_type=Path), multiple=True, required=True, help=text)
 
 
 @click.group(context_settings={"show_default": True})
@@ -43,14 +52,7 @@ def arithmetic(output_dir: Path, train: int, val: int, test: int, demonstrations
 
 
 @data.command()
-@click.option(
-    "--input",
-    "inputs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    help="Folder with train.jsonl and/or test.jsonl, or such a file; may be given more than once.",
-)
+@_input_option("Folder with train.jsonl and/or test.jsonl, or such a file; may be given more than once.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/gsm8k", help="Folder to write to.")
 def gsm8k(inputs: tuple[Path, ...], output_dir: Path) -> None:
     """Turn GSM8K's public files into rows for the `calc_gsm8k_reward` tool.
@@ -68,14 +70,7 @@ def gsm8k(inputs: tuple[Path, ...], output_dir: Path) -> None:
 
 
 @data.command()
-@click.option(
-    "--input",
-    "inputs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    help="Folder with Geometry3K's parquet files, or such a file; may be given more than once.",
-)
+@_input_option("Folder with Geometry3K's parquet files, or such a file; may be given more than once.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/geo3k", help="Folder to write to.")
 def geo3k(inputs: tuple[Path, ...], output_dir: Path) -> None:
     """Turn Geometry3K's public files into rows for the `calc_geo3k_reward` tool.
@@ -92,14 +87,7 @@ def geo3k(inputs: tuple[Path, ...], output_dir: Path) -> None:
 
 
 @data.command()
-@click.option(
-    "--input",
-    "inputs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    help="File of questions; may be given more than once. Its name is the name of the file that is written.",
-)
+@_input_option("File of questions; may be given more than once. Its name is the name of the file that is written.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/questions", help="Folder to write to.")
 @click.option("--tool", type=click.Choice(["search", "web_search"]), default="search", help="The tool that rows name.")
 @click.option("--data-source", default="searchR1_nq", help="The rows' data source, which picks their scorer.")
@@ -119,14 +107,7 @@ def questions(inputs: tuple[Path, ...], output_dir: Path, tool: str, data_source
 
 
 @data.command()
-@click.option(
-    "--input",
-    "inputs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    help="File of questions on pictures; may be given more than once.",
-)
+@_input_option("File of questions on pictures; may be given more than once.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/pictures", help="Folder to write to.")
 @click.option("--data-source", default="etude/pictures", help="The rows' data source, which picks their scorer.")
 def pictures(inputs: tuple[Path, ...], output_dir: Path, data_source: str) -> None:
@@ -144,14 +125,7 @@ def pictures(inputs: tuple[Path, ...], output_dir: Path, data_source: str) -> No
 
 
 @data.command("video-holmes")
-@click.option(
-    "--input",
-    "inputs",
-    type=click.Path(path_type=Path),
-    multiple=True,
-    required=True,
-    help="Folder with train_Video-Holmes.json and/or test_Video-Holmes.json, or such a file.",
-)
+@_input_option("Folder with train_Video-Holmes.json and/or test_Video-Holmes.json, or such a file.")
 @click.option("--videos", type=click.Path(path_type=Path), required=True, help="Folder with the films, <video ID>.mp4.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/video-holmes", help="Folder to write to.")
 def video_holmes(inputs: tuple[Path, ...], videos: Path, output_dir: Path) -> None:

@@ -1,6 +1,5 @@
 """Rows out of files, checked before anything expensive starts, and batches that a checkpoint can continue."""
 
-from etude.data.collate import collate
 from etude.data.dataset import PromptTemplate, RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet
 from etude.data.loader import ResumableLoader
@@ -18,7 +17,6 @@ __all__ = [
     "SFTDataset",
     "active_tools",
     "check_row",
-    "collate",
     "located_rows",
     "read_rows",
     "write_parquet",

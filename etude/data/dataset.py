@@ -5,7 +5,7 @@ tools that its row may use and the tokens of its images, exactly as the rollout 
 prompt. All faults of the files are found when the dataset is built, before any model is loaded; only that a picture's
 pixels are broken shows when it is first read. Pictures in rows are kept on disk, not in memory.
 
-Batching and resuming are left to `loader`, padding to `collate`.
+Batching and resuming are left to `loader`.
 """
 
 from __future__ import annotations

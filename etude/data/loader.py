@@ -2,7 +2,7 @@
 
 Invariant: the order of an epoch is a function of (seed, epoch, number of rows) alone, so the state is a handful of
 numbers, and an interrupted run sees the same batches as one that was not. A batch counts as handed out from the moment
-it is yielded: save the state after the batch has been used. Turning rows into tensors is left to `collate`.
+it is yielded: save the state after the batch has been used.
 """
 
 from __future__ import annotations

@@ -64,8 +64,7 @@ class SGLangEngine(ServedEngine):
         }
         version = self._version
         answer = self._server.parsed("/generate", await self._server.post("/generate", body))
-        output = checked_output(self._read(answer, restricted), params, version, self._server.url)
-        return output
+        return checked_output(self._read(answer, restricted), params, version, self._server.url)
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
         """The parts of a `/generate` response; ids stand in it twice, and must agree."""

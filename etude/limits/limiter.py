@@ -13,7 +13,7 @@ import time
 from types import TracebackType
 from typing import Any, Protocol
 
-from etude.bounded import background_loop
+from etude.bounded import background_loop, wake
 
 Granted = list[tuple["Ticket", Any]]
 
@@ -85,14 +85,10 @@ class Ticket:
             if self._loop is None:
                 self.woken.set()
             else:
-                self._loop.call_soon_threadsafe(self._resolve)
+                self._loop.call_soon_threadsafe(wake, self.woken)
         except RuntimeError:  # the loop is closed
             return False
         return True
-
-    def _resolve(self) -> None:
-        if not self.woken.done():
-            self.woken.set_result(None)
 
 
 class Limiter:

@@ -152,33 +152,22 @@ def init_execution_pool(
     if is_connected():
         return _actor_pool(num_workers, (enable_global_rate_limit, rate_limit, name), mode)
     worker = ExecutionWorker(enable_global_rate_limit, rate_limit, name)
-    return _thread_pool(num_workers, worker) if mode is PoolMode.ThreadMode else _process_pool(num_workers, worker)
+    return _local_pool(num_workers, worker, None if mode is PoolMode.ThreadMode else _Processes(num_workers))
 
 
-def _thread_pool(num_workers: int, worker: ExecutionWorker) -> ExecutionPool:
-    threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
-
-    def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
-        return Pending(threads.submit(worker.execute, function, *args, **kwargs))
-
-    return ExecutionPool(
-        execute,
-        lambda: Pending(threads.submit(worker.ping)),
-        lambda: threads.shutdown(wait=False, cancel_futures=True),
-    )
-
-
-def _process_pool(num_workers: int, worker: ExecutionWorker) -> ExecutionPool:
+def _local_pool(num_workers: int, worker: ExecutionWorker, processes: _Processes | None) -> ExecutionPool:
     """A thread waits for the permit and for the process, so that a process that dies cannot keep a permit."""
     threads = ThreadPoolExecutor(num_workers, thread_name_prefix="etude-pool")
-    processes = _Processes(num_workers)
 
     def execute(function: Callable[..., T], /, *args: Any, **kwargs: Any) -> Pending[T]:
+        if processes is None:
+            return Pending(threads.submit(worker.execute, function, *args, **kwargs))
         return Pending(threads.submit(worker.execute, processes.run, function, *args, **kwargs))
 
     def close() -> None:
         threads.shutdown(wait=False, cancel_futures=True)
-        processes.close()
+        if processes is not None:
+            processes.close()
 
     return ExecutionPool(execute, lambda: Pending(threads.submit(worker.ping)), close)
 

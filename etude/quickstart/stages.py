@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from etude.errors import ConfigError
+from etude.jsonl import write_json
 from etude.quickstart.prepare import Sizes, prepare
 
 Note = Callable[[str], None]
@@ -72,13 +73,7 @@ class Quickstart:
         wall, cpu = time.perf_counter(), time.process_time()
         work()
         self._times[name] = {"seconds": time.perf_counter() - wall, "cpu_seconds": time.process_time() - cpu}
-        self._write(self._ledger, {"seed": self.seed, "stages": self._times})
-
-    def _write(self, path: Path, content: dict[str, Any]) -> None:
-        from etude.jsonl import write_atomically
-
-        with write_atomically(path) as file:
-            file.write(json.dumps(content, indent=1).encode())
+        write_json(self._ledger, {"seed": self.seed, "stages": self._times})
 
     # -- stages --------------------------------------------------------------------------------------------------
 
@@ -190,7 +185,7 @@ class Quickstart:
         summary["seconds"] = {name: t["seconds"] for name, t in self._times.items()}
         summary["cpu_seconds"] = {name: t["cpu_seconds"] for name, t in self._times.items()}
         summary["model"] = str(self._trained_model())
-        self._write(self.folder / "summary.json", summary)
+        write_json(self.folder / "summary.json", summary)
         return summary
 
 

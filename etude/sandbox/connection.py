@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from typing import Any
 
+from etude.bounded import wake
 from etude.sandbox.guest import frames
 from etude.sandbox.types import SandboxRequestError
 
@@ -78,7 +79,7 @@ class Connection:
     async def _ready(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
         """Waits until the socket can be read or written, or is closed here."""
         waiter = self._waiting[unwatch] = self._loop.create_future()
-        watch(self._socket.fileno(), _wake, waiter)
+        watch(self._socket.fileno(), wake, waiter)
         try:
             await waiter
         finally:
@@ -90,10 +91,5 @@ class Connection:
         while self._waiting:
             unwatch, waiter = self._waiting.popitem()
             unwatch(self._socket.fileno())
-            _wake(waiter)
+            wake(waiter)
         self._socket.close()
-
-
-def _wake(waiter: asyncio.Future[None]) -> None:
-    if not waiter.done():
-        waiter.set_result(None)

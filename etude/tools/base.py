@@ -7,7 +7,7 @@ business of `ToolSession`.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, ClassVar
 from uuid import uuid4
 
 from etude.errors import ConfigError
@@ -24,6 +24,8 @@ class BaseTool:
 
     name: str
     tool_schema: OpenAIFunctionToolSchema
+    schema: ClassVar[dict[str, Any] | None] = None
+    """The tool's own schema, used where the configuration has none."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Keeps the tool's `config` and schema; without a schema, the one of `get_openai_tool_schema()`.
@@ -45,7 +47,9 @@ class BaseTool:
             self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The schema that the model is shown."""
+        """The configured schema, else the tool's own."""
+        if self.tool_schema is None and self.schema is not None:
+            return OpenAIFunctionToolSchema.model_validate(self.schema)
         return self.tool_schema
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:

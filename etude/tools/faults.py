@@ -6,11 +6,11 @@ alone, never on the clock or on what else runs; an attempt that follows a fault 
 
 from __future__ import annotations
 
-import hashlib
 import random
 from enum import Enum
 from typing import NamedTuple
 
+from etude.seeds import chance
 from etude.tools.policy import FaultPolicy
 
 
@@ -24,8 +24,7 @@ class CallPlace(NamedTuple):
 
     def chance(self, *salt: object) -> float:
         """A number in [0, 1) that is the same whenever place and `salt` are."""
-        text = "\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number)))
-        return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "big") / 2**56
+        return chance("\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number))))
 
 
 class Fault(Enum):
@@ -42,11 +41,11 @@ class InjectedError(Exception):
 
 def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
     """The fault of this attempt, if any."""
-    chance = place.chance("fault", policy.seed, attempt)
+    left = place.chance("fault", policy.seed, attempt)
     for fault, share in ((Fault.TIMEOUT, policy.timeout), (Fault.ERROR, policy.error), (Fault.GARBAGE, policy.garbage)):
-        if chance < share:
+        if left < share:
             return fault
-        chance -= share
+        left -= share
     return None
 
 

@@ -146,44 +146,26 @@ class _Reader:
         return _Reader(value, f"{self.where}{key}.")
 
 
-def _is_number(value: object, types: type | tuple[type, ...]) -> bool:
-    return isinstance(value, types) and not isinstance(value, bool)
+def _number(
+    types: type | tuple[type, ...], wanted: str, holds: Callable[[Any], bool]
+) -> Callable[[_Reader, str, Any], Any]:
+    """A reader of numbers of `types` for which `holds` is true; others are not what is `wanted`."""
+
+    def read_number(read: _Reader, key: str, value: Any) -> Any:
+        if not isinstance(value, types) or isinstance(value, bool) or not holds(value):
+            raise read.wrong(key, wanted)
+        return value
+
+    return read_number
 
 
-def _positive(read: _Reader, key: str, value: Any) -> float:
-    if not _is_number(value, (int, float)) or not 0 < value < float("inf"):
-        raise read.wrong(key, "a positive number")
-    return value
-
-
-def _positive_int(read: _Reader, key: str, value: Any) -> int:
-    if not _is_number(value, int) or value < 1:
-        raise read.wrong(key, "a positive number without a fraction")
-    return value
-
-
-def _count(read: _Reader, key: str, value: Any) -> int:
-    if not _is_number(value, int) or value < 0:
-        raise read.wrong(key, "a number without a fraction, 0 or more")
-    return value
-
-
-def _integer(read: _Reader, key: str, value: Any) -> int:
-    if not _is_number(value, int):
-        raise read.wrong(key, "a number without a fraction")
-    return value
-
-
-def _delay(read: _Reader, key: str, value: Any) -> float:
-    if not _is_number(value, (int, float)) or not 0 <= value < float("inf"):
-        raise read.wrong(key, "a number of seconds, 0 or more")
-    return value
-
-
-def _probability(read: _Reader, key: str, value: Any) -> float:
-    if not _is_number(value, (int, float)) or not 0 <= value <= 1:
-        raise read.wrong(key, "a probability (0 to 1)")
-    return value
+_positive = _number((int, float), "a positive number", lambda n: 0 < n < float("inf"))
+_positive_int = _number(int, "a positive number without a fraction", lambda n: n >= 1)
+_count = _number(int, "a number without a fraction, 0 or more", lambda n: n >= 0)
+_integer = _number(int, "a number without a fraction", lambda n: True)
+_delay = _number((int, float), "a number of seconds, 0 or more", lambda n: 0 <= n < float("inf"))
+_probability = _number((int, float), "a probability (0 to 1)", lambda n: 0 <= n <= 1)
+_limit = _number(int, "a positive number without a fraction, or a mapping of limit and scope", lambda n: n >= 1)
 
 
 def _path(read: _Reader, key: str, value: Any) -> str:
@@ -198,19 +180,13 @@ def _one_of(read: _Reader, key: str, value: Any, known: Sequence[str]) -> str:
     return value
 
 
-def _side(read: _Reader, key: str, value: Any) -> str:
-    return _one_of(read, key, value, SIDES)
-
-
 def _enum(kind: type[E]) -> Callable[[_Reader, str, Any], E]:
     return lambda read, key, value: kind(_one_of(read, key, value, [member.value for member in kind]))
 
 
 def _concurrency(read: _Reader, key: str, value: Any) -> ConcurrencyPolicy:
     if not isinstance(value, Mapping):
-        if not _is_number(value, int) or value < 1:
-            raise read.wrong(key, "a positive number without a fraction, or a mapping of limit and scope")
-        return ConcurrencyPolicy(value)
+        return ConcurrencyPolicy(_limit(read, key, value))
     read = read.subsection(key, ("limit", "scope"))
     limit = read.given("limit", _positive_int)
     if limit is None:
@@ -257,7 +233,7 @@ _KEYS: dict[str, Callable[[_Reader, str, Any], Any]] = {
     "max_arguments_tokens": _positive_int,
     "max_response_chars": _positive_int,
     "max_response_tokens": _positive_int,
-    "tool_response_truncate_side": _side,
+    "tool_response_truncate_side": lambda read, key, value: _one_of(read, key, value, SIDES),
     "on_exception": _enum(OnException),
     "cache": _cache,
     "record": _path,

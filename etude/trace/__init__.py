@@ -2,8 +2,7 @@
 
 from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS
-from etude.trace.op import rollout_trace_op
-from etude.trace.span import Backend, SpanList, TraceSpan, collect_spans, is_traced, span, traced
+from etude.trace.span import Backend, SpanList, TraceSpan, collect_spans, is_traced, rollout_trace_op, span, traced
 from etude.trace.tracer import Tracer
 
 __all__ = [

@@ -9,16 +9,21 @@ Where spans go is a backend's business (`backends`), which trajectories are trac
 from __future__ import annotations
 
 import contextvars
+import functools
+import inspect
 import itertools
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 from etude.trace.truncation import truncate_value
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 _MAX_ATTRIBUTES = 64
 
@@ -165,3 +170,32 @@ def collect_spans() -> Iterator[list[TraceSpan]]:
     collected = SpanList()
     with traced(collected, "collected"):
         yield collected.spans
+
+
+def rollout_trace_op(function: Callable[P, Awaitable[R]]) -> Callable[P, Awaitable[R]]:
+    """Decorates a coroutine function: a traced call leaves a span with its arguments, its result or its error."""
+    signature = inspect.signature(function)
+
+    @functools.wraps(function)
+    async def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_traced():
+            return await function(*args, **kwargs)
+        with span("op", function.__qualname__) as recorded:
+            if recorded is not None:
+                recorded.set(inputs=_inputs(signature, args, kwargs))
+            result = await function(*args, **kwargs)
+            if recorded is not None:
+                recorded.set(output=result)
+            return result
+
+    return call
+
+
+def _inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments by name, without `self`."""
+    try:
+        named = dict(signature.bind(*args, **kwargs).arguments)
+    except TypeError:  # the call itself will raise it
+        return {}
+    named.pop("self", None)
+    return named

@@ -7,14 +7,14 @@ spans, with one line in the log, and never a trajectory.
 from __future__ import annotations
 
 import atexit
-import hashlib
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 from etude.errors import one_line
 from etude.options import TraceOptions
+from etude.seeds import chance
 from etude.trace.backends import TRACE_BACKENDS
 from etude.trace.span import Backend, TraceSpan, span, traced
 
@@ -45,12 +45,12 @@ class Tracer:
 
     def chosen(self, samples: Sequence[str]) -> set[int]:
         """Indexes of the trajectories to trace; `samples` names the prompt of each, step included."""
-        order = sorted({sample: _chance(sample) for sample in samples}.items(), key=lambda item: item[1])
+        order = sorted({sample: chance(sample) for sample in samples}.items(), key=lambda item: item[1])
         allowed = {sample for sample, _ in order[: self._options.max_samples_per_step_per_worker]}
         return {
             i
             for i, sample in enumerate(samples)
-            if sample in allowed and _chance(f"{sample}/{i}") < self._options.sample_rate
+            if sample in allowed and chance(f"{sample}/{i}") < self._options.sample_rate
         }
 
     @contextmanager
@@ -66,11 +66,6 @@ class Tracer:
         self._backend.close()
 
 
-def _chance(text: str) -> float:
-    """A number in [0, 1) that depends on `text` alone."""
-    return int.from_bytes(hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=7).digest(), "big") / 2**56
-
-
 class _Guarded:
     """A backend whose first failure is its last."""
 
@@ -78,26 +73,19 @@ class _Guarded:
         self._backend: Backend | None = backend
 
     def begin(self, span: TraceSpan) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.begin(span)
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.begin(span))
 
     def end(self, span: TraceSpan) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.end(span)
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.end(span))
 
     def close(self) -> None:
-        if self._backend is not None:
-            try:
-                self._backend.close()
-            except Exception as error:
-                self._give_up(error)
+        self._attempt(lambda backend: backend.close())
 
-    def _give_up(self, error: Exception) -> None:
-        self._backend = None
-        logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+    def _attempt(self, call: Callable[[Backend], None]) -> None:
+        if self._backend is None:
+            return
+        try:
+            call(self._backend)
+        except Exception as error:
+            self._backend = None
+            logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))

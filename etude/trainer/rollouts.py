@@ -18,7 +18,7 @@ from etude.agents import token_level_scores
 from etude.agents.batch import IMAGES, rows_of, with_images
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
-from etude.data import RLDataset, collate
+from etude.data import RLDataset
 from etude.distributed import WorkerGroup
 from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
@@ -32,7 +32,6 @@ from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # beyond, the squares that a spread is made of overflow where losses are computed
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
-_PROMPT_TENSORS = ["input_ids", "attention_mask", "position_ids"]  # of the prompt alone; the rollout makes the whole
 
 
 class Rollouts:
@@ -129,9 +128,10 @@ def rollout_batch(
     rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
 ) -> DataProto:
     """Rows to roll out: each repeated `n` times side by side, with `uid` (one a prompt) and `rollout_index`, from `first`:
-    what a trajectory's random numbers follow from, beside `seed`."""
-    batch = collate(rows)
-    batch.pop(batch_keys=_PROMPT_TENSORS)
+    what a trajectory's random numbers follow from, beside `seed`. A key of the rows is a column of objects, None in a row
+    without it."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    batch = DataProto.from_single_dict({name: [row.get(name) for row in rows] for name in names})
     batch.non_tensor_batch["uid"] = object_array([f"{label}-{first // n + i}" for i in range(len(rows))])
     batch = batch.repeat(n, interleave=True)
     batch.non_tensor_batch["rollout_index"] = object_array(range(first, first + len(batch)))
@@ -279,7 +279,7 @@ def concat_batches(parts: Sequence[DataProto]) -> DataProto:
         left = prompt - part.batch["prompts"].shape[1]
         right = response - part.batch["responses"].shape[1]
         for name, tensor in list(part.batch.items()):
-            lead = left if name in ("prompts", *_PROMPT_TENSORS) else 0
+            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
             tail = 0 if name == "prompts" else right
             part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
     return DataProto.concat(parts)

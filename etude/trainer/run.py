@@ -6,7 +6,6 @@ report is written.
 
 from __future__ import annotations
 
-import json
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -18,7 +17,7 @@ from omegaconf import DictConfig
 from etude.errors import ConfigError, EtudeError
 from etude.events import EventSink, RunEnded, RunStarted, ignore_event
 from etude.inference import check_trainable
-from etude.jsonl import json_safe, write_atomically
+from etude.jsonl import json_safe, write_json
 from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
@@ -96,8 +95,7 @@ def evaluate(
             f"all {len(batch)} trajectories were dropped; the first cause: {first_cause(rollouts_of(batch))}"
         )
     if output is not None:
-        with write_atomically(output) as file:
-            file.write(json.dumps(json_safe(result), indent=1).encode())
+        write_json(output, json_safe(result))
     return result
 
 

@@ -211,7 +211,7 @@ class SFTTrainer:
                 tried = self._try_out(self.trial, self.step)
             metrics |= tried
             self._trials.measured.append(tried["reward/success/mean"])
-            if self._in_window(self._trials.measured[-1]):
+            if self.target.low <= self._trials.measured[-1] <= self.target.high:
                 self._write(result)
                 self._trials.kept = self.step
         tracking.log(metrics, self.step)
@@ -228,9 +228,6 @@ class SFTTrainer:
     def _save(self) -> None:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
         self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint)
-
-    def _in_window(self, success: float) -> bool:
-        return self.target.low <= success <= self.target.high
 
     def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()

@@ -1,14 +1,12 @@
-"""The loader: an interruption anywhere changes nothing in what follows; batches keep rows and objects apart."""
+"""The loader: an interruption anywhere changes nothing in what follows."""
 
 import json
 
-import numpy as np
 import pytest
-import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from etude.data import ResumableLoader, collate
+from etude.data import ResumableLoader
 from etude.errors import ConfigError, DataError
 
 
@@ -121,36 +119,3 @@ def test_a_negative_seed_is_refused():
 
 def test_without_drop_last_a_large_batch_holds_all_rows():
     assert [len(batch) for batch in ResumableLoader(Numbers(3), 8, drop_last=False)] == [3]
-
-
-def test_collate_pads_prompts_on_the_left_and_keeps_objects():
-    rows = [
-        {"raw_prompt_ids": [5, 6, 7], "tools_kwargs": {"a": 1}, "raw_prompt": [{"role": "user", "content": "x"}]},
-        {
-            "raw_prompt_ids": [8],
-            "tools_kwargs": {},
-            "raw_prompt": [{"role": "user", "content": "y"}],
-            "agent_name": "m",
-        },
-    ]
-    batch = collate(rows, pad_token_id=9)
-    assert len(batch) == 2
-    assert batch.batch["input_ids"].tolist() == [[5, 6, 7], [9, 9, 8]]
-    assert batch.batch["attention_mask"].tolist() == [[1, 1, 1], [0, 0, 1]]
-    assert batch.batch["position_ids"].tolist() == [[0, 1, 2], [0, 0, 0]]
-    assert batch.batch["input_ids"].dtype == torch.int64
-    for key in ("raw_prompt_ids", "tools_kwargs", "raw_prompt"):
-        column = batch.non_tensor_batch[key]
-        assert isinstance(column, np.ndarray)
-        assert column.shape == (2,)
-        assert column.dtype == object
-        assert list(column) == [row[key] for row in rows]
-    assert list(batch.non_tensor_batch["agent_name"]) == [None, "m"]
-
-
-def test_collate_to_a_given_length():
-    assert collate([{"raw_prompt_ids": [1, 2]}], prompt_length=4).batch["input_ids"].tolist() == [[0, 0, 1, 2]]
-    with pytest.raises(ValueError, match="2 tokens does not fit prompt_length=1"):
-        collate([{"raw_prompt_ids": [1, 2]}], prompt_length=1)
-    with pytest.raises(ValueError, match="at least one row"):
-        collate([])

@@ -1,4 +1,4 @@
-"""Mini-batches of whole groups, as properties."""
+"""Rows to roll out; mini-batches of whole groups, as properties."""
 
 from collections import Counter
 
@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from etude.options import ActorOptions
 from etude.protocol import DataProto
 from etude.trainer.minibatches import mini_batches, rank_parts, update_batches
+from etude.trainer.rollouts import rollout_batch
 
 
 def batch_of(uids):
@@ -107,3 +108,17 @@ def test_epochs_go_through_all_rows_each_in_another_order():
         found = [{row for part in rows(parts) for row in part} for parts in steps[2 * epoch : 2 * epoch + 2]]
         assert found == [set(mini) for mini in minis]
     assert [parts[0].meta_info["compare_rollout"] for parts in steps] == [True, False, False, False]
+
+
+def test_rows_to_roll_out_are_columns_of_objects():
+    rows = [{"raw_prompt_ids": [5, 6], "tools_kwargs": {"a": 1}}, {"raw_prompt_ids": [8], "agent_name": "m"}]
+    batch = rollout_batch(rows, n=2, label="3.0", seed=7, validate=False, first=4)
+    columns = {name: column.tolist() for name, column in batch.non_tensor_batch.items()}
+    assert columns == {
+        "raw_prompt_ids": [[5, 6], [5, 6], [8], [8]],
+        "tools_kwargs": [{"a": 1}, {"a": 1}, None, None],
+        "agent_name": [None, None, "m", "m"],
+        "uid": ["3.0-2", "3.0-2", "3.0-3", "3.0-3"],
+        "rollout_index": [4, 5, 6, 7],
+    }
+    assert batch.meta_info == {"seed": 7, "validate": False}

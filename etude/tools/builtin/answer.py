@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 from uuid import uuid4
 
 from etude.errors import DataError, ToolError
@@ -34,16 +34,9 @@ class AnswerState:
 class AnswerTool(BaseTool):
     """`create_kwargs`: `ground_truth`, the reference answer (required). A subclass gives `name`, `schema` and `judge`."""
 
-    schema: ClassVar[dict[str, Any]]
-    """The function's own schema, used where the configuration has none."""
-
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         super().__init__(config, tool_schema)
         self._instance_dict: dict[str, AnswerState] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(self.schema)
 
     def as_response(self, answer: str) -> str:
         """The form in which an answer is kept and shown."""

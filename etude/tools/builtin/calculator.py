@@ -53,6 +53,7 @@ class Calculator(BaseTool):
     """`config.max_expression_chars` (default 200, at most 2,000) bounds the expression."""
 
     name = "calculator"
+    schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the limit.
@@ -62,10 +63,6 @@ class Calculator(BaseTool):
         """
         super().__init__(config, tool_schema)
         self._max_chars = read_options(CalculatorOptions, config, self.name).max_expression_chars
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     @rollout_trace_op
     async def execute(

@@ -97,6 +97,8 @@ class _Trajectory:
 class SandboxFusionTool(BaseTool):
     """The argument is `code`; a schema of your own may also have `language`, and `timeout` up to `default_timeout`."""
 
+    schema = _SCHEMA
+
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the options; the sandbox is reached, or started, by the first call.
 
@@ -111,10 +113,6 @@ class SandboxFusionTool(BaseTool):
         self._trajectories: dict[str, _Trajectory] = {}
         if self._options.sandbox_fusion_url is not None:
             self._sandbox()  # a wrong address is an error now
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
         """Begins a trajectory."""

@@ -72,6 +72,7 @@ class FrameExtractionTool(BaseTool):
     """`create_kwargs`: `video_path` (required), `num_frames` (4) and `resolution` (224: pixels of the longer side)."""
 
     name = "execute_frame_extraction"
+    schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the options.
@@ -85,10 +86,6 @@ class FrameExtractionTool(BaseTool):
         self._threads = BlockingCalls("etude-frames", self._options.num_workers)
         self._instance_dict: dict[str, _Clip] = {}
         require_av()
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     async def create(
         self,

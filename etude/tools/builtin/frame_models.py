@@ -51,7 +51,6 @@ class FrameModelTool(BaseTool):
     model gets); all others are handed to the model by keyword with every call.
     """
 
-    schema: ClassVar[dict[str, Any]]
     call: ClassVar[str]
     """How the model is called, for the error that asks for one."""
 
@@ -77,10 +76,6 @@ class FrameModelTool(BaseTool):
         self._loading = threading.Lock()
         self._threads = BlockingCalls(f"etude-{self.name}", self._options.num_workers)
         self._instance_dict: dict[str, dict[str, Any]] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(self.schema)
 
     async def create(
         self, instance_id: str | None = None, resolution: int = 448, **create_kwargs: Any

@@ -72,6 +72,7 @@ class ImageZoomInTool(BaseTool):
     """`create_kwargs`: `image` (required), as `load_image` takes it."""
 
     name = "image_zoom_in_tool"
+    schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the options.
@@ -83,10 +84,6 @@ class ImageZoomInTool(BaseTool):
         self._options = read_options(ImageZoomOptions, config, self.name)
         self._threads = BlockingCalls("etude-image-zoom", self._options.num_workers)
         self._instance_dict: dict[str, Image] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     async def create(
         self, instance_id: str | None = None, image: Any = None, **create_kwargs: Any

@@ -65,6 +65,7 @@ class SearchTool(BaseTool):
     """The arguments are `query_list`, or, under a schema of your own, `query`. `execute_kwargs`: `timeout`, `topk`."""
 
     name = "search"
+    schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the options.
@@ -85,10 +86,6 @@ class SearchTool(BaseTool):
             max_body_bytes=self._options.max_body_bytes,
         )
         self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
         """Begins a trajectory; a search keeps nothing between calls but its connection."""

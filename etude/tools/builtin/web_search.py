@@ -134,6 +134,7 @@ class WebSearchTool(BaseTool):
     """`execute_kwargs`: `timeout` (seconds a request) and `max_results`; their defaults are the configuration's."""
 
     name = "web_search"
+    schema = _SCHEMA
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
         """Reads the options.
@@ -153,10 +154,6 @@ class WebSearchTool(BaseTool):
         )
         self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
         self._instance_dict: dict[str, SearchState] = {}
-
-    def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
-        return self.tool_schema or OpenAIFunctionToolSchema.model_validate(_SCHEMA)
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
         """Begins a trajectory without searches."""
