@@ -396,7 +396,7 @@ class TestATightServer:
             assert first.result()[2]["status"] == "Success"
         refused = [answer for answer in others if answer[0] == 429]
         assert refused
-        reasons = {"2 requests are under way, which is the most", "no worker was free within 0.5 s"}
+        reasons = {"2 requests are in progress, which is the maximum", "no worker was free within 0.5 s"}
         assert {answer[2]["detail"] for answer in refused} <= reasons
         assert all(int({k.lower(): v for k, v in headers.items()}["retry-after"]) >= 1 for _, headers, _ in refused)
         assert self.run(tight, "print(1)")[2]["status"] == "Success"
