@@ -76,7 +76,7 @@ class ArgumentChecker:
         except RecursionError:
             raise ArgumentError("the arguments are nested too deeply") from None
         if errors:
-            raise ArgumentError(_told(best_match(errors)), "invalid_arguments")
+            raise ArgumentError(_error_message(best_match(errors)), "invalid_arguments")
         return arguments
 
     def _errors(self, arguments: dict[str, Any]) -> list[ValidationError]:
@@ -155,7 +155,7 @@ def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) ->
     return changed
 
 
-def _told(error: ValidationError) -> str:
+def _error_message(error: ValidationError) -> str:
     field = _place(error)
     return f"{field}: {_message(error)}" if field else _message(error)
 

@@ -238,7 +238,7 @@ class ToolSession:
                 attempts.blocked_loop,
             )
             if recorded is not None:
-                recorded.set(arguments=call.arguments, **_told_of(outcome))
+                recorded.set(arguments=call.arguments, **_span_attributes(outcome))
         return outcome
 
     # -- beginning and end ---------------------------------------------------------------------------------------
@@ -306,7 +306,7 @@ def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: f
     return BrokenCall(asked.instance.sentence("execute", error), record)
 
 
-def _told_of(outcome: ToolOutcome) -> dict[str, Any]:
+def _span_attributes(outcome: ToolOutcome) -> dict[str, Any]:
     """The span attributes of an outcome, besides the call."""
     names = ("turn", "response", "reward", "metrics", "error", "source", "retries")
     return {name: value for name in names if (value := getattr(outcome, name))}

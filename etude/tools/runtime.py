@@ -227,7 +227,7 @@ class ToolRuntime:
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
-            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
+            return replace(self._failure_result(InjectedError("injected by config.faults")), source=Source.FAULT)
         answer = request.recorded or await self._recorded(request, execute)
         if faults is not None and fault is Fault.GARBAGE:
             return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
@@ -262,7 +262,7 @@ class ToolRuntime:
             try:
                 response, reward, metrics = read_execution(await execute())
             except Exception as raised:
-                return self._told(raised)
+                return self._failure_result(raised)
         return ToolResult(response, as_reward(reward, "it"), metrics)
 
     async def _limiters(self) -> list[Limiter]:
@@ -272,7 +272,7 @@ class ToolRuntime:
             self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
-    def _told(self, raised: Exception) -> ToolResult:
+    def _failure_result(self, raised: Exception) -> ToolResult:
         """The answer to the model after an exception; re-raises one that ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
@@ -289,7 +289,7 @@ class ToolRuntime:
         if not self._exception_logged and not isinstance(raised, InjectedError):
             self._exception_logged = True
             logger.warning(
-                "tool '%s' raised %s; the model is told, and later ones are only counted",
+                "tool '%s' raised %s; the error goes to the model; later ones are only counted",
                 self.name,
                 describe_error(raised),
                 exc_info=raised if debugging() else None,

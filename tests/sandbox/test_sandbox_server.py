@@ -414,7 +414,7 @@ async def test_a_full_queue_and_a_long_wait():
     second = asyncio.create_task(stay(end))
     await asyncio.sleep(0)
     assert (admission.inside, admission.running, admission.waiting) == (2, 1, 1)
-    with pytest.raises(ServerBusy, match="2 requests are under way") as busy:
+    with pytest.raises(ServerBusy, match="2 requests are in progress") as busy:
         await stay(end)
     assert 1 <= busy.value.retry_after <= 60
     with pytest.raises(ServerBusy, match=r"no worker was free within 0\.05 s"):
