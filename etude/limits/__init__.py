@@ -1,4 +1,4 @@
-"""How many at once, and how many a second: within a process and across a Ray cluster, behind one interface."""
+"""Concurrency and rate limits, within a process and across a Ray cluster, behind one interface."""
 
 from etude.limits.cluster import ClusterLimiter, cluster_limiter, open_limiter, require_ray
 from etude.limits.limit import Limit

@@ -1,9 +1,9 @@
-"""`ClusterLimiter`: one limit for a whole Ray cluster, kept by a detached actor that bears the limiter's name.
+"""`ClusterLimiter`: one limit for a whole Ray cluster, kept by a detached actor with the limiter's name.
 
-Invariant: whichever process asks, one name means one limit: asking for it with another limit is an error. The actor
-outlives whoever made it; a process that dies, however it dies, gives its permits back when its lease runs out. While the
-actor cannot be reached, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter goes on
-trying, and what was held runs out by itself. Ray is imported when the first limiter is opened.
+Invariant: in every process, one name means one limit: opening it with another limit is an error. The actor outlives its
+creator; the permits of a process that dies, however it dies, return when its lease expires. While the actor is
+unreachable, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter keeps trying, and
+held permits expire by themselves. Ray is imported when the first limiter is opened.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from etude.limits.limiter import Limiter, Ticket
 from etude.limits.local import local_limiter, refuse_conflict
 
 LEASE_SECONDS = 15.0
-"""How long a silent process keeps its permits: longer than a process is ever stalled in good health."""
+"""How long a silent process keeps its permits: longer than any stall of a healthy process."""
 NAMESPACE = "etude-limits"
-_CONNECT_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to find it a place
+_CONNECT_SECONDS = 60.0  # an actor starts within seconds; a busy cluster may take long to place it
 _FIRST_PAUSE, _MAX_PAUSE = 0.05, 2.0  # seconds between attempts to reach the actor
 
 _log = logging.getLogger(__name__)
@@ -40,7 +40,7 @@ _open_lock = threading.Lock()
 
 
 class Connection(Protocol):
-    """A way to one `LeaseActor`. Whatever it raises means that the actor was not reached."""
+    """A connection to one `LeaseActor`. Any exception means that the actor was not reached."""
 
     async def sync(self, report: Report, seconds: float) -> Reply:
         """As `LeaseActor.sync`."""
@@ -52,7 +52,7 @@ class Connection(Protocol):
 
 
 class ClusterLimiter(Limiter):
-    """This process's part of the limiter `name`; made by `cluster_limiter`. All of a process share one thread."""
+    """This process's part of the limiter `name`; created by `cluster_limiter`. All of a process share one thread."""
 
     def __init__(
         self, name: str, limit: Limit, lease_seconds: float, patience: float, connection: Connection | None = None
@@ -82,7 +82,7 @@ class ClusterLimiter(Limiter):
         return self._client.waiting
 
     def info(self) -> LimiterInfo:
-        """How the limiter stands in the whole cluster; permits that a process keeps for its next call count as held."""
+        """The limiter's state in the whole cluster; permits that a process keeps for its next call count as held."""
         assert isinstance(self._connection, _RayConnection)
         return self._connection.info()
 
@@ -92,7 +92,7 @@ class ClusterLimiter(Limiter):
         return self._connection.is_connected()
 
     def close(self, seconds: float = 2.0) -> None:
-        """Gives back what this process holds, as far as the actor can be reached within `seconds`; its waiters fail."""
+        """Gives back this process's permits if the actor can be reached within `seconds`; its waiters fail."""
         with _open_lock:
             if _open.get(self.name) is self:
                 del _open[self.name]
@@ -129,14 +129,14 @@ class ClusterLimiter(Limiter):
     async def _run(self) -> None:
         try:
             await asyncio.gather(self._speak(), self._listen())
-        except Exception as error:  # nobody waits for this task: its end must not be silent
+        except Exception as error:  # nothing awaits this task, so log its failure
             _log.exception("the limiter '%s' broke", self.name)
             self._closed = True
             with self._lock:
                 self._fail(f"{type(error).__name__}: {one_line(error)}")
 
     async def _speak(self) -> None:
-        """Reports what has changed, one report at a time."""
+        """Reports changes, one report at a time."""
         while True:
             await self._news.wait()
             self._news.clear()
@@ -144,7 +144,7 @@ class ClusterLimiter(Limiter):
             await self._exchange(0.0)
 
     async def _listen(self) -> None:
-        """Keeps a call open that brings news and renews the leases, unless there is nothing to renew or wait for."""
+        """Long-polls the actor for news and renews the leases, unless there is nothing to renew or wait for."""
         while True:
             await self._known.wait()
             with self._lock:
@@ -157,13 +157,13 @@ class ClusterLimiter(Limiter):
                 await asyncio.wait_for(self._connection.sync(last, 0.0), self.lease_seconds)
 
     async def _exchange(self, seconds: float) -> None:
-        """Sends a report and takes in its reply; pauses after a failure, and has the state reported again."""
+        """Sends a report and applies its reply; pauses after a failure and schedules another report."""
         sent_at = time.monotonic()
         with self._lock:
             report = self._client.report(sent_at)
         try:
             reply = await asyncio.wait_for(self._connection.sync(report, seconds), seconds + self.lease_seconds)
-        except Exception as error:  # whatever it is, the actor was not reached
+        except Exception as error:  # any error means that the actor was not reached
             await self._recover(error)
             self._news.set()
             return
@@ -196,10 +196,10 @@ class ClusterLimiter(Limiter):
 def cluster_limiter(
     name: str, limit: Limit, lease_seconds: float = LEASE_SECONDS, patience: float = 30.0
 ) -> ClusterLimiter:
-    """The limiter `name` of the Ray cluster this process is connected to; made if there is none of that name.
+    """The limiter `name` of the Ray cluster this process is connected to; created if there is none of that name.
 
-    `lease_seconds`: after how long a silent process's permits return. `patience`: how long waiters of this process wait
-    while the actor cannot be reached.
+    `lease_seconds`: after which a silent process's permits return. `patience`: how long waiters of this process wait
+    while the actor is unreachable.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -210,7 +210,7 @@ def cluster_limiter(
         raise ConfigError(f"lease_seconds must be above 0, not {lease_seconds}")
     with _open_lock:
         atexit.unregister(_leave)
-        atexit.register(_leave)  # anew, so that it runs before the hook with which Ray, imported by now, disconnects
+        atexit.register(_leave)  # again, to run before the hook of Ray (imported by now) that disconnects
         limiter = _open.get(name)
         left = limiter if limiter is not None and not limiter.usable() else None
         if limiter is None or left is not None:
@@ -233,13 +233,13 @@ def open_limiter(name: str, limit: Limit) -> Limiter:
 
 
 def is_connected() -> bool:
-    """Whether this process is connected to a Ray cluster; never imports Ray."""
+    """Whether this process is connected to a Ray cluster; does not import Ray."""
     ray = sys.modules.get("ray")
     return ray is not None and bool(ray.is_initialized())
 
 
 def _leave() -> None:
-    """A process that ends in good order gives its permits back at once."""
+    """Gives the permits back at once when a process exits normally."""
     if is_connected():
         for limiter in list(_open.values()):
             limiter.close()
@@ -308,12 +308,12 @@ class _RayConnection:
         self._actor = await asyncio.to_thread(self._find, True)
 
     def _check_connected(self) -> None:
-        """Ray would start a cluster of its own for a call after `ray.shutdown()`, and hold the loop up meanwhile."""
+        """After `ray.shutdown()`, a call would start a new Ray cluster and block the loop meanwhile."""
         if not self.is_connected():
             raise InfrastructureError("this process has left the Ray cluster")
 
     def _find(self, settling: bool) -> Any:
-        """The actor of that name; one that is made anew after a loss is `settling`."""
+        """The actor of that name; one recreated after a loss is `settling`."""
         options = {
             "name": f"limit:{self._name}",
             "namespace": NAMESPACE,
@@ -321,16 +321,16 @@ class _RayConnection:
             "get_if_exists": True,
             "num_cpus": 0,
             "max_restarts": -1,
-            "max_concurrency": 100_000,  # every client keeps a call open
+            "max_concurrency": 100_000,  # every client keeps one call open
         }
         return _ray().remote(_RestartingActor).options(**options).remote(self._limit, self._lease_seconds, settling)
 
 
 class _RestartingActor(LeaseActor):
-    """As Ray starts it: again after its node was lost, when it takes over the leases that are out."""
+    """The actor as started by Ray; restarted after a node loss, it takes over the outstanding leases."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool) -> None:
-        with warnings.catch_warnings():  # Ray's own use of a name that it has deprecated
+        with warnings.catch_warnings():  # Ray itself uses a name that it deprecated
             warnings.simplefilter("ignore")
             restarted = _ray().get_runtime_context().was_current_actor_reconstructed
         super().__init__(limit, lease_seconds, settling or restarted)

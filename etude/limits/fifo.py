@@ -1,7 +1,7 @@
-"""`Fifo`: the limiter of one process as a pure state machine that is told the time.
+"""`Fifo`: the limiter of one process as a pure state machine; the caller passes the time.
 
 Invariant: permits go to tickets in the order in which they asked; never more than `max_concurrent` are out; a ticket
-that is cancelled never gets one. Waiting, waking and threads are the business of `limiter`.
+that is cancelled never gets one. Waiting, waking and threads are left to `limiter`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.limits.limit import Limit, TokenBucket
 T = TypeVar("T", bound=Hashable)
 
 Lease = int
-"""What a granted ticket holds: a number that is never used twice. Of a limit by rate alone it need not be returned."""
+"""The lease of a granted ticket: a unique number. Under a pure rate limit it need not be returned."""
 
 
 class Fifo(Generic[T]):
@@ -30,32 +30,32 @@ class Fifo(Generic[T]):
 
     @property
     def held(self) -> int:
-        """How many permits are out; 0 where only the rate is limited."""
+        """The number of permits in use; 0 if only the rate is limited."""
         return len(self._held)
 
     @property
     def waiting(self) -> int:
-        """How many tickets wait."""
+        """The number of waiting tickets."""
         return len(self._waiting)
 
     def take(self, now: float) -> Lease | None:
-        """A lease at once, or None: none is free, or somebody waits."""
+        """A lease if one is free and no ticket waits, else None."""
         return self._lease() if not self._waiting and self._take(now) else None
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, Lease]]:
-        """Puts `ticket` at the end of the queue; returns what is granted now, perhaps to it."""
+        """Enqueues `ticket`; returns what is granted now, perhaps to it."""
         self._waiting[ticket] = None
         return self.advance(now)
 
     def cancel(self, ticket: T, now: float) -> list[tuple[T, Lease]]:
-        """Forgets a waiting ticket; one that does not wait is left alone. Returns what others were granted thereby."""
+        """Removes a waiting ticket; ignores one that does not wait. Returns the grants that this made possible."""
         self._waiting.pop(ticket, None)
         return self.advance(now)
 
     def release(self, lease: Lease, now: float, unused: bool = False) -> list[tuple[T, Lease]]:
         """Returns a lease; one that is not out is ignored. Returns what was granted to waiting tickets.
 
-        An `unused` one, which never reached whoever asked for it, does not count against the rate.
+        An `unused` one, which never reached its waiter, does not count against the rate.
         """
         if unused and self._bucket is not None:
             self._bucket.put_back()
@@ -71,7 +71,7 @@ class Fifo(Generic[T]):
         return granted
 
     def next_event(self) -> float | None:
-        """When time alone lets `advance` grant something; None if that needs a release, or if nobody waits."""
+        """When `advance` can next grant something by time alone; None if that needs a release or no ticket waits."""
         if not self._waiting or self._bucket is None or self._full():
             return None
         return self._bucket.ready_at()

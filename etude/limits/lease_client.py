@@ -1,13 +1,13 @@
-"""`LeaseClient`: the permits of a cluster-wide limit that this process has on lease, and its waiters; a pure state machine.
+"""`LeaseClient`: this process's leased permits of a cluster-wide limit, and its waiters; a pure state machine.
 
 Invariants
-- A waiter is handed a permit only while its lease is surely in force: the client counts `lease_seconds` from when it
-  *sent* the last report that was answered, the server from when it heard it.
+- A waiter gets a permit only while its lease is surely valid: the client counts `lease_seconds` from when it *sent* the
+  last answered report, the server from when it received it.
 - While other processes wait (the server says so), a free permit returns to the server at once; otherwise it is kept for
-  the next waiter of this process, until none was taken for `IDLE_SECONDS`. Under a rate limit nothing is kept.
+  the next waiter of this process, until none was used for `IDLE_SECONDS`. Under a rate limit nothing is kept.
 - Waiters of the process are served in the order in which they asked.
 
-It is the `Core` of a `Limiter`; carrying its reports to the server is the business of `cluster`.
+It is the `Core` of a `Limiter`; sending its reports to the server is left to `cluster`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ IDLE_SECONDS = 1.0
 
 
 class LeaseClient(Generic[T]):
-    """Hands permits to tickets. `new_name` makes names for this client that were never used before."""
+    """Hands permits to tickets. `new_name` returns a unique client name."""
 
     def __init__(self, limit: Limit, lease_seconds: float, new_name: Callable[[], str]) -> None:
         self._limit = limit
@@ -37,7 +37,7 @@ class LeaseClient(Generic[T]):
         self._begin()
 
     def _begin(self) -> None:
-        """Takes a new name, under which nothing was reported or granted yet; permits in use count for nothing."""
+        """Starts over under a new name, without reports or grants; permits in use no longer count."""
         self.name = self._new_name()
         self.known = False
         self._number = self._version = self._granted = self._returned = self._unused = 0
@@ -46,51 +46,51 @@ class LeaseClient(Generic[T]):
         self._taken_at = self._valid_until = float("-inf")
         self._crowded = False
         self.has_news = bool(self._waiters)
-        """Whether the server is to be told something that cannot wait."""
+        """Whether something urgent must be reported to the server."""
 
     @property
     def held(self) -> int:
-        """How many permits are in use in this process."""
+        """The number of permits in use in this process."""
         return len(self._used)
 
     @property
     def idle(self) -> int:
-        """How many permits are kept for the next waiter."""
+        """The number of permits kept for the next waiter."""
         return self._idle
 
     @property
     def waiting(self) -> int:
-        """How many tickets wait."""
+        """The number of waiting tickets."""
         return len(self._waiters)
 
     @property
     def is_quiet(self) -> bool:
-        """Whether nothing is held, waited for or left to say."""
+        """Whether nothing is held, waited for or left to report."""
         return not (self._used or self._idle or self._waiters or self.has_news)
 
     def take(self, now: float) -> int | None:
-        """A permit that is kept, or None: there is none, or somebody waits."""
+        """A kept permit if there is one and no ticket waits, else None."""
         if self._waiters or not self._idle or now >= self._valid_until:
             return None
         self._taken_at = now
         return self._use()
 
     def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
-        """Puts `ticket` at the end of the queue."""
+        """Enqueues `ticket`."""
         self._waiters[ticket] = None
         granted = self._serve(now)
         self.has_news |= not granted
         return granted
 
     def cancel(self, ticket: T, now: float) -> list[tuple[T, int]]:
-        """Forgets a waiting ticket; one that does not wait is left alone."""
+        """Removes a waiting ticket; ignores one that does not wait."""
         if ticket in self._waiters:
             del self._waiters[ticket]
             self.has_news = True
         return []
 
     def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
-        """Takes a permit back; one that is not in force (any more) is ignored."""
+        """Takes a permit back; ignores one that is not valid (any more)."""
         if self._limit.max_concurrent is None:
             if unused:
                 self._unused += 1
@@ -103,22 +103,22 @@ class LeaseClient(Generic[T]):
                 self._idle += 1
                 self._taken_at = now
         granted = self._serve(now)
-        self.has_news |= bool(granted)  # one place in the server's queue is not needed any more
+        self.has_news |= bool(granted)  # one place fewer is needed in the server's queue
         return granted
 
     def advance(self, now: float) -> list[tuple[T, int]]:
-        """Gives permits back that nobody took for long."""
+        """Returns permits that were idle for too long."""
         if self._idle and now >= self._taken_at + IDLE_SECONDS:
             self._give_back(self._idle, unused=True)
             self._idle = 0
         return []
 
     def next_event(self) -> float | None:
-        """When `advance` may have permits to give back; a waiter is served by replies, never by time alone."""
+        """When `advance` may have permits to return; waiters are served by replies, never by time alone."""
         return self._taken_at + IDLE_SECONDS if self._idle else None
 
     def report(self, now: float, leaves: bool = False) -> Report:
-        """The state of this client, for the server."""
+        """This client's state, for the server."""
         self._number += 1
         self.has_news = False
         return Report(
@@ -134,7 +134,7 @@ class LeaseClient(Generic[T]):
         )
 
     def hear(self, reply: Reply, sent_at: float, now: float) -> list[tuple[T, int]]:
-        """Takes in the reply to a report that was sent at `sent_at`."""
+        """Applies the reply to a report sent at `sent_at`."""
         if reply.client != self.name:
             return []
         if not reply.known:
@@ -142,7 +142,7 @@ class LeaseClient(Generic[T]):
             return []
         self.known = True
         self._valid_until = max(self._valid_until, sent_at + self._lease_seconds)
-        if reply.version > self._version:  # else it was overtaken by a newer one
+        if reply.version > self._version:  # otherwise a newer one overtook it
             self._version, self._crowded = reply.version, reply.crowded
             self._idle += reply.granted - self._granted
             self._granted = reply.granted
@@ -150,13 +150,13 @@ class LeaseClient(Generic[T]):
         return self._serve(now)
 
     def leave(self, now: float) -> Report:
-        """The report with which this name ends: everything returns at once. The client may be used on."""
+        """The last report under this name: everything returns at once. The client remains usable."""
         report = self.report(now, leaves=True)
         self._begin()
         return report
 
     def fail(self) -> list[T]:
-        """Forgets all waiters, and says which they were."""
+        """Removes and returns all waiters."""
         tickets = list(self._waiters)
         self._waiters.clear()
         self.has_news = bool(tickets)
@@ -167,7 +167,7 @@ class LeaseClient(Generic[T]):
         return self._crowded or self._limit.per_second is not None
 
     def _serve(self, now: float) -> list[tuple[T, int]]:
-        """Hands free permits to waiters; gives back what is left where nothing is kept."""
+        """Hands free permits to waiters; returns the rest if nothing may be kept."""
         granted: list[tuple[T, int]] = []
         while self._waiters and self._idle and now < self._valid_until:
             ticket, _ = self._waiters.popitem(last=False)

@@ -1,16 +1,16 @@
-"""`LeaseServer`: who holds how many permits of a cluster-wide limit, and who is next; `LeaseActor`: the same as an actor.
+"""`LeaseServer`: tracks the holders and the queue of a cluster-wide limit's permits; `LeaseActor`: the same as an actor.
 
 The protocol is one call. A client reports its *state* (running totals, never events), and the reply is the server's, so
-that a message that is lost, repeated or overtaken does no harm: the next one says it all.
+that lost, repeated or reordered messages do no harm: the next one has it all.
 
 Invariants
 - Never more than `max_concurrent` permits are leased, and never more than the rate allows are granted.
-- Places in the queue are served first come, first served, whoever asks. They belong to the client: where one of its
-  waiters leaves, its youngest place goes.
-- A client's leases end when it returns them, leaves, or is not heard of for `lease_seconds`; nobody else can end them.
-- A client is granted more than it asked for (a batch) only while nobody waits.
+- Places in the queue are served first come, first served. They belong to the client: when one of its waiters leaves,
+  it loses its youngest place.
+- A client's leases end when it returns them, leaves, or is silent for `lease_seconds`; nothing else can end them.
+- A client is granted more than it asked for (a batch) only while no other client waits.
 
-`LeaseServer` is told the time and never waits.
+Callers pass `LeaseServer` the time; it never waits.
 """
 
 from __future__ import annotations
@@ -35,39 +35,39 @@ class Report:
     number: int
     """From 1, counted up with each report."""
     version: int
-    """Of the last reply that the client took in."""
+    """Of the last reply that the client applied."""
     granted: int
-    """How many permits it was granted so far, as far as it knows."""
+    """Permits granted to it so far, as far as it knows."""
     returned: int
-    """How many of those it gave back."""
+    """Of those, how many it gave back."""
     unused: int
-    """How many of those served nobody: they do not count against the rate."""
+    """Of those, how many were unused: they do not count against the rate."""
     waiting: int
-    """How many more it wants now."""
+    """How many more it wants."""
     in_force: bool
-    """Whether its leases have surely not expired: a server that lost its memory takes them over."""
+    """Whether its leases have surely not expired: a server that lost its state takes them over."""
     leaves: bool = False
-    """The last report: whatever the client holds returns now."""
+    """The last report: all that the client holds returns now."""
 
 
 @dataclass(frozen=True)
 class Reply:
-    """What a client is to know."""
+    """The server's state, for one client."""
 
     client: str
     known: bool
-    """False: its leases have expired. It must begin again under a new name."""
+    """False: its leases have expired. It must start over under a new name."""
     version: int = 0
     """Grows whenever `granted` or `crowded` changes."""
     granted: int = 0
-    """How many permits the client was granted so far."""
+    """Permits granted to the client so far."""
     crowded: bool = False
     """Whether other clients wait: while they do, permits return to the server as soon as they are free."""
 
 
 @dataclass(frozen=True)
 class LimiterInfo:
-    """What a cluster-wide limiter is, and how it stands."""
+    """A cluster-wide limiter's limit and state."""
 
     limit: Limit
     lease_seconds: float
@@ -90,25 +90,25 @@ class _Client:
 
 
 class LeaseServer:
-    """A server that takes over from one that was lost is `settling`: for one `lease_seconds` it grants nothing and takes
-    over the leases that clients report."""
+    """A server that replaces a lost one is `settling`: for one `lease_seconds` it grants nothing and takes over the
+    leases that clients report."""
 
     def __init__(self, limit: Limit, lease_seconds: float, now: float, settling: bool = False) -> None:
         self._limit = limit
         self._lease_seconds = lease_seconds
         self._opens_at = now + lease_seconds if settling else now
         self._bucket = TokenBucket(limit.per_second, limit.bucket_size, now) if limit.per_second else None
-        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the one not heard of for longest first
+        self._clients: OrderedDict[str, _Client] = OrderedDict()  # the longest silent first
         self._queue: OrderedDict[int, _Client] = OrderedDict()  # by place
         self._places = itertools.count()
         self._held = 0
 
     def info(self) -> LimiterInfo:
-        """How the limiter stands."""
+        """The limiter's state."""
         return LimiterInfo(self._limit, self._lease_seconds, self._held, len(self._queue), len(self._clients))
 
     def hear(self, report: Report, now: float) -> Reply:
-        """Takes a report in, and answers it."""
+        """Applies a report and returns the reply."""
         self.advance(now)
         client = self._admit(report, now)
         if client is not None and report.leaves:
@@ -124,21 +124,21 @@ class LeaseServer:
         return self.reply(report.client)
 
     def reply(self, name: str) -> Reply:
-        """What the client `name` is to know now."""
+        """The current reply to the client `name`."""
         client = self._clients.get(name)
         if client is None:
             return Reply(name, known=False)
         return Reply(name, True, client.version, client.granted, client.crowded)
 
     def advance(self, now: float) -> None:
-        """Ends what has expired and grants what is possible."""
+        """Ends expired leases and grants what is possible."""
         while self._clients and now >= (client := next(iter(self._clients.values()))).seen + self._lease_seconds:
             self._forget(client)
         self._grant(now)
         self._mark_crowded()
 
     def next_event(self) -> float | None:
-        """When `advance` has something to do although nobody reported."""
+        """When `advance` next has something to do without a report."""
         due = [client.seen + self._lease_seconds for client in list(self._clients.values())[:1]]
         if self._queue and self._free() > 0:
             due.append(max(self._opens_at, self._bucket.ready_at() if self._bucket else 0.0))
@@ -170,7 +170,7 @@ class LeaseServer:
             for _ in range(report.unused - client.unused):
                 self._bucket.put_back()
         client.returned, client.unused = report.returned, report.unused
-        wanted = max(0, report.granted + report.waiting - client.granted)  # less what it has not heard of yet
+        wanted = max(0, report.granted + report.waiting - client.granted)  # less grants that have not reached it yet
         asks = wanted > len(client.places)
         while len(client.places) > wanted:
             del self._queue[client.places.pop()]
@@ -208,26 +208,26 @@ class LeaseServer:
                 client.version += 1
 
     def _free(self) -> int:
-        """How many permits are not leased; a limit by rate alone has no end of them."""
+        """The number of unleased permits; unlimited if only the rate is limited."""
         return sys.maxsize if self._limit.max_concurrent is None else self._limit.max_concurrent - self._held
 
 
 class LeaseActor:
-    """A `LeaseServer` in an event loop. A reply leaves when it has news, not on a beat, so that a permit that returns
-    reaches the next waiter in the time of one message; only a report that arrives renews leases."""
+    """A `LeaseServer` in an event loop. A reply is sent when there is news, not periodically, so that a returned permit
+    reaches the next waiter within one message; only an incoming report renews leases."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool = False) -> None:
         self._server = LeaseServer(limit, lease_seconds, time.monotonic(), settling)
-        self._polls: dict[str, tuple[int, asyncio.Future[None]]] = {}  # client → the version it knows
+        self._polls: dict[str, tuple[int, asyncio.Future[None]]] = {}  # client → its known version
         self._timer: asyncio.TimerHandle | None = None
 
     async def info(self) -> LimiterInfo:
-        """How the limiter stands at this moment."""
+        """The limiter's current state."""
         self._advance()
         return self._server.info()
 
     async def sync(self, report: Report, seconds: float) -> Reply:
-        """Takes a report in; replies as soon as there is news for the client, after `seconds` at the latest."""
+        """Applies a report; replies as soon as there is news for the client, after `seconds` at the latest."""
         reply = self._server.hear(report, time.monotonic())
         self._publish()
         if seconds and reply.known and reply.version == report.version:
@@ -244,7 +244,7 @@ class LeaseActor:
         self._publish()
 
     def _publish(self) -> None:
-        """Answers the polls that have news, and comes back when the server has something to do."""
+        """Answers the polls that have news, and schedules itself for the server's next event."""
         for name, (version, poll) in list(self._polls.items()):
             reply = self._server.reply(name)
             if not poll.done() and not (reply.known and reply.version == version):

@@ -1,7 +1,7 @@
-"""`Limit`: what a limiter allows, as plain data that processes can compare; `TokenBucket`: its rate.
+"""`Limit`: what a limiter allows, as data that processes can compare; `TokenBucket`: its rate.
 
-Invariants: a `Limit` that exists is meaningful. Over any span of t seconds no more than `size + rate * t` tokens of a
-bucket are taken; a clock that steps back refills nothing and takes nothing away.
+Invariants: a `Limit` is always valid. Over any span of t seconds no more than `size + rate * t` tokens of a
+bucket are taken; a clock that steps back neither refills nor drains it.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass
 
 from etude.errors import ConfigError
 
-_NEARLY_ONE = 1 - 1e-9  # refilling in many small steps must not end an epsilon below a whole token
+_NEARLY_ONE = 1 - 1e-9  # many small refills must not end an epsilon below a whole token
 
 
 @dataclass(frozen=True)
 class Limit:
     """At most `max_concurrent` permits out at once, and at most `per_second` handed out a second; at least one is set.
 
-    `burst` (default: `per_second` rounded up) is how many may be handed out at one moment after a pause.
+    `burst` (default: `per_second` rounded up) is how many may be handed out at once after a pause.
 
     Raises:
         ConfigError: a number is not positive, or nothing is limited.
@@ -42,7 +42,7 @@ class Limit:
 
     @property
     def bucket_size(self) -> int:
-        """How many permits a full bucket holds; of a limit without a rate, 0."""
+        """The permits in a full bucket; 0 without a rate."""
         if self.per_second is None:
             return 0
         return self.burst or max(1, math.ceil(self.per_second))
@@ -60,7 +60,7 @@ def _whole(name: str, value: int | None) -> None:
 
 
 class TokenBucket:
-    """Pure state that is told the time. Begins full: `size` tokens, refilled at `rate` tokens a second."""
+    """Pure state; the caller passes the time. Starts full: `size` tokens, refilled at `rate` tokens a second."""
 
     def __init__(self, rate: float, size: int, now: float) -> None:
         self._rate = rate
@@ -77,7 +77,7 @@ class TokenBucket:
         return True
 
     def ready_at(self) -> float:
-        """When `take` succeeds next (in the past or now, if it would already)."""
+        """When `take` succeeds next (now or in the past if it already would)."""
         return self._at + max(0.0, 1.0 - self._tokens) / self._rate
 
     def put_back(self) -> None:

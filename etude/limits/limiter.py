@@ -1,6 +1,6 @@
-"""`Limiter`: tasks and threads wait for permits; a pure state machine decides who gets one.
+"""`Limiter`: lets tasks and threads wait for permits, granted by a pure state machine.
 
-Invariant: a waiter that is cancelled or times out leaves no permit behind, not even one granted at that very moment;
+Invariant: a waiter that is cancelled or times out leaks no permit, not even one granted at that moment;
 permits go to waiters in the order in which they asked, whether those are tasks (of any event loop) or threads.
 Order, numbers and expiry are the state machine's (`Core`): `fifo` in one process, `lease_client` in a cluster.
 """
@@ -19,18 +19,18 @@ Granted = list[tuple["Ticket", Any]]
 
 
 class Core(Protocol):
-    """What decides; called under the limiter's lock, with the time. A lease is whatever a granted ticket holds."""
+    """The state machine; called under the limiter's lock, with the time. A lease is what a granted ticket holds."""
 
     def take(self, now: float) -> Any | None:
-        """A lease if one is free and nobody waits."""
+        """A lease if one is free and no ticket waits."""
         ...
 
     def enter(self, ticket: Ticket, now: float) -> Granted:
-        """Puts the ticket at the end of the queue."""
+        """Enqueues the ticket."""
         ...
 
     def cancel(self, ticket: Ticket, now: float) -> Granted:
-        """Forgets a waiting ticket."""
+        """Removes a waiting ticket."""
         ...
 
     def release(self, lease: Any, now: float, unused: bool = False) -> Granted:
@@ -38,7 +38,7 @@ class Core(Protocol):
         ...
 
     def advance(self, now: float) -> Granted:
-        """Does what time alone has made possible or due."""
+        """Applies what is due by time alone."""
         ...
 
     def next_event(self) -> float | None:
@@ -47,7 +47,7 @@ class Core(Protocol):
 
 
 class Permit:
-    """The right to do one thing now. `release` it when that is done, or use it as a context manager."""
+    """One granted permit. `release` it when done, or use it as a context manager."""
 
     __slots__ = ("_lease", "_limiter")
 
@@ -80,7 +80,7 @@ class Ticket:
         self._loop = loop
 
     def wake(self) -> bool:
-        """Lets the waiter go on; False if its event loop was closed under it."""
+        """Wakes the waiter; False if its event loop was closed meanwhile."""
         try:
             if self._loop is None:
                 self.woken.set()
@@ -100,14 +100,14 @@ class Limiter:
         self._due: float | None = None  # when `_advance` is called next
 
     def permit(self, timeout: float | None = None) -> Holding:
-        """A context manager, asynchronous and plain, that holds a permit; waits at most `timeout` seconds for it."""
+        """A context manager, async and sync, that holds a permit; waits at most `timeout` seconds for it."""
         return Holding(self, timeout)
 
     async def acquire(self, timeout: float | None = None) -> Permit:
         """Waits for a permit.
 
         Raises:
-            TimeoutError: none within `timeout` seconds (None: however long it takes).
+            TimeoutError: none within `timeout` seconds (None: no limit).
             InfrastructureError: the actor that keeps the limit is gone.
         """
         lease = self._take()
@@ -126,7 +126,7 @@ class Limiter:
         return Permit(self, lease)
 
     def acquire_blocking(self, timeout: float | None = None) -> Permit:
-        """As `acquire`, for threads; must not be called in an event loop's thread."""
+        """Like `acquire`, for threads; must not be called in an event loop's thread."""
         lease = self._take()
         if lease is None:
             ticket = Ticket(None)
@@ -140,7 +140,7 @@ class Limiter:
         return Permit(self, lease)
 
     def try_acquire(self) -> Permit | None:
-        """A permit if one is free at this moment and nobody waits, else None."""
+        """A permit if one is free now and no waiter is queued, else None."""
         lease = self._take()
         return None if lease is None else Permit(self, lease)
 
@@ -152,7 +152,7 @@ class Limiter:
             return lease
 
     def _enter(self, ticket: Ticket) -> bool:
-        """Queues `ticket`; False if it was granted on the way."""
+        """Queues `ticket`; False if it was granted immediately."""
         with self._lock:
             self._deliver(self._core.enter(ticket, time.monotonic()))
             return ticket.lease is None
@@ -195,10 +195,10 @@ class Limiter:
         self._after()
 
     def _after(self) -> None:
-        """Ends every call of the core: arms a timer where something is due earlier than one is armed for.
+        """Follows every call of the core: arms a timer if something is due earlier than the armed one.
 
-        A timer that comes too early finds nothing to do and is armed again, so that permits which come and go quickly
-        need not move it each time.
+        A timer that fires too early finds nothing to do and is armed again, so that short-lived permits need not
+        move it each time.
         """
         due = self._core.next_event()
         if due is not None and (self._due is None or due < self._due):

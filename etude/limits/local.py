@@ -1,7 +1,7 @@
 """Limits within one process: `ConcurrencyLimit` (n at once), `RateLimit` (n a second), `LocalLimiter` (either or both).
 
 Invariant: the interface is that of the cluster-wide limiter, so that what works under one works under the other; a name
-is one limit, and asking for it with another limit is an error.
+is one limit, and opening it with another limit is an error.
 """
 
 from __future__ import annotations
@@ -26,24 +26,24 @@ class LocalLimiter(Limiter):
 
     @property
     def held(self) -> int:
-        """How many permits are out; 0 where only the rate is limited."""
+        """The number of permits in use; 0 if only the rate is limited."""
         return self._fifo.held
 
     @property
     def waiting(self) -> int:
-        """How many tasks and threads wait."""
+        """The number of waiting tasks and threads."""
         return self._fifo.waiting
 
 
 class ConcurrencyLimit(LocalLimiter):
-    """At most `n` permits out at once."""
+    """At most `n` permits in use at once."""
 
     def __init__(self, n: int) -> None:
         super().__init__(Limit(max_concurrent=n))
 
 
 class RateLimit(LocalLimiter):
-    """At most `per_second` permits a second, and `burst` (default: `per_second` rounded up) at one moment.
+    """At most `per_second` permits a second, and `burst` (default: `per_second` rounded up) at once.
 
     A permit of it need not be released: `await limit.acquire()` is enough.
     """
@@ -57,7 +57,7 @@ _named_lock = threading.Lock()
 
 
 def local_limiter(name: str, limit: Limit) -> LocalLimiter:
-    """The limiter `name` of this process, which lives as long as somebody has it.
+    """The limiter `name` of this process, which lives as long as it is referenced.
 
     Raises:
         ConfigError: the name is taken by another limit.
@@ -71,7 +71,7 @@ def local_limiter(name: str, limit: Limit) -> LocalLimiter:
 
 
 def refuse_conflict(name: str, held: Limit, asked: Limit) -> None:
-    """Raises ConfigError where a limiter's name is taken by another limit."""
+    """Raises ConfigError if a limiter's name is taken by another limit."""
     if held != asked:
         raise ConfigError(
             f"the limiter '{name}' allows {held} already; {asked} is asked for: use one limit or two names"

@@ -1,6 +1,6 @@
-"""`init_execution_pool`: runs functions in threads or processes, at most so many at once in the whole cluster.
+"""`init_execution_pool`: runs functions in threads or processes under a cluster-wide concurrency limit.
 
-Invariant: a function that raises gives its permit back, and its exception reaches whoever asked for its result. With
+Invariant: a function that raises gives its permit back, and its exception is raised by its result. With
 Ray the workers are actors and results are object references (`ray.get`, `await`); without it they are threads and
 processes of this machine, and results are `Pending` (`await`, `result`). Either way the call is
 `pool.execute.remote(function, *args, **kwargs)`.
@@ -37,13 +37,13 @@ class PoolMode(Enum):
     ThreadMode = 1
     """In threads of one process: cheap, right for functions that wait."""
     ProcessMode = 2
-    """In processes of their own: right for functions that compute. They and their results must be picklable."""
+    """In their own processes: right for functions that compute. They and their results must be picklable."""
 
 
 class TokenBucketWorker:
     """Permits without identity, for code that pairs `acquire` with `release`: `rate_limit` at once under one name.
 
-    Every process makes its own and shares the limit. Prefer `open_limiter`, whose permits release themselves.
+    Every process creates its own and shares the limit. Prefer `open_limiter`, whose permits release themselves.
     """
 
     def __init__(self, rate_limit: int, name: str = DEFAULT_LIMITER) -> None:
@@ -68,12 +68,12 @@ class TokenBucketWorker:
         permit.release()
 
     def get_current_count(self) -> int:
-        """How many permits are out through this object."""
+        """The number of permits acquired through this object."""
         return len(self._permits)
 
 
 class ExecutionWorker:
-    """Runs functions under the limit; plain, or as a Ray actor (`ray.remote(ExecutionWorker)`)."""
+    """Runs functions under the limit; in process, or as a Ray actor (`ray.remote(ExecutionWorker)`)."""
 
     def __init__(
         self, enable_global_rate_limit: bool = True, rate_limit: int = 10, name: str = DEFAULT_LIMITER
@@ -85,13 +85,13 @@ class ExecutionWorker:
         return True
 
     def execute(self, function: Callable[P, T], /, *args: P.args, **kwargs: P.kwargs) -> T:
-        """`function(*args, **kwargs)`, when a permit is free; what it raises is raised."""
+        """Returns or raises what `function(*args, **kwargs)` does, once a permit is free."""
         with self._limiter.permit() if self._limiter is not None else contextlib.nullcontext():
             return function(*args, **kwargs)
 
 
 class Pending(Generic[T]):
-    """A result that is under way: `await` it, or block on `result`."""
+    """A pending result: `await` it, or block on `result`."""
 
     def __init__(self, future: Future[T]) -> None:
         self._future = future
@@ -120,8 +120,8 @@ class ExecutionPool:
         self._close = close
 
     def close(self) -> None:
-        """Ends the workers; what still runs in processes is killed (Ray's after a moment of grace), a thread of this
-        process ends with its function."""
+        """Ends the workers; running processes are killed (Ray's after a short grace period), a thread of this process
+        ends with its function."""
         self._close()
 
     def __enter__(self) -> ExecutionPool:
@@ -173,7 +173,7 @@ def _local_pool(num_workers: int, worker: ExecutionWorker, processes: _Processes
 
 
 class _Processes:
-    """Spawned processes, replaced all together when one of them dies."""
+    """Spawned processes, all replaced together when one of them dies."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -233,7 +233,7 @@ def _actor_pool(num_workers: int, options: tuple[bool, int, str], mode: PoolMode
 
     def close() -> None:
         for actor in actors:
-            actor.__ray_terminate__.remote()  # in good order, so that permits return at once
+            actor.__ray_terminate__.remote()  # exit normally, so that permits return at once
         killer = threading.Timer(GRACE_SECONDS, kill)
         killer.daemon = True
         killer.start()

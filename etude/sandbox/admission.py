@@ -1,7 +1,7 @@
-"""`Admission`: how many requests a server has at once, how many of them run, and how many wait.
+"""`Admission`: limits a server's concurrent requests, running and waiting.
 
-Invariant: at most `workers` run, at most `max_concurrency` are inside; whoever does not get in, or waits longer than
-`queue_seconds`, is told at once when to come again, and nothing of theirs has run.
+Invariant: at most `workers` run, at most `max_concurrency` are admitted; a request that is not admitted, or waits longer
+than `queue_seconds`, is rejected with a retry time before any of it has run.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from etude.limits import ConcurrencyLimit
 
 
 class ServerBusy(Exception):
-    """Come again in `retry_after` seconds."""
+    """Retry in `retry_after` seconds."""
 
     def __init__(self, reason: str, retry_after: int) -> None:
         super().__init__(reason)
@@ -32,16 +32,16 @@ class Admission:
         self._workers = workers
         self._queue_seconds = queue_seconds
         self._running = ConcurrencyLimit(workers)
-        self._seconds = 0.05  # what a run takes, a moving average
+        self._seconds = 0.05  # moving average of a run's duration
 
     @property
     def running(self) -> int:
-        """How many run."""
+        """The number of running requests."""
         return self._running.held
 
     @property
     def waiting(self) -> int:
-        """How many wait."""
+        """The number of waiting requests."""
         return self._running.waiting
 
     @contextlib.asynccontextmanager
@@ -54,7 +54,7 @@ class Admission:
         if self.draining:
             raise ServerBusy("the server is shutting down", 5)
         if self.inside >= self.max_concurrency:
-            raise ServerBusy(f"{self.inside} requests are under way, which is the most", self._retry_after())
+            raise ServerBusy(f"{self.inside} requests are in progress, which is the maximum", self._retry_after())
         self.inside += 1
         try:
             try:
@@ -73,5 +73,5 @@ class Admission:
             self.inside -= 1
 
     def _retry_after(self) -> int:
-        """Whole seconds until about half of those inside will be through."""
+        """Whole seconds until about half of the admitted requests are done."""
         return min(60, max(1, math.ceil(self._seconds * self.inside / self._workers / 2)))

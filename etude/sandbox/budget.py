@@ -1,7 +1,7 @@
-"""What one answer of a server may carry: text, images and files of a request together, counted as the JSON that is sent.
+"""The size budget of one server response: a request's text, images and files together, counted as the JSON sent.
 
-Invariant: an answer is not longer than `ANSWER_BYTES`, but for a few thousand characters of each cell that no longer fits;
-what is left out is named where it would have been.
+Invariant: a response is at most `ANSWER_BYTES`, plus a few thousand characters of each cell that no longer fits; omitted
+parts are named in their place.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ _NOTE = "\n[the answer is full: the rest of what this cell printed and showed wa
 
 
 class AnswerBudget:
-    """Of one request."""
+    """The budget of one request."""
 
     def __init__(self, limit: int = ANSWER_BYTES) -> None:
         self._left = limit
 
     def admit_cell(self, cell: CellRunResult) -> CellRunResult:
-        """The cell as it is, or what is left of it where it does not fit."""
+        """The cell unchanged, or what fits of it."""
         size = len(cell.model_dump_json())
         if size > self._left:
             return _shorten(cell)
@@ -31,11 +31,11 @@ class AnswerBudget:
         return cell
 
     def admit_text(self, *texts: str) -> None:
-        """Counts texts that are bounded elsewhere, at the length of their longest escapes."""
+        """Counts texts that are bounded elsewhere, at their maximum escaped length."""
         self._left -= 6 * sum(map(len, texts))
 
     def admit_files(self, files: Mapping[str, bytes]) -> tuple[dict[str, bytes], dict[str, str]]:
-        """Those of the files that fit, and why each of the others is left out."""
+        """The files that fit, and why each other one is omitted."""
         kept, left_out = {}, {}
         for path, content in files.items():
             size = -(-len(content) // 3) * 4  # in base64

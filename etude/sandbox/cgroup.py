@@ -1,9 +1,9 @@
-"""Control groups for runs, in a folder of cgroup v2 that an administrator has delegated.
+"""Control groups for runs, in a delegated cgroup v2 folder.
 
-Which folder that is, the user names; by default it is the one that systemd has marked as delegated around this process.
-Invariant: nothing outside the delegated folder is ever written, and in it only groups made here (and the list of controllers
-they may use) are; a folder that is not a delegated cgroup v2 is refused. Each box gets a group of its own, which holds its
-supervisor and everything that descends from it, and is removed when the last of them is gone.
+The user names the folder; by default it is the one around this process that systemd has marked as delegated.
+Invariant: nothing outside the delegated folder is ever written, and in it only groups created here (and their list of
+controllers) are; a folder that is not a delegated cgroup v2 is refused. Each box gets its own group, which holds its
+supervisor and all its descendants, and is removed when the last of them is gone.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Group:
         self._folder = folder
 
     def admit(self, pid: int) -> None:
-        """Moves a process in; its later children are born inside."""
+        """Moves a process in; its later children start inside."""
         self._write("cgroup.procs", str(pid))
 
     def limit(self, limits: Limits, cpus: float) -> None:
@@ -74,13 +74,13 @@ class Delegation:
         """Takes a folder under control.
 
         Raises:
-            ConfigError: it is no cgroup v2 with the controllers `cpu`, `memory` and `pids`, or it is not ours to write.
+            ConfigError: it is not a cgroup v2 with the controllers `cpu`, `memory` and `pids`, or we may not write it.
         """
         self._folder = Path(folder)
         try:
             offered = (self._folder / "cgroup.controllers").read_text(encoding="ascii").split()
         except OSError as error:
-            raise ConfigError(f"sandbox cgroup: '{folder}' is no folder of cgroup v2") from error
+            raise ConfigError(f"sandbox cgroup: '{folder}' is not a cgroup v2 folder") from error
         missing = [name for name in _NEEDED if name not in offered]
         if missing:
             raise ConfigError(f"sandbox cgroup: '{folder}' has no controller {', '.join(missing)}; delegate it")
@@ -128,7 +128,7 @@ class Delegation:
 def find_delegation(setting: str | None) -> Delegation | None:
     """The folder that `ExecutorOptions.cgroup` means: none, the one named, or for "auto" the one this process lives under.
 
-    A delegation that was found but does not work is named in the log, and not used.
+    A detected delegation that does not work is logged and not used.
 
     Raises:
         ConfigError: the folder that was named is not delegated.
@@ -142,13 +142,13 @@ def find_delegation(setting: str | None) -> Delegation | None:
         found = Delegation(str(folder))
         found.try_out()
     except (ConfigError, SandboxError, OSError) as error:
-        log.warning("sandbox: runs get no control groups, for the delegated one does not work: %s", error)
+        log.warning("sandbox: runs get no control groups, as the delegated one does not work: %s", error)
         return None
     return found
 
 
 def _delegated_around(proc: Path = Path("/proc/self")) -> Path | None:
-    """The nearest group of cgroup v2 above this process that is marked as delegated."""
+    """The nearest cgroup v2 ancestor of this process that is marked as delegated."""
     mounts = (line.split() for line in (proc / "mountinfo").read_text(encoding="utf-8").splitlines())
     top = next((Path(fields[4]) for fields in mounts if fields[fields.index("-") + 1] == "cgroup2"), None)
     groups = (proc / "cgroup").read_text(encoding="utf-8").splitlines()

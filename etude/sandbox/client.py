@@ -1,8 +1,8 @@
-"""`SandboxClient`: one way to run code, whether the sandbox is embedded in this process or a server somewhere else.
+"""`SandboxClient`: runs code in a sandbox embedded in this process or on a server.
 
-Invariant: a result is about the code. Whatever fails between the caller and the code (the sandbox, the network, a
-server that is busy or gone) is tried again and then raised as `SandboxError`, an infrastructure failure; it never looks
-like a wrong answer. A cell of a session is never run twice. A client may be used from any thread and any event loop.
+Invariant: a result is about the code. Any failure between the caller and the code (the sandbox, the network, a server
+that is busy or gone) is retried and then raised as `SandboxError`, an infrastructure failure; it never looks like a wrong
+answer. A cell of a session is never run twice. A client may be used from any thread and any event loop.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further
 
 
 class Sandbox(Protocol):
-    """What both kinds of sandbox do, on the client's own event loop."""
+    """The interface of both kinds of sandbox, on the client's own event loop."""
 
     async def run(self, request: RunRequest) -> RunResult:
         """Runs one program."""
@@ -47,7 +47,7 @@ class Sandbox(Protocol):
         ...
 
     async def close(self) -> None:
-        """Lets go of everything."""
+        """Frees all resources."""
         ...
 
 
@@ -64,7 +64,7 @@ class SandboxClient:
         workers: int | None = None,
         isolation: Isolation | str = Isolation.AUTO,
     ) -> None:
-        """`attempts` at a run that the sandbox failed; `workers` and `isolation` are for the embedded sandbox.
+        """`attempts` at a run when the sandbox fails; `workers` and `isolation` are for the embedded sandbox.
 
         Raises:
             ConfigError: `url` is no http address, or `attempts` is not positive.
@@ -83,13 +83,13 @@ class SandboxClient:
 
         Raises:
             SandboxError: the sandbox failed `attempts` times.
-            SandboxRequestError: the request makes no sense; it is not tried again.
-            ConfigError: the server refuses us.
+            SandboxRequestError: the request is invalid; it is not retried.
+            ConfigError: the server's address or token is wrong.
         """
         return await self._here(self._run(request))
 
     def run_blocking(self, request: RunRequest) -> RunResult:
-        """As `run`, for threads without an event loop."""
+        """Like `run`, for threads without an event loop."""
         return self._submit(self._run(request)).result()
 
     async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
@@ -97,12 +97,12 @@ class SandboxClient:
 
         Raises:
             SandboxError: the sandbox failed `attempts` times.
-            ConfigError: the server keeps no sessions.
+            ConfigError: the server has no sessions.
         """
         return await self._here(self._again(lambda: self._sandbox.session(limits, files or {})))
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        """Runs one cell, within `timeout` seconds; never tried again, because it may have run.
+        """Runs one cell, within `timeout` seconds; never retried, because it may have run.
 
         Raises:
             UnknownSessionError: there is no such session (any more).
@@ -111,15 +111,15 @@ class SandboxClient:
         return await self._here(self._sandbox.run_cell(session_id, code, timeout))
 
     async def close_session(self, session_id: str) -> None:
-        """Ends a session; one that is not there is no error."""
+        """Ends a session; an unknown one is not an error."""
         await self._here(self._sandbox.close_session(session_id))
 
     async def aclose(self) -> None:
-        """As `close`, without blocking the event loop."""
+        """Like `close`, without blocking the event loop."""
         await asyncio.to_thread(self.close)
 
     def close(self) -> None:
-        """Lets go of the sandbox: connections, and with its last client the embedded executor."""
+        """Closes connections and, with its last client, the embedded executor."""
         if self._closed:
             return
         self._closed = True
@@ -163,7 +163,7 @@ class SandboxClient:
 
 
 def _remote(url: str, token: str | None) -> Sandbox:
-    from etude.sandbox.remote import RemoteSandbox  # an HTTP client, which the embedded sandbox does without
+    from etude.sandbox.remote import RemoteSandbox  # an HTTP client, which the embedded sandbox does not need
 
     return RemoteSandbox(url, token)
 

@@ -1,7 +1,7 @@
-"""The host's end of a socket to a supervisor or to a session's interpreter: frames, within limits of length.
+"""The host's end of a socket to a supervisor or a session's interpreter: frames of bounded length.
 
-Invariant: no more than the limits allow is ever read into memory, and a peer that is gone is an end, not an error. `close`
-ends what is pending before the descriptor is closed: the event loop never watches a number that may be another's by then.
+Invariant: no more than the limits allow is ever read into memory, and a disconnected peer is an end, not an error. `close`
+ends pending operations before closing the descriptor: the event loop never watches a number that may be reused.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from etude.sandbox.types import SandboxRequestError
 
 
 class Connection:
-    """Frames over a socket to a supervisor or a session, within limits of length."""
+    """Frames of bounded length over a socket to a supervisor or a session."""
 
     def __init__(self, end: socket.socket, max_json: int, max_payload: int) -> None:
         end.setblocking(False)
@@ -49,7 +49,7 @@ class Connection:
         """The next frame; None when the other side is gone.
 
         Raises:
-            FrameError: what came is no frame.
+            FrameError: it is not a frame.
         """
         header = await self._exactly(frames.HEADER.size)
         if header is None:
@@ -72,7 +72,7 @@ class Connection:
                 return None
             parts.append(part)
             size -= len(part)
-            if size:  # a peer that sends as fast as we read shall not keep the event loop
+            if size:  # a peer that sends as fast as we read must not hog the event loop
                 await asyncio.sleep(0)
         return b"".join(parts)
 
@@ -83,11 +83,11 @@ class Connection:
         try:
             await waiter
         finally:
-            if self._waiting.pop(unwatch, None) is not None:  # else `close` was first
+            if self._waiting.pop(unwatch, None) is not None:  # otherwise `close` was first
                 unwatch(self._socket.fileno())
 
     def close(self) -> None:
-        """Hangs up; whoever waits for the other side finds it gone."""
+        """Hangs up; pending receives see the other side as gone."""
         while self._waiting:
             unwatch, waiter = self._waiting.popitem()
             unwatch(self._socket.fileno())

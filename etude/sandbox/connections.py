@@ -1,8 +1,8 @@
-"""How many connections a server keeps, and how long a client may take to ask.
+"""Limits a server's connections, and the time a client may take to send a request.
 
-Invariant: at most `max_connections` are open, and one more is let in at the cost of the one that has been without a request
-for longest, so that idle connections never keep a request out. Whoever begins a request sends all of its head within
-`head_seconds` (of the body's time, `middleware.BodyLimit` takes care).
+Invariant: at most `max_connections` are open; a further one replaces the one that has been idle longest, so that idle
+connections never keep a request out. A request's head must arrive within `head_seconds` (the body's time is left to
+`middleware.BodyLimit`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ HEAD_SECONDS = 10.0
 def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
     """uvicorn's protocol within these limits; all connections of one server share it."""
     kept: set[asyncio.Protocol] = set()
-    idle: dict[asyncio.Protocol, None] = {}  # in order: whoever has been without a request for longest comes first
+    idle: dict[asyncio.Protocol, None] = {}  # ordered, the longest idle first
 
     class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
         _late: asyncio.TimerHandle | None = None
@@ -38,7 +38,7 @@ def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -
 
         def on_response_complete(self) -> None:
             super().on_response_complete()
-            if self.cycle.response_complete:  # else the next request had come already
+            if self.cycle.response_complete:  # otherwise the next request has already arrived
                 idle[self] = None
 
         def connection_lost(self, exc: Exception | None) -> None:

@@ -1,4 +1,4 @@
-"""`echoing`: a Python request whose last expression is printed when it is one, as an interactive prompt does.
+"""`echoing`: makes a Python request print the value of its last expression, as an interactive prompt does.
 
 Invariant: the program is parsed where it runs, in the sandbox, never here. Works with any server of `/run_code`.
 """

@@ -1,5 +1,5 @@
 """Runs inside the sandbox, never in this process: `source.py` as the main program, then the value of its last
-expression, printed as an interactive prompt prints it. Its errors look as if this file were not there.
+expression, printed as an interactive prompt prints it. Its tracebacks omit this file.
 """
 
 import ast
@@ -14,7 +14,7 @@ SHOWN = "<code>"
 
 
 def main() -> None:
-    """Runs the program, and leaves with the status it would have left with."""
+    """Runs the program, and exits with its status."""
     with open(SOURCE, "rb") as file:
         source = file.read()
     os.unlink(SOURCE)

@@ -1,7 +1,7 @@
-"""The executor: one object that runs programs and keeps sessions, in the strongest isolation this machine can prove.
+"""The executor: runs programs and keeps sessions, in the strongest isolation that this machine can prove.
 
-Invariant: an executor in an isolated mode exists only after every guarantee of that mode's table has been proved by an
-attempt to break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing it
+Invariant: an executor in an isolated mode exists only after every guarantee of that mode has been proved by an attempt
+to break it (`etude.sandbox.probes`). At most `workers` programs run at once; others wait in order. Closing it
 leaves no process, mount or file behind.
 """
 
@@ -44,31 +44,31 @@ T = TypeVar("T")
 log = logging.getLogger(__name__)
 
 FRESH_BOXES = 2
-"""How many are tried after a box that was dead before its request ran."""
+"""Boxes to try after one that was dead before its request ran."""
 SESSION_LIMITS = Limits(cpu_seconds=600.0)
-"""Of a session that asks for none."""
+"""Default of a session."""
 
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """What an executor's programs find, and how many may be kept."""
+    """The environment of an executor's programs, and how many boxes and sessions it keeps."""
 
     libraries: tuple[str, ...] | None = None
     """Folders of third-party packages that Python programs may import; None for those of this environment."""
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Added to the programs' environment, which otherwise has nothing of the host's."""
+    """Added to the programs' environment, which otherwise has no variable of the host's."""
     preload: tuple[str, ...] = ()
-    """Modules that every Python program finds imported already; each makes every run's process larger."""
+    """Modules preimported for every Python program; each makes every run's process larger."""
     cgroup: str | None = AUTO
-    """A folder of cgroup v2 that an administrator delegated to this user; each box gets a group of its own in it. "auto" is
-    the one delegated around this process, if there is one; None is none."""
+    """A folder of cgroup v2 that an administrator delegated to this user; each box gets its own group in it. "auto" is the
+    one delegated around this process, if any; None is none."""
     cpus: float = 1.0
     """CPUs that one box may use at a time; only with `cgroup`."""
     spare: int | None = None
     """Boxes kept ready; None for as many as workers, at most 8."""
     max_sessions: int = 128
     session_idle_seconds: float = 900.0
-    """A session that ran no cell for so long is closed."""
+    """A session idle for longer is closed."""
 
 
 class Executor:
@@ -100,7 +100,7 @@ class Executor:
         """An executor that has proved its isolation; `workers` programs at once, by default one for each CPU.
 
         Raises:
-            SandboxUnavailableError: no mode, or not the one asked for, holds its guarantees here.
+            SandboxUnavailableError: no mode, or not the requested one, holds its guarantees here.
         """
         wanted, options = Isolation(isolation), options or ExecutorOptions()
         workers = workers or len(os.sched_getaffinity(0))
@@ -147,7 +147,7 @@ class Executor:
         """Runs one program from a fresh state.
 
         Raises:
-            SandboxError: the sandbox failed; the code is not to blame.
+            SandboxError: the sandbox failed, not the code.
             SandboxRequestError: the language is not installed, or the files do not fit.
         """
         if request.language not in self.languages:
@@ -163,15 +163,13 @@ class Executor:
 
     async def _run(self, request: RunRequest) -> RunResult:
         result = await self._in_box(request.limits, lambda guest: run(guest, request))
-        if (
-            result.status is RunStatus.KILLED
-        ):  # from outside, for all anybody can tell; by the program, if it happens again
+        if result.status is RunStatus.KILLED:  # presumably from outside; by the program, if it happens again
             log.warning("sandbox: a box was killed while its program ran; the program runs once more")
             result = await self._in_box(request.limits, lambda guest: run(guest, request))
         return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
-        """What `use` makes of a box; of another one when that box had died, as those that wait do with their fork server."""
+        """Applies `use` to a box; to another one if it had died, as waiting boxes do with their fork server."""
         for fresh in range(FRESH_BOXES):
             with contextlib.suppress(BoxGone):
                 return await use(await self._box(limits, fresh=fresh > 0))
@@ -203,7 +201,7 @@ class Executor:
         if session_id in self._sessions:
             raise SandboxRequestError(f"session_id: {session_id!r} is open already")
         if len(self._sessions) >= self._options.max_sessions:
-            raise SandboxError(f"{len(self._sessions)} sessions are open, which is the most allowed")
+            raise SandboxError(f"{len(self._sessions)} sessions are open, which is the maximum")
         session = await self._in_box(limits, lambda guest: Session.open(guest, limits, files or {}))
         if self._closed or session_id in self._sessions:
             await session.close()
@@ -227,21 +225,21 @@ class Executor:
             self._forget_dead(session_id)
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Writes files into a session's work directory; raises as `run_cell` does, or `SandboxRequestError`."""
+        """Writes files into a session's work directory; raises like `run_cell`, or `SandboxRequestError`."""
         try:
             await self._session(session_id).write_files(files)
         finally:
             self._forget_dead(session_id)
 
     async def fetch_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
-        """The plain files among `paths` in a session's work directory; raises as `write_files` does."""
+        """The regular files among `paths` in a session's work directory; raises like `write_files`."""
         try:
             return await self._session(session_id).fetch_files(paths)
         finally:
             self._forget_dead(session_id)
 
     async def close_session(self, session_id: str) -> None:
-        """Ends a session; one that does not exist is no error."""
+        """Ends a session; an unknown one is not an error."""
         session = self._sessions.pop(session_id, None)
         if session is not None:
             await session.close()
@@ -268,8 +266,8 @@ class Executor:
                         await self.close_session(session_id)
 
     async def close(self) -> None:
-        """Ends all programs and sessions, and removes everything; runs that were going on end as cancelled. A second time
-        does nothing."""
+        """Ends all programs and sessions, and removes everything; active runs end as cancelled. Calling it again does
+        nothing."""
         if self._closed:
             return
         self._closed = True

@@ -1,7 +1,7 @@
 """The host's side of a fork server: the process that builds a jail and forks boxes in it.
 
-Invariant: `close` ends the jail and everything in it, and removes what was written for it; so does the end of the host,
-since the fork server ends when its socket does.
+Invariant: `close` ends the jail and everything in it, and removes its files; so does the end of the host, since the fork
+server ends with its socket.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ FORK_SECONDS = 15.0
 
 
 class ForkServerGone(SandboxError):
-    """The fork server has ended; a new one may do."""
+    """The fork server has ended; a new one may work."""
 
 
 class ForkServer:
@@ -57,10 +57,10 @@ class ForkServer:
 
     @classmethod
     async def start(cls, isolation: Isolation, settings: Settings, libraries: tuple[str, ...] = ()) -> ForkServer:
-        """Starts one, in a jail that shows the folders `libraries`, and waits until it is ready to fork.
+        """Starts one, in a jail that contains the folders `libraries`, and waits until it is ready to fork.
 
         Raises:
-            SandboxError: it does not start here; the message has the reason.
+            SandboxError: it does not start here; the message says why.
         """
         fork_server = cls(isolation, settings, libraries)
         try:
@@ -153,12 +153,12 @@ class ForkServer:
                 (control, control_end), (cells, cells_end) = pair(), pair()
             except OSError as error:
                 raise SandboxError(f"no descriptors for another box: {one_line(error)}") from error
-            opened.pop_all()  # from here they belong to the guest and the caller
+            opened.pop_all()  # from here on they belong to the guest and the caller
         guest = Guest(stdin, stdout, stderr, control, cells, isolated=self._settings.isolated, outlived=self.answers)
         return guest, [stdin_end, stdout_end, stderr_end, control_end.detach(), cells_end.detach()]
 
     async def answers(self) -> bool:
-        """Whether it still forks. A killed one never does, even while its processes are on their way out."""
+        """Whether it still forks. A killed one never does, even while its processes are still exiting."""
         try:
             guest = await self.fork()
         except SandboxError:
@@ -192,7 +192,7 @@ class ForkServer:
             born = self._births.get(message["id"])
             if born is not None and not born.done():
                 born.set_result(pidfd)
-            elif pidfd is not None:  # nobody waits any more
+            elif pidfd is not None:  # nothing waits for it any more
                 _kill(pidfd)
         elif "ready" in message and pidfd is not None:
             self._pidfd = pidfd
@@ -212,11 +212,11 @@ class ForkServer:
             self._control.close()
         if not self._ready.done():
             self._ready.set_exception(error)
-            self._ready.exception()  # marks it as seen: `start` may have given up
+            self._ready.exception()  # mark as retrieved: `start` may have given up
         for born in self._births.values():
             if not born.done():
                 born.set_exception(error)
-                born.exception()  # as above: its `fork` may have failed to ask
+                born.exception()  # as above: its `fork` may have failed to send
 
     async def close(self) -> None:
         """Ends the fork server and all its boxes."""

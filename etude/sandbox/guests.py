@@ -1,4 +1,4 @@
-"""A box as the host holds it: its connections, and the pidfd of its supervisor.
+"""The host's handle of a box: its connections and the pidfd of its supervisor.
 
 Invariant: a `Guest` is used for one run or one session and never again. Whatever happens to it, `close` leaves none of its
 processes alive (its PID namespace ends with its supervisor, which the host holds by a pidfd) and no descriptor open.
@@ -23,11 +23,11 @@ DEATH_SECONDS = 10.0
 
 
 class BoxGone(SandboxError):
-    """A box failed before anything of its request had run in it; another one may do."""
+    """A box failed before any of its request ran; another one may work."""
 
 
 class Guest:
-    """One box, waiting for its request. The descriptors belong to it until they are taken."""
+    """One box, waiting for its request. It owns the descriptors until they are taken."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Guest:
         isolated: bool,
         outlived: Callable[[], Awaitable[bool]],
     ) -> None:
-        """`outlived` says whether the sandbox still answers: then what ended the box was inside it."""
+        """`outlived` says whether the sandbox still answers: then the cause was inside the box."""
         self.isolated, self.outlived = isolated, outlived
         self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
         self.control = Connection(control, frames.MAX_JSON, frames.MAX_PAYLOAD)
@@ -52,7 +52,7 @@ class Guest:
         self.out_of_memory = False
 
     def born(self, pidfd: int | None) -> None:
-        """Tells the guest its supervisor; None when that has ended already."""
+        """Sets the guest's supervisor; None if it has already ended."""
         if pidfd is None:
             self._gone.set()
             return
@@ -61,11 +61,11 @@ class Guest:
 
     @property
     def alive(self) -> bool:
-        """Whether its supervisor is."""
+        """Whether its supervisor is alive."""
         return not self._gone.is_set()
 
     async def admit(self, group: Group) -> None:
-        """Moves the box, which waits for that, into a control group of its own."""
+        """Moves the box, which is waiting for it, into its own control group."""
         self.group = group
         group.admit(_process_of(self._pidfd))
         await self.control.send({"do": "go"})
@@ -95,7 +95,7 @@ class Guest:
         """Ends the box and closes everything, without waiting."""
         if self.isolated:
             self.kill()
-        self.control.close()  # without isolation only a supervisor that hears this finds its processes
+        self.control.close()  # without isolation, only a supervisor that gets this message finds its processes
         self.cells.close()
         for fd in self.take_pipes():
             if fd >= 0:

@@ -1,4 +1,4 @@
-"""What a jail contains: the plan that both launchers carry out.
+"""The contents of a jail: the plan that both launchers execute.
 
 Invariant: the plan names everything of the host that a program can ever see, all of it read-only: the system's programs
 and libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an
@@ -69,12 +69,12 @@ def library_folders() -> tuple[str, ...]:
 
 
 def libraries_in_jail(libraries: tuple[str, ...]) -> tuple[str, ...]:
-    """Where the jail shows those folders."""
+    """Where those folders are in the jail."""
     return tuple(f"{GUEST}/libraries-{i}" for i in range(len(libraries)))
 
 
 def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
-    """The plan for this machine; `scratch` is a private folder for what has to lie on disk meanwhile."""
+    """The plan for this machine; `scratch` is a private folder for files needed on disk meanwhile."""
     scratch.chmod(0o711)
     root, etc = scratch / "root", scratch / "etc"
     root.mkdir()
@@ -103,7 +103,7 @@ def plan_of(scratch: Path, libraries: tuple[str, ...]) -> Plan:
 
 
 def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
-    """Where `source` will be shown; enters it in `staged` if that is not where it is."""
+    """Where `source` will appear; adds it to `staged` if that differs from where it is."""
     if source in _SYSTEM or source.startswith("/etc/"):
         return source
     place = scratch / f"staged-{len(staged)}"
@@ -117,7 +117,7 @@ def _staged(scratch: Path, source: str, staged: list[tuple[str, str]]) -> str:
 
 def _write_etc(etc: Path) -> None:
     etc.mkdir()
-    etc.chmod(0o755)  # whatever the umask: another user reads it
+    etc.chmod(0o755)  # regardless of the umask: another user reads it
     for name, text in _ETC.items():
         (etc / name).write_text(text, encoding="ascii")
         (etc / name).chmod(0o644)

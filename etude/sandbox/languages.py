@@ -1,7 +1,7 @@
 """How a program of each language is compiled and started.
 
 Invariant: a command is a list of arguments for the kernel, never a line for a shell. A language is offered only where
-its interpreter, compiler or library lies in a folder that the jail shows.
+its interpreter, compiler or library is in a folder that the jail contains.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from etude.sandbox.jail import interpreter
 from etude.sandbox.types import Language
 
 PATH = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-"""Of every program, after the folder of the interpreter."""
+"""PATH of every program, after the interpreter's folder."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """`{tmp}` in an argument stands for the run's folder for temporary files."""
+    """`{tmp}` in an argument is the run's folder for temporary files."""
 
     source: str
-    """The name the code gets in the work directory."""
+    """File name of the code in the work directory."""
     command: tuple[str, ...] | None
-    """What is started; None for Python, which runs in a warm interpreter."""
+    """The command to start; None for Python, which runs in a warm interpreter."""
     compile: tuple[str, ...] | None = None
     address_space: bool = True
-    """Whether the memory limit may bound the address space as well."""
+    """Whether the memory limit may also bound the address space."""
     library: str | None = None
     """A Python package that has to be among the libraries."""
 
     @property
     def tool(self) -> str | None:
-        """What has to be installed: a program, or a library."""
+        """The required program or library."""
         command = self.compile or self.command
         return self.library or (command[0] if command else None)
 

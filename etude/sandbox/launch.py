@@ -1,4 +1,4 @@
-"""The command lines that start a fork server, one for each mode of isolation.
+"""The command lines that start a fork server, one per isolation mode.
 
 Invariant: no shell is involved, and the new process gets an empty environment; everything it needs is on its command
 line, where nothing is secret.
@@ -17,7 +17,7 @@ from etude.sandbox.types import SandboxError
 BUBBLEWRAP_HINT = "install bubblewrap (Debian, Ubuntu: apt install bubblewrap)"
 
 UNPRIVILEGED_ID = 65533
-"""User and group that a root host becomes before it runs anything: nobody's, on the usual systems."""
+"""User and group that a root host switches to before it runs anything: unused on most systems."""
 
 _BOOT = (
     "import importlib.util as u, sys; folder, name = sys.argv[1:3]; "
@@ -64,7 +64,7 @@ def namespaces(plan: Plan, control: int, settings: Settings) -> list[str]:
 
 
 def _as_nobody(plan: Plan, kind: str, arguments: list[str]) -> list[str]:
-    """`arguments` after a root host's first step; as they are for any other user."""
+    """`arguments` wrapped in a root host's first step; unchanged for any other user."""
     if os.geteuid() != 0:
         return arguments
     staging = json.dumps({"host_id": UNPRIVILEGED_ID, "binds": plan.staged})

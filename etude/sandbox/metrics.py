@@ -1,4 +1,4 @@
-"""What a sandbox server counts, in Prometheus' format.
+"""The metrics of a sandbox server, in Prometheus format.
 
 Invariant: every request ends in exactly one `etude_sandbox_requests_total`, labelled with its endpoint and outcome.
 """

@@ -1,5 +1,5 @@
-"""What stands before a server's endpoints: a bearer token, and bounds on the size and the time of a request's body; and
-what stands around them: nothing is worked on for a client that has left.
+"""Middleware of a server's endpoints: a bearer token, limits on the size and the time of a request's body, and
+cancellation of work for a client that has disconnected.
 
 Invariant: without the token nothing of a body is read; no client makes the server hold more than `max_bytes` of a body,
 or wait for it longer than `BODY_SECONDS`.
@@ -24,12 +24,12 @@ R = TypeVar("R")
 OPEN_PATHS = {"/v1/ping", "/health"}
 """Answered without a token."""
 BODY_SECONDS = 60.0
-_DROPPED_BODIES = 4  # times the largest body that is served
+_DROPPED_BODIES = 4  # times the largest accepted body
 _DROP_SECONDS = 5.0
 
 
 ErrorBody = Callable[[int, str], Any]
-"""(status, message) to the JSON that says so."""
+"""The JSON of a (status, message)."""
 
 
 def _plain_error(status: int, message: str) -> dict[str, str]:
@@ -37,8 +37,8 @@ def _plain_error(status: int, message: str) -> dict[str, str]:
 
 
 class BodyLimit:
-    """Answers 413 to a body of more than `max_bytes`. What is too much is read and dropped, within measure, because a
-    client that is still sending would see a broken connection instead of the answer."""
+    """Answers 413 to a body of more than `max_bytes`. Excess bytes are read and dropped, up to a limit, because
+    a client that is still sending would see a broken connection instead of the answer."""
 
     def __init__(self, app: ASGIApp, max_bytes: int, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
@@ -88,7 +88,7 @@ class BodyLimit:
 
 
 class BearerToken:
-    """Answers 401 to a request without the token; the comparison takes the same time whatever was sent."""
+    """Answers 401 to a request without the token; the comparison takes constant time."""
 
     def __init__(self, app: ASGIApp, token: str, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
@@ -106,7 +106,7 @@ class BearerToken:
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
-    """The result of `work`, or None if the client hung up before, at which `work` is cancelled."""
+    """The result of `work`, or None if the client hung up first, which cancels `work`."""
     task = asyncio.ensure_future(work)
     gone = asyncio.ensure_future(_hung_up(request))
     try:

@@ -1,7 +1,7 @@
-"""What a program prints, read all the time and kept only in part; and what it is given to read.
+"""A program's output, read continuously and kept in part, and its input.
 
-Invariant: a program never waits for us to read, and never makes us keep more than its limit: of too much output the
-first and the last halves are kept, with a mark between them that says how much is missing.
+Invariant: a program never waits for us to read, and never makes us keep more than its limit: of excess output the first
+and the last halves are kept, with a mark between them that says how much is missing.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Capture:
         self._loop.add_reader(fd, self._read)
 
     def take(self) -> tuple[str, bool]:
-        """What came since the last call, and whether it was cut."""
+        """The output since the last call, and whether it was cut."""
         self.drain()
         head, total = bytes(self._head), self._total
         tail = bytes(self._tail[-self._tail_limit :]) if self._tail_limit else b""
@@ -46,7 +46,7 @@ class Capture:
         return _whole_start(head) + mark + _whole_end(tail), True
 
     def drain(self) -> None:
-        """Reads what is there already; not what comes meanwhile, of which there may be no end."""
+        """Reads what is available, but not what arrives meanwhile, which may be endless."""
         if not self.ended.done():
             left = int.from_bytes(fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)), sys.byteorder)
             while left > 0 and (size := self._read()):
@@ -60,7 +60,7 @@ class Capture:
             self.ended.set_result(None)
 
     def _read(self) -> int:
-        """How many bytes came; 0 if there is nothing to read now, or nothing more ever."""
+        """The number of bytes read; 0 if there is nothing now, or at the end."""
         try:
             chunk = os.read(self._fd, _CHUNK)
         except BlockingIOError:
@@ -77,7 +77,7 @@ class Capture:
             self._head += chunk[:room]
             chunk = chunk[room:]
         self._tail += chunk
-        if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # seldom, so that each byte is moved about once
+        if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # rarely, so that each byte is moved about once
             del self._tail[: len(self._tail) - self._tail_limit]
         return size
 

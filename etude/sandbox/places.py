@@ -1,4 +1,4 @@
-"""Where an executor keeps what it has on disk: a folder that the unprivileged user who builds the jail can pass through."""
+"""An executor's folder on disk, which the unprivileged user who builds the jail can traverse."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Boxes kept ready: forked and set up before they are needed, each used once.
+"""Boxes kept ready: forked and set up in advance, each used once.
 
 Invariant: a box is handed out at most once, and a dead fork server is replaced by the next request instead of failing any of
-them. The pool knows nothing of what runs in a box.
+them. The pool does not know what runs in a box.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.sandbox.types import Isolation, SandboxError
 
 
 class Pool:
-    """Of one event loop; `spare` boxes wait."""
+    """Bound to one event loop; keeps `spare` boxes waiting."""
 
     def __init__(
         self,
@@ -43,8 +43,8 @@ class Pool:
     async def take(self, fresh: bool = False) -> Guest:
         """A box that waits for its request; it belongs to the caller.
 
-        `fresh`: one that is forked now. Those that wait are thrown away: whoever asks has met one that was dead, and what
-        killed it may not have shown in the others yet.
+        `fresh`: forks a new one and discards those waiting: the caller got a dead one, and its killer may not have
+        reached the others yet.
 
         Raises:
             BoxGone: the box died at once.
@@ -92,7 +92,7 @@ class Pool:
             return self._fork_server
 
     async def _fill(self) -> None:
-        with contextlib.suppress(SandboxError):  # whoever needs a box next is told
+        with contextlib.suppress(SandboxError):  # raised to the next caller that needs a box
             while len(self._ready) < self._spare and not self._closed:
                 self._ready.append(await self._fork())
 

@@ -1,7 +1,7 @@
-"""The programs of `etude.sandbox.probes`: hostile ones, which report what they managed to do.
+"""The programs of `etude.sandbox.probes`: hostile programs that report what they managed to do.
 
-Invariant: `LOOK` only looks at its own process. Every other one starts with a guard that ends it unless it is confined, so
-that it can do no harm where a jail turns out to be none, and nobody can run it on a host by mistake.
+Invariant: `LOOK` only inspects its own process. All others start with a guard that exits unless confined, so that they do
+no harm in a broken jail, or if run on a host by mistake.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 ENVIRONMENT = frozenset({"PATH", "LANG", "USER", "HOME", "TMPDIR", "PWD", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}) | {
     *("MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE", "PYTHONHASHSEED"),
 }
-"""Variables that a program has by right."""
+"""Variables that a program may have."""
 
 LOOK = r"""
 import json, os, socket
@@ -32,7 +32,7 @@ _status = dict(line.split(":", 1) for line in open("/proc/self/status"))
 if _os.getuid() != 1000 or _os.getppid() != 1 or int(_status["Seccomp"]) != 2 or _socket.gethostname() != "sandbox":
     raise SystemExit("not inside a sandbox: refusing to run")
 """
-"""Put before every program that attacks."""
+"""Prefix of every attacking program."""
 
 ATTEMPTS = r"""
 import ctypes, json, os, signal, socket, sys, time
@@ -134,7 +134,7 @@ print(json.dumps(seen))
 SLEEP = "import time\ntime.sleep(600)\n"
 
 SPIN = "import os\nos.fork()\nwhile True:\n    pass\n"
-"""Two processes, which a limit for each would let have twice as much."""
+"""Two processes, which together would get twice a per-process limit."""
 
 MEMORY_OF_ONE = "block = bytearray(1 << 30)\n"
 

@@ -1,9 +1,9 @@
-"""Proves a mode's guarantees before it is offered: each probe tries, inside, what must not be possible.
+"""Proves a mode's guarantees before it is offered: each probe attempts what must be impossible inside.
 
 Invariant: `prove` returns only if every guarantee of the table in `docs/sandbox.md` held against a real attempt in a real
-box; the first that did not is named. The programs report what they managed to do, and the host's own side (a listener, a
-secret file, the process table) is looked at as well. A probe shows that a wall stands, not that it has no holes: the attack
-suite in the tests is for that.
+box; the first broken one is named. The programs report what they managed to do, and the host's side (a listener, a secret
+file, the process table) is checked as well. A probe shows that a wall exists, not that it has no holes: that is left to
+the attack suite in the tests.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ _SMALL = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256, processes=16, fi
 
 
 class GuaranteeBroken(SandboxError):
-    """An attempt succeeded that must not; the message names the guarantee."""
+    """A forbidden attempt succeeded; the message names the guarantee."""
 
 
 @dataclass(frozen=True)
 class Host:
-    """What a probe tries to reach."""
+    """A probe's targets."""
 
     file: str
-    """Readable by everybody."""
+    """World-readable."""
     port: int
     abstract: str
     listeners: tuple[socket.socket, ...]
 
     def connected(self) -> int:
-        """How many of the listeners somebody reached."""
+        """The number of listeners that were reached."""
         reached = 0
         for listener in self.listeners:
             with contextlib.suppress(BlockingIOError):
@@ -59,11 +59,11 @@ def _demand(holds: bool, guarantee: str, seen: object) -> None:
 
 
 async def prove(run: Run) -> None:
-    """Makes every attempt in boxes of `run`, once a look has shown that they are confined at all.
+    """Makes every attempt in boxes of `run`, after checking that they are confined at all.
 
     Raises:
         GuaranteeBroken: one succeeded.
-        SandboxError: no box could be had.
+        SandboxError: no box was available.
     """
     judge_look(await _reported(run, programs.LOOK))
     with _host() as host:
@@ -98,7 +98,7 @@ async def _reported(run: Run, program: str, *arguments: str) -> dict[str, Any]:
 
 
 def judge_look(seen: dict[str, Any]) -> None:
-    """Judges what `LOOK` reports.
+    """Checks the report of `LOOK`.
 
     Raises:
         GuaranteeBroken: it is not confined.
@@ -113,7 +113,7 @@ def judge_look(seen: dict[str, Any]) -> None:
 
 
 def judge_attempts(seen: dict[str, Any], connections: int) -> None:
-    """Judges what `ATTEMPTS` reports, and how many listeners of the host were reached.
+    """Checks the report of `ATTEMPTS`, and how many listeners of the host were reached.
 
     Raises:
         GuaranteeBroken: an attempt succeeded.
@@ -182,10 +182,10 @@ async def _next_run(run: Run) -> None:
 
 @contextlib.contextmanager
 def _host() -> Iterator[Host]:
-    """What there is to reach: a readable file, a TCP listener, an abstract socket."""
+    """Creates the targets: a readable file, a TCP listener, an abstract socket."""
     name = f"etude-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
-        scratch = jail_scratch()  # where other users pass, and the next one clears up what a killed process leaves
+        scratch = jail_scratch()  # accessible to other users; a killed process's leftovers are removed by the next one
         stack.callback(scratch.remove)
         scratch.folder.chmod(0o755)
         file = scratch.folder / "secret"

@@ -1,8 +1,8 @@
 """`RemoteSandbox`: a server that speaks Sandbox Fusion's HTTP interface.
 
-Invariant: an answer about the code becomes a result; a connection that fails, an answer that makes no sense, and every
-status of 500 and above become `SandboxError`. A server that is busy (429) is asked again when it says, for as long as
-`BUSY_SECONDS`: being busy is no failure. Answers are bounded in size.
+Invariant: an answer about the code becomes a result; a failed connection, an invalid answer and every status of 500 and
+above become `SandboxError`. A busy server (429) is retried when it says, for up to `BUSY_SECONDS`: being busy is not a
+failure. Answers are bounded in size.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ R = TypeVar("R")
 BUSY_SECONDS = 600.0
 MAX_RETRY_AFTER = 30.0
 MARGIN_SECONDS = 80.0
-"""Of an HTTP call beyond the code's own limits: the server's queue, and the sandbox's work."""
+"""Time of an HTTP call beyond the code's own limits: the server's queue, and the sandbox's work."""
 CONNECT_SECONDS = 10.0
 MAX_ANSWER_BYTES = 256 << 20
 MAX_CONNECTIONS = 256
@@ -44,10 +44,10 @@ class RemoteSandbox:
     """Bound to the event loop of its first call."""
 
     def __init__(self, url: str, token: str | None) -> None:
-        """`url` may end in `/run_code`, as verl's configurations do.
+        """`url` may end in `/run_code`, as in verl's configurations.
 
         Raises:
-            ConfigError: it is no http address.
+            ConfigError: it is not an http address.
         """
         parts = urlsplit(url)
         if parts.scheme not in ("http", "https") or not parts.netloc:
@@ -57,19 +57,19 @@ class RemoteSandbox:
         self._http: aiohttp.ClientSession | None = None
 
     async def run(self, request: RunRequest) -> RunResult:
-        """Runs one program; raises as `SandboxClient.run`."""
+        """Runs one program; raises like `SandboxClient.run`."""
         body = wire.run_code_request(request)
         seconds = body.run_timeout + body.compile_timeout
         answer = await self._call("POST", "/run_code", body, wire.RunCodeResponse, seconds)
         return self._translated(wire.run_result, answer)
 
     async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
-        """Opens a session, which a server other than ours does not have."""
+        """Opens a session, which only our server supports."""
         body = wire.SessionRequest(memory_limit_MB=limits.memory_mb, files=dict(wire.encoded_files(files)))
         return (await self._call("POST", "/v1/sessions", body, wire.SessionResponse, 0.0)).session_id
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        """Runs one cell of a session; raises as `SandboxClient.run_cell`."""
+        """Runs one cell of a session; raises like `SandboxClient.run_cell`."""
         body = wire.CellRequest(code=code, timeout=timeout)
         path = f"/v1/sessions/{session_id}/cells"
         return self._translated(wire.cell_result, await self._call("POST", path, body, wire.CellResponse, timeout))
@@ -91,10 +91,10 @@ class RemoteSandbox:
             await http.close()
 
     async def _call(self, method: str, path: str, body: BaseModel | None, answer: type[M] | None, seconds: float) -> M:
-        """One call, again while the server is busy.
+        """One call, retried while the server is busy.
 
         Raises:
-            SandboxError, SandboxRequestError, UnknownSessionError, ConfigError: by the answer's status.
+            SandboxError, SandboxRequestError, UnknownSessionError, ConfigError: depending on the status.
         """
         data = None if body is None else _json(body)
         loop = asyncio.get_running_loop()
@@ -117,7 +117,7 @@ class RemoteSandbox:
             raise SandboxError(f"{self._url}{path} answered nonsense: {where}: {first['msg']}") from error
 
     async def _send(self, method: str, path: str, data: bytes | None, seconds: float) -> tuple[int, float, bytes]:
-        """Status, seconds to wait if it is 429, and body of the answer."""
+        """Status, seconds to wait if it is 429, and body of the response."""
         if self._http is None:
             self._http = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=MAX_CONNECTIONS), headers=self._headers

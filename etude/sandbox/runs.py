@@ -1,8 +1,8 @@
-"""One request in one box: the conversation with its supervisor, and what it makes of the report.
+"""One request in one box: talks to its supervisor and turns the report into a result.
 
-Invariant: the result is built after every process of the box is gone and every byte it printed has been read. A report of
-`broken`, none before the program started, or none because the whole sandbox died, is the sandbox's failure; anything else
-is the program's own ending.
+Invariant: the result is built after every process of the box is gone and all its output has been read. A report of
+`broken`, or a missing one because the program never started or the whole sandbox died, is the sandbox's failure; anything
+else is the program's own ending.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ from etude.sandbox.output import Capture, Feed
 from etude.sandbox.types import CompileResult, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
 GRACE_SECONDS = 10.0
-"""What a supervisor may need beyond its program's limits before the host ends the box itself."""
+"""Time a supervisor may take beyond its program's limits before the host ends the box itself."""
 
 
 async def run(guest: Guest, request: RunRequest) -> RunResult:
-    """Runs `request` in `guest`, which is used up.
+    """Runs `request` in `guest`, which cannot be reused.
 
     Raises:
         BoxGone: the box failed before the program could start.
@@ -84,10 +84,10 @@ def _free_name(source: str, files: Mapping[str, bytes]) -> str:
 
 
 def pack(files: Mapping[str, bytes]) -> tuple[list[list[Any]], bytes]:
-    """Names with sizes, and the contents one after the other.
+    """The header of names and sizes, and the concatenated contents.
 
     Raises:
-        SandboxRequestError: more than one message can carry.
+        SandboxRequestError: too large for one message.
     """
     payload = b"".join(files.values())
     if len(payload) > frames.MAX_PAYLOAD:
@@ -105,7 +105,7 @@ def unpack(message: Mapping[str, Any], payload: bytes) -> dict[str, bytes]:
 
 
 def failure(answer: Mapping[str, Any]) -> Exception:
-    """What a supervisor's answer that is not the expected one means."""
+    """The exception for an unexpected answer of a supervisor."""
     if answer.get("event") == "refused":
         return SandboxRequestError(f"files: {answer.get('error')}")
     return BoxGone(f"the box could not be set up: {answer.get('error')}")
@@ -121,7 +121,7 @@ async def _converse(guest: Guest, message: dict[str, Any], payload: bytes) -> tu
             return received
         if event == "started":
             started = True
-        elif started:  # then the program has broken its supervisor
+        elif started:  # otherwise the program has broken its supervisor
             break
         else:
             raise failure(received[0])

@@ -1,7 +1,7 @@
 """`etude sandbox serve`: the executor behind Sandbox Fusion's HTTP interface.
 
 Invariant: an answer with status 200 is about the code, or says `SandboxError`; a request that was not run is answered
-400 or 422 (it makes no sense), 401 (no token), 413 (too large) or 429 (come again later). A client that hangs up ends its
+400 or 422 (invalid), 401 (no token), 413 (too large) or 429 (retry later). A client that hangs up ends its
 run. Nothing a client sends is evaluated, and its size, its time and its place in the queue are bounded.
 """
 
@@ -47,23 +47,23 @@ ATTEMPTS = 2
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server allows.
+    """The limits of a server.
 
     Raises:
         ConfigError: a number is not positive.
     """
 
     workers: int | None = None
-    """Programs at once; None for one a CPU."""
+    """Concurrent programs; None for one per CPU."""
     max_concurrency: int | None = None
-    """Requests at once, those that wait included; None for 64 a worker. Beyond it the answer is 429."""
+    """Concurrent requests, waiting ones included; None for 64 per worker. Beyond it the answer is 429."""
     queue_seconds: float = 60.0
     """How long a request waits for a worker before it is answered 429."""
     token: str | None = None
-    """Bearer token that requests must bear; None for none."""
+    """Bearer token that requests must have; None for none."""
     max_request_mb: int = 32
     limits: Limits = field(default_factory=lambda: Limits(wall_seconds=600.0, cpu_seconds=600.0))
-    """The most a request may ask for; what it does not ask for (memory, processes, files) is as here."""
+    """Maximum of a request's limits, and default of those it does not set (memory, processes, files)."""
     max_compile_seconds: float = 120.0
     """The longest `compile_timeout` of a request in a compiled language."""
     grace_seconds: float = 10.0
@@ -84,11 +84,11 @@ class ServerOptions:
             if value is not None and not value > 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {value}")
         if self.token is not None and not self.token:
-            raise ConfigError("the token is empty; leave it out for a server that asks for none")
+            raise ConfigError("the token is empty; omit it for a server without one")
 
 
 class SandboxService:
-    """What the endpoints do, apart from HTTP."""
+    """The endpoints' logic, without HTTP."""
 
     def __init__(self, executor: Executor, options: ServerOptions) -> None:
         self.executor = executor
@@ -119,7 +119,7 @@ class SandboxService:
             self._under_way.discard(task)
 
     def cut_short(self) -> None:
-        """Ends all requests that are under way."""
+        """Ends all active requests."""
         self._cut = True
         for task in self._under_way:
             task.cancel()
@@ -157,7 +157,7 @@ class SandboxService:
         return wire.run_code_response(replace(result, files=files, refused_files=refused))
 
     async def run_jupyter(self, message: wire.RunJupyterRequest) -> wire.RunJupyterResponse:
-        """Cells in a fresh session: raises as `run_code`."""
+        """Cells in a fresh session: raises like `run_code`."""
         limits = wire.with_limits(self.options.limits, message.total_timeout, message.memory_limit_MB)
         files = wire.decoded_files(message.files)
         checked_paths("fetch_files", message.fetch_files)
@@ -173,13 +173,13 @@ class SandboxService:
     ) -> wire.RunJupyterResponse:
         try:
             return await self._cells(message, limits, files)
-        except BoxLostError:  # from outside, for all anybody can tell; by the cells, if it happens again
+        except BoxLostError:  # presumably from outside; by the cells, if it happens again
             return await self._cells(message, limits, files, blamed=True)
 
     async def _cells(
         self, message: wire.RunJupyterRequest, limits: Limits, files: dict[str, bytes], blamed: bool = False
     ) -> wire.RunJupyterResponse:
-        """The cells' answer; an interpreter that ends is their doing, a box that vanishes only if they are `blamed`."""
+        """The cells' answer; they caused the end of an interpreter, but the loss of a box only if they are `blamed`."""
         clock = asyncio.get_running_loop().time
         began = clock()
         session = await self.executor.session(limits=limits, files=files)
@@ -215,7 +215,7 @@ class SandboxService:
         return wire.jupyter_response(answered, len(message.cells), late, ended, seconds, files, left_out)
 
     async def open_session(self, message: wire.SessionRequest) -> wire.SessionResponse:
-        """A session that lives until it is closed or idle for long: raises as `run_code`, and SandboxError."""
+        """A session that lives until it is closed or idle for too long: raises like `run_code`, and SandboxError."""
         limits = wire.with_limits(self.options.limits, self.options.limits.wall_seconds, message.memory_limit_MB)
         limits = replace(limits, cpu_seconds=max(limits.cpu_seconds, SESSION_LIMITS.cpu_seconds))
         async with self.admission.slot():
@@ -224,14 +224,14 @@ class SandboxService:
             )
 
     async def run_cell(self, session_id: str, message: wire.CellRequest) -> wire.CellResponse:
-        """One cell of a session: raises as `run_code`, UnknownSessionError, SandboxError."""
+        """One cell of a session: raises like `run_code`, and UnknownSessionError, SandboxError."""
         wire.with_limits(self.options.limits, message.timeout, -1)
         async with self.admission.slot():
             answer = wire.cell_response(await self.executor.run_cell(session_id, message.code, message.timeout))
             return answer.model_copy(update={"cell": AnswerBudget().admit_cell(answer.cell)})
 
     def health(self) -> dict[str, Any]:
-        """How the server stands."""
+        """The server's state."""
         return {
             "status": "draining" if self.admission.draining else "ok",
             "isolation": self.executor.isolation.value,
@@ -244,7 +244,7 @@ class SandboxService:
 
 
 def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
-    """The server of `executor`, which is closed when the application ends."""
+    """The application for `executor`, which it closes on shutdown."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -312,7 +312,7 @@ def _add_endpoints(app: FastAPI) -> None:
 async def _answered(
     service: SandboxService, request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]
 ) -> Response:
-    """The result of `work`, which is cancelled when the client hangs up; counted either way."""
+    """The result of `work`, which is cancelled when the client hangs up; counts it either way."""
     began = asyncio.get_running_loop().time()
     outcome = "failed"
     try:
@@ -321,7 +321,7 @@ async def _answered(
             outcome = "abandoned"
             return Response(status_code=_ABANDONED)
         outcome = _outcome(result)
-        # FastAPI would check the answer again, and make several copies of it
+        # FastAPI would validate the answer again and copy it several times
         return Response(result.model_dump_json().encode(), media_type="application/json")
     except ServerBusy:
         outcome = "busy"
@@ -361,7 +361,7 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse({"detail": str(error)}, status_code=429, headers=headers)
 
     async def invalid(_: Request, error: Exception) -> Response:
-        """Says where and what, but does not send the input back: it may be large, or no valid text."""
+        """Says where and what, but does not echo the input: it may be large, or not valid text."""
         assert isinstance(error, RequestValidationError)
         found = [
             {"loc": [_ascii(str(part)) for part in item["loc"]], "msg": _ascii(item["msg"]), "type": item["type"]}
@@ -378,5 +378,5 @@ def _add_errors(app: FastAPI) -> None:
 
 
 def _ascii(text: str) -> str:
-    """Text that any client can be sent, whatever it quotes."""
+    """Text that is encodable, whatever it quotes."""
     return text.encode("ascii", "backslashreplace").decode("ascii")[:1000]

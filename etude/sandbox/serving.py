@@ -1,8 +1,8 @@
-"""`serve`: the server on an address, from its start to the end of its last run.
+"""`serve`: runs the server on an address until its last run has ended.
 
-Invariant: when `serve` returns or raises, no run, process or mount of the server is left. After SIGINT or SIGTERM nobody
-gets in any more, and those inside have `grace` seconds before they are answered 503. Connections are never so many that a
-box would lack descriptors.
+Invariant: when `serve` returns or raises, no run, process or mount of the server is left. After SIGINT or SIGTERM no
+request is admitted any more, and active ones have `grace` seconds before they are answered 503. Connections never use up
+the boxes' descriptors.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _BOX_FILES = 11  # of a box while it is forked
 _ACCEPTED_AT_ONCE = 8
 _BACKLOG = 1024
 _ANSWER_SECONDS = 10
-"""How long clients have to take their answers when the grace is over."""
+"""How long clients have to read their answers after the grace period."""
 
 
 async def serve(
@@ -74,7 +74,7 @@ async def serve(
 
 
 class _Server(uvicorn.Server):
-    """Says when it listens, lets nobody in once it is closing, and cuts short what is not done within `grace` seconds."""
+    """Reports when it listens, admits no request once closing, and cancels what is not done within `grace` seconds."""
 
     def __init__(
         self, config: uvicorn.Config, service: SandboxService, grace: float, ready: Callable[[], None]
@@ -87,7 +87,7 @@ class _Server(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for listener in sockets or ():
-            listener.listen(_BACKLOG)  # asyncio's backlog is also how many it accepts before it looks at any
+            listener.listen(_BACKLOG)  # asyncio's backlog is also how many it accepts before it handles any
         self._ready()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
@@ -100,14 +100,14 @@ class _Server(uvicorn.Server):
 
 
 def _most_connections(workers: int) -> int:
-    """Half of the descriptors that the boxes of `workers` runs leave; the other half is for sessions."""
+    """Half of the descriptors left by the boxes of `workers` runs; the other half is for sessions."""
     free = raise_file_limit() - _OWN_FILES - 2 * workers * _BOX_FILES
     return max(8, min(_MOST_CONNECTIONS, free // 2))
 
 
 def raise_file_limit() -> int:
-    """Lets this process have as many descriptors as it may, 65,536 at most, and returns how many that are: 1,024 are often
-    all that a process has unless it asks."""
+    """Raises this process's descriptor limit as far as allowed, to at most 65,536, and returns it: the default is often
+    only 1,024."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = _MOST_FILES if hard == resource.RLIM_INFINITY else min(_MOST_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:

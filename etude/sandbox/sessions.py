@@ -1,9 +1,9 @@
 """Stateful sessions: one box whose interpreter keeps its variables from cell to cell.
 
 Invariant: cells of one session run one after the other, and what one printed is never part of the next one's result.
-Everything the interpreter answers is the model's word: it is checked part by part, bounded, and never evaluated. A cell
-that outlives its time is interrupted first, so that the session survives; only if that fails is it killed. A box that
-vanishes without a report, and a session that is closed while a cell runs, are never taken for the cell's own ending.
+The interpreter's answers are untrusted: they are checked part by part, bounded, and never evaluated. A cell that
+exceeds its time is interrupted first, so that the session survives; only if that fails is it killed. A box that vanishes
+without a report, or a session closed while a cell runs, never counts as the cell's own ending.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from etude.sandbox.types import (
 
 START_SECONDS = 20.0
 INTERRUPT_SECONDS = 1.0
-"""What an interrupted cell has to come to its end."""
+"""Time for an interrupted cell to end."""
 MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
 _STALE_ANSWERS = 100
-_MARK = 100  # characters of the mark that says how much of a long text was left out
+_MARK = 100  # characters of the mark for text omitted
 
 Answer = dict[str, list[bytes]]
-"""What an interpreter sent for a cell: kind of part → those of that kind, in order."""
+"""An interpreter's answer to a cell: kind → parts of that kind, in order."""
 
 
 class Session:
@@ -69,7 +69,7 @@ class Session:
 
         Raises:
             BoxGone: the box failed.
-            SandboxRequestError: it has no room for the files.
+            SandboxRequestError: the files do not fit.
         """
         session = cls(guest, limits)
         sizes, payload = pack(checked_files(files))
@@ -90,12 +90,12 @@ class Session:
         return self._lock.locked()
 
     async def run_cell(self, code: str, timeout: float | None = None) -> CellResult:
-        """Runs one cell after those before it; `timeout` in seconds, by default the session's `wall_seconds`.
+        """Runs one cell after the previous ones; `timeout` in seconds, by default the session's `wall_seconds`.
 
         Raises:
             UnknownSessionError: the session had ended before; the cell did not run.
             SessionClosedError: it was closed while the cell ran.
-            BoxLostError: its box was killed from outside, as far as anybody can tell.
+            BoxLostError: its box was presumably killed from outside.
         """
         async with self._lock:
             if not self.alive:
@@ -105,7 +105,7 @@ class Session:
             self._stderr.take()
             started = time.monotonic()
             try:
-                with contextlib.suppress(ConnectionError):  # a dead interpreter shows in the answer
+                with contextlib.suppress(ConnectionError):  # the answer reveals a dead interpreter
                     await self._guest.control.send({"do": "watch"})
                     await self._cells.send({"cell": self._count, "code": code})
                 status, answer = await self._answer(timeout or self._limits.wall_seconds)
@@ -120,7 +120,7 @@ class Session:
             return self._result(answer, status, self.used - started)
 
     async def _answer(self, seconds: float) -> tuple[RunStatus, Answer | None]:
-        """How the cell ended, and its answer; None when the interpreter is no longer good for anything."""
+        """How the cell ended, and its answer; None if the interpreter is no longer usable."""
         receiving = asyncio.ensure_future(self._receive())
         status = RunStatus.FINISHED
         try:
@@ -148,9 +148,9 @@ class Session:
         """The answer to the current cell; None when the interpreter has hung up.
 
         Raises:
-            FrameError: what came is no answer, or none of very many is this cell's.
+            FrameError: it is not an answer, or too many belong to other cells.
         """
-        for _ in range(_STALE_ANSWERS):  # only answers of a cell's own making would be stale
+        for _ in range(_STALE_ANSWERS):  # only forged answers can be stale
             received = await self._cells.receive()
             if received is None or received[0].get("cell") == self._count:
                 return None if received is None else _parts(*received)
@@ -163,7 +163,7 @@ class Session:
         except BoxLostError:  # without isolation, the cell may have killed its supervisor
             if self._guest.isolated or not await self._guest.outlived():
                 raise
-        except (OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):  # it hung up, and lives on
+        except (OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):  # it hung up but is still alive
             pass
         return RunStatus.KILLED
 
@@ -184,7 +184,7 @@ class Session:
         )
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes files into the work directory, replacing what has their names.
+        """Writes files into the work directory, replacing existing ones.
 
         Raises:
             SandboxRequestError: a path is not allowed, or there is no room.
@@ -194,7 +194,7 @@ class Session:
         await self._command({"do": "write", "files": sizes}, payload, "written")
 
     async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """The plain files among `paths`.
+        """The regular files among `paths`.
 
         Raises:
             SandboxRequestError: a path is not allowed.
@@ -221,7 +221,7 @@ class Session:
 
     async def _ask(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
         try:
-            with contextlib.suppress(ConnectionError):  # why it is gone is in its last message
+            with contextlib.suppress(ConnectionError):  # its last message says why it is gone
                 await self._guest.control.send(message, payload)
             return await self._expect(event)
         except (OSError, frames.FrameError) as error:
@@ -264,12 +264,12 @@ def _parts(header: Mapping[str, Any], payload: bytes) -> Answer:
         found.setdefault(part[0], []).append(payload[start : start + part[1]])
         start += part[1]
     if start != len(payload):
-        raise frames.FrameError("the parts of an answer are not as long as it is")
+        raise frames.FrameError("the parts of an answer do not add up to its length")
     return found
 
 
 def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
-    """The PNG files among what an interpreter calls images."""
+    """The valid PNG files among an interpreter's images."""
     return tuple(
         image
         for image in images[: cells.MAX_IMAGES]
@@ -278,14 +278,14 @@ def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
 
 
 def _pixels(image: bytes) -> int:
-    """Of a PNG file, by its header, so that nobody who decodes it is surprised; 0 if it is none."""
+    """Pixels of a PNG file, by its header, so that decoding it is safe; 0 if it is not a PNG."""
     if not image.startswith(_PNG) or image[12:16] != b"IHDR" or len(image) < 33:
         return 0
     return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")
 
 
 def _error(answer: Answer) -> CellError | None:
-    """The cell's exception, as its interpreter tells it."""
+    """The cell's exception, as reported by its interpreter."""
     if "name" not in answer:
         return None
     return CellError(*(_text(answer.get(kind, []), cells.MAX_TRACEBACK) for kind in ("name", "value", "traceback")))

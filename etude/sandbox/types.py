@@ -1,4 +1,4 @@
-"""What is asked of a sandbox and what it answers: plain data, no behaviour but the checks of its own fields.
+"""The requests and results of a sandbox: data with validation of its own fields, no other behaviour.
 
 Invariant: a `RunResult` or `CellResult` always describes what the *code* did. When the sandbox itself fails there is no
 result: `SandboxError` is raised, which is an `InfrastructureError`, so that a broken sandbox is never a wrong answer.
@@ -27,7 +27,7 @@ class SandboxError(InfrastructureError):
 
 
 class SandboxRequestError(EtudeError, ValueError):
-    """A request that no sandbox can carry out (a path outside the work directory, a limit of 0); names the field."""
+    """An invalid request (a path outside the work directory, a limit of 0); names the field."""
 
 
 class SandboxUnavailableError(EtudeError):
@@ -35,7 +35,7 @@ class SandboxUnavailableError(EtudeError):
 
 
 class BoxLostError(SandboxError):
-    """A box vanished while code ran in it, and nothing in it says why: killed from outside, as far as anybody can tell."""
+    """A box vanished while code ran in it, and nothing in it says why: presumably killed from outside."""
 
 
 class SessionClosedError(SandboxError):
@@ -43,13 +43,13 @@ class SessionClosedError(SandboxError):
 
 
 class UnknownSessionError(EtudeError, KeyError):
-    """There is no session of that id: it never was, was closed, expired, or died with its interpreter."""
+    """There is no session with that id: it never existed, was closed, expired, or died with its interpreter."""
 
     __str__ = EtudeError.__str__
 
 
 class Language(str, Enum):
-    """What the code is written in."""
+    """The language of the code."""
 
     PYTHON = "python"
     BASH = "bash"
@@ -77,22 +77,22 @@ _ALIASES = {
 
 
 class Isolation(str, Enum):
-    """How runs are kept apart from the host."""
+    """How runs are isolated from the host."""
 
     AUTO = "auto"
     """The first of `BUBBLEWRAP` and `NAMESPACES` whose guarantees hold here."""
     BUBBLEWRAP = "bubblewrap"
     NAMESPACES = "namespaces"
-    """Linux namespaces, seccomp and Landlock, set up without any program beside the interpreter."""
+    """Linux namespaces, seccomp and Landlock, set up without any program but the interpreter."""
     NONE = "none"
-    """No isolation at all; must be asked for by name."""
+    """No isolation at all; must be requested by name."""
 
 
 class RunStatus(str, Enum):
     """How a run ended."""
 
     FINISHED = "finished"
-    """The program ended by itself or by a signal; `return_code` says how."""
+    """The program exited or was ended by a signal; `return_code` says which."""
     TIME_LIMIT = "time_limit"
     """Its wall or CPU time ran out, and it was killed."""
     MEMORY_LIMIT = "memory_limit"
@@ -100,12 +100,12 @@ class RunStatus(str, Enum):
     COMPILE_FAILED = "compile_failed"
     """It was never started; `RunResult.compile` says why."""
     KILLED = "killed"
-    """It brought its own supervisor down (only code that attacks the sandbox ends so)."""
+    """It killed its own supervisor (only code that attacks the sandbox does)."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What one run, or one session as a whole, may use.
+    """The limits of one run, or of one session as a whole.
 
     Raises:
         SandboxRequestError: a limit is not positive.
@@ -126,7 +126,7 @@ class Limits:
     open_files: int = 256
     """File descriptors of one process."""
     output_bytes: int = 1 << 20
-    """Bytes kept of each of stdout and stderr: the first and the last halves; what lies between is read and dropped."""
+    """Bytes kept of each of stdout and stderr: the first and the last halves; the rest is read and dropped."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
@@ -145,15 +145,15 @@ class RunRequest:
     code: str
     language: Language = Language.PYTHON
     stdin: str | None = None
-    """Text on standard input; None and "" are both an empty one."""
+    """Text on standard input; None and "" both mean empty."""
     files: Mapping[str, bytes] = field(default_factory=dict)
     """Written into the work directory first."""
     fetch_files: Sequence[str] = ()
-    """Read back at the end; one that is not there is left out of the result."""
+    """Read back at the end; missing ones are omitted from the result."""
     args: Sequence[str] = ()
     """Command-line arguments of the program."""
     compile_seconds: float = 10.0
-    """Wall-time limit of the compiler, where there is one."""
+    """Wall-time limit of the compiler, if any."""
     limits: Limits = field(default_factory=Limits)
 
     def __post_init__(self) -> None:
@@ -167,11 +167,11 @@ class RunRequest:
 
 @dataclass(frozen=True)
 class CompileResult:
-    """What the compiler did."""
+    """The result of compilation."""
 
     status: RunStatus
     return_code: int | None
-    """None when it was killed at its limit."""
+    """None if it was killed at its limit."""
     stdout: str
     stderr: str
     wall_seconds: float
@@ -179,7 +179,7 @@ class CompileResult:
 
 @dataclass(frozen=True)
 class RunResult:
-    """What the program did. Text is UTF-8 with undecodable bytes replaced."""
+    """The result of a run. Text is UTF-8 with undecodable bytes replaced."""
 
     status: RunStatus
     return_code: int | None
@@ -190,29 +190,29 @@ class RunResult:
     stderr_truncated: bool = False
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
-    """Of all its processes that it waited for, and those alive at its end."""
+    """CPU time of all processes it waited for and those alive at its end."""
     compile: CompileResult | None = None
     """None for languages that are not compiled."""
     files: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
-    """The `fetch_files` that existed as plain files at the end."""
+    """The `fetch_files` that existed as regular files at the end."""
     refused_files: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}))
     """Why each of the other `fetch_files` that existed was not read: a link, a pipe, too large."""
 
 
 @dataclass(frozen=True)
 class CellError:
-    """The exception a cell ended with."""
+    """The exception that ended a cell."""
 
     name: str
     """Its class, such as `ZeroDivisionError`."""
     value: str
     traceback: str
-    """As the interpreter prints it, lines of the cell included."""
+    """As printed by the interpreter, lines of the cell included."""
 
 
 @dataclass(frozen=True)
 class CellResult:
-    """What one cell of a session did."""
+    """The result of one cell of a session."""
 
     status: RunStatus
     stdout: str
@@ -230,7 +230,7 @@ class CellResult:
 
 
 def _check_args(args: Sequence[str]) -> None:
-    """Refuses what the kernel would, so that a bad argument is never taken for a sandbox that fails."""
+    """Rejects what the kernel would, so that a bad argument never looks like a sandbox failure."""
     total = 0
     for number, arg in enumerate(args):
         try:
@@ -269,7 +269,7 @@ def checked_path(field_name: str, path: str) -> str:
 
 
 def checked_paths(field_name: str, paths: Sequence[str]) -> tuple[str, ...]:
-    """`paths` as they were given, each one checked by `checked_path`; without repetitions, in order."""
+    """`paths` unchanged and in order, each validated by `checked_path`; without duplicates."""
     if isinstance(paths, str) or len(paths) > MAX_FILES:
         raise SandboxRequestError(f"{field_name} must be a list of at most {MAX_FILES} paths")
     for path in paths:

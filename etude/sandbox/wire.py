@@ -1,7 +1,7 @@
-"""Sandbox Fusion's messages: `/run_code` and `/run_jupyter`, and the translation to and from this room's own types.
+"""Sandbox Fusion's messages: `/run_code` and `/run_jupyter`, and their translation to and from this package's types.
 
 Invariant: fields, their defaults and the status rules are Sandbox Fusion's, so that its clients work with our server and
-our client with its servers. A translation loses nothing that the other side has a field for. `SandboxError` in a
+our client with its servers. A translation keeps everything that the other side has a field for. `SandboxError` in a
 response, and nothing else, means that the sandbox failed.
 """
 
@@ -31,14 +31,14 @@ from etude.sandbox.types import (
 
 MAX_CELLS = 1000
 SIGKILL_CODE = -9
-"""Return code of a program that was killed for its memory."""
+"""Return code of a program killed for exceeding its memory."""
 
 FUSION_LANGUAGES = (
     *("python", "cpp", "nodejs", "go", "go_test", "java", "php", "csharp", "bash", "typescript", "sql", "rust", "cuda"),
     *("lua", "R", "perl", "D_ut", "ruby", "scala", "julia", "pytest", "junit", "kotlin_script", "jest", "verilog"),
     *("python_gpu", "lean", "swift", "racket"),
 )
-"""What Sandbox Fusion accepts; a server answers `SandboxError` for those it has no interpreter for."""
+"""Sandbox Fusion's languages; a server answers `SandboxError` for those without an interpreter."""
 
 _FUSION_NAMES = {Language.JAVASCRIPT: "nodejs"}
 
@@ -55,11 +55,11 @@ class ResponseStatus(str, Enum):
     """The verdict on a whole request (`RunStatus` in Sandbox Fusion)."""
 
     Success = "Success"
-    """Everything ended with 0."""
+    """Everything exited with 0."""
     Failed = "Failed"
-    """Something ran out of time or did not end with 0."""
+    """Something timed out or did not exit with 0."""
     SandboxError = "SandboxError"
-    """The sandbox failed; the code is not to blame."""
+    """The sandbox failed, not the code."""
 
 
 class _Message(BaseModel):
@@ -69,12 +69,12 @@ class _Message(BaseModel):
 class RunCodeRequest(_Message):
     """Body of POST /run_code."""
 
-    compile_timeout: float = Field(10.0, gt=0, description="seconds for the compiler, where there is one")
+    compile_timeout: float = Field(10.0, gt=0, description="seconds for the compiler, if any")
     run_timeout: float = Field(10.0, gt=0, description="seconds for the program")
     memory_limit_MB: int = Field(-1, description="MiB for all processes together; -1 for the server's default")
     code: str = Field(examples=['print("hello")'], description="the program")
     stdin: str | None = Field(None, description="text on standard input")
-    language: str = Field(examples=["python"], description="what the program is written in")
+    language: str = Field(examples=["python"], description="language of the program")
     files: dict[str, str | None] = Field({}, description="path in the work directory → content in base64")
     fetch_files: list[str] = Field([], description="paths in the work directory to send back")
     args: list[str] = Field([], description="command-line arguments of the program")
@@ -87,7 +87,7 @@ class RunCodeRequest(_Message):
 
 
 class CommandRunResult(_Message):
-    """What a compiler, a program or a session's driver did."""
+    """The result of a compiler, a program or a session's driver."""
 
     status: CommandRunStatus
     execution_time: float | None = None
@@ -111,7 +111,7 @@ class RunCodeResponse(_Message):
 class RunJupyterRequest(_Message):
     """Body of POST /run_jupyter."""
 
-    cells: list[str] = Field(max_length=MAX_CELLS, examples=[["a = 1", "a + 1"]], description="run one after the other")
+    cells: list[str] = Field(max_length=MAX_CELLS, examples=[["a = 1", "a + 1"]], description="run in order")
     cell_timeout: float = Field(0.0, ge=0, description="seconds for each cell; 0 for what is left of total_timeout")
     total_timeout: float = Field(45.0, gt=0, description="seconds for all cells together")
     memory_limit_MB: int = Field(-1, description="MiB for all processes together; -1 for the server's default")
@@ -121,7 +121,7 @@ class RunJupyterRequest(_Message):
 
 
 class CellRunResult(_Message):
-    """What one cell did: `display` holds MIME bundles, `error` at most one of `{ename, evalue, traceback}`."""
+    """The result of one cell: `display` holds MIME bundles, `error` at most one of `{ename, evalue, traceback}`."""
 
     stdout: str
     stderr: str
@@ -172,10 +172,10 @@ class CellResponse(_Message):
 
 
 def known_language(name: str) -> Language | None:
-    """The language that a request names; None for one of Sandbox Fusion's that we have no way to run.
+    """The language of a request; None for one of Sandbox Fusion's that we cannot run.
 
     Raises:
-        ValueError: nobody knows it.
+        ValueError: it is unknown.
     """
     try:
         return Language(name)
@@ -190,7 +190,7 @@ def with_limits(limits: Limits, run_timeout: float, memory_limit_mb: int) -> Lim
     """`limits` with a request's own: the program's seconds, and its memory unless that is -1.
 
     Raises:
-        SandboxRequestError: one is above what `limits` allows, or makes no sense.
+        SandboxRequestError: one is above `limits`, or invalid.
     """
     if run_timeout > limits.wall_seconds:
         raise SandboxRequestError(f"run_timeout: {run_timeout:g} s is above this sandbox's {limits.wall_seconds:g} s")
@@ -203,7 +203,7 @@ def with_limits(limits: Limits, run_timeout: float, memory_limit_mb: int) -> Lim
 
 
 def run_request(message: RunCodeRequest, language: Language, limits: Limits) -> RunRequest:
-    """What a `/run_code` body asks for.
+    """The request in a `/run_code` body.
 
     Raises:
         SandboxRequestError: a path leaves the work directory, or content is not base64.
@@ -237,7 +237,7 @@ def run_code_request(request: RunRequest) -> RunCodeRequest:
 
 def run_code_response(result: RunResult) -> RunCodeResponse:
     """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`; `message`
-    says which `fetch_files` were not read, and why."""
+    lists the `fetch_files` that were not read, and why."""
     compiled = None if result.compile is None else _compile_result(result.compile)
     ran = None if result.status is RunStatus.COMPILE_FAILED else _command_result(result)
     good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
@@ -251,7 +251,7 @@ def run_code_response(result: RunResult) -> RunCodeResponse:
 
 
 def run_result(response: RunCodeResponse) -> RunResult:
-    """What a `/run_code` answer says.
+    """The result in a `/run_code` response.
 
     Raises:
         SandboxError: the sandbox failed.
@@ -292,7 +292,7 @@ def cell_run_result(result: CellResult) -> CellRunResult:
 
 
 def cell_response(result: CellResult) -> CellResponse:
-    """The answer of a session's cell."""
+    """The response for a session's cell."""
     return CellResponse(
         status=result.status,
         cell=cell_run_result(result),
@@ -327,7 +327,7 @@ def cell_result(response: CellResponse) -> CellResult:
 
 
 def decoded_files(files: Mapping[str, str | None]) -> dict[str, bytes]:
-    """Contents from base64; an entry without content is left out, as Sandbox Fusion does.
+    """Contents from base64; an entry without content is skipped, as in Sandbox Fusion.
 
     Raises:
         SandboxRequestError: one is not base64.
@@ -348,7 +348,7 @@ def _decoded(path: str, content: str) -> bytes:
 
 
 def _command_result(result: RunResult) -> CommandRunResult:
-    """A program that was killed for its memory, or killed its own supervisor, ended by a signal; the text says why."""
+    """A program killed for its memory, or for killing its own supervisor, ended by a signal; the text says why."""
     late = result.status is RunStatus.TIME_LIMIT
     notes = {
         RunStatus.MEMORY_LIMIT: "killed: the memory limit was exceeded",
@@ -405,8 +405,8 @@ def jupyter_response(
     files: Mapping[str, bytes],
     refused_files: Mapping[str, str],
 ) -> RunJupyterResponse:
-    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` when time ran out (`late`) or the interpreter
-    `ended` before all was done; the cells that ran are there in any case."""
+    """The `/run_jupyter` answer for a request of `asked` cells: `Failed` if time ran out (`late`) or the interpreter
+    `ended` before all were done; the cells that ran are always included."""
     cut_short = ended and not late
     driver = CommandRunResult(
         status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,

@@ -1,7 +1,7 @@
-"""`ArgumentChecker`: a tool's JSON Schema, applied to what a model wrote as arguments.
+"""`ArgumentChecker`: validates a model's arguments against a tool's JSON Schema.
 
-Invariant: what passes satisfies the schema; what does not is an `ArgumentError` in one line that names the field. Work is
-linear in the length of the arguments, whatever the schema's keywords. Nothing that a schema refers to is ever fetched.
+Invariant: arguments that pass satisfy the schema; any others raise a one-line `ArgumentError` that names the field. Work is
+linear in the length of the arguments, whatever the schema's keywords. External references are never fetched.
 
 A string that holds JSON is accepted where the schema wants an object, array, number or boolean. Nothing else is repaired,
 and defaults are not filled in: a schema's `default` tells the model what the tool does without the argument.
@@ -25,11 +25,11 @@ from etude.errors import ConfigError, one_line
 from etude.tools.arguments import MAX_SHOWN_CHARS, ArgumentError, decode_json, shortened
 
 _MAX_PATTERN_CHARS = 10_000
-_MAX_ERRORS = 100  # of one call that are looked at for strings to decode
+_MAX_ERRORS = 100  # of one call that are searched for strings to decode
 
 
 def _without_null_enums(schema: Any) -> Any:
-    """`schema` without `"enum": null`, which the documents' schemas carry and mean as no enumeration."""
+    """`schema` without `"enum": null`, which the documents' schemas use for "no enumeration"."""
     if isinstance(schema, Mapping):
         kept = {key: value for key, value in schema.items() if key != "enum" or value is not None}
         return {key: _without_null_enums(value) for key, value in kept.items()}
@@ -37,13 +37,13 @@ def _without_null_enums(schema: Any) -> Any:
 
 
 class ArgumentChecker:
-    """One tool's schema, compiled once; arguments that plainly satisfy a plain schema never reach the validator."""
+    """One tool's schema, compiled once; arguments that clearly satisfy a simple schema skip the validator."""
 
     def __init__(self, parameters: Mapping[str, Any], tool_name: str) -> None:
         """`parameters` is the schema of the arguments object.
 
         Raises:
-            ConfigError: it is no JSON Schema, or refers to something outside itself; names the tool and the place.
+            ConfigError: it is not a JSON Schema, or has external references; names the tool and the place.
         """
         schema = _without_null_enums(dict(parameters))
         kind = validators.validator_for(schema, default=Draft202012Validator)
@@ -52,17 +52,17 @@ class ArgumentChecker:
             _check_references(schema)
             bounded = validators.extend(kind, {"pattern": _pattern, "uniqueItems": _unique_items})
             self._validator: Validator = bounded(schema, registry=Registry())
-            next(self._validator.iter_errors({}), None)  # a schema that refers to itself without end
+            next(self._validator.iter_errors({}), None)  # infinite self-reference
             self._plain = _plain_types(schema)
         except SchemaError as error:
             place = ".".join(["parameters", *map(str, error.absolute_path)])
-            raise ConfigError(f"tool '{tool_name}': its schema is wrong at {place}: {_message(error)}") from error
+            raise ConfigError(f"tool '{tool_name}': its schema is invalid at {place}: {_message(error)}") from error
         except (Unresolvable, RecursionError, re.error) as error:
             reason = "it refers to itself without end" if isinstance(error, RecursionError) else one_line(error)
             raise ConfigError(f"tool '{tool_name}': its schema cannot be used: {reason}") from error
 
     def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
-        """`arguments` as the tool shall see them; may be changed in place.
+        """`arguments` as passed to the tool; may be modified in place.
 
         Raises:
             ArgumentError: they violate the schema; names the field.
@@ -76,7 +76,7 @@ class ArgumentChecker:
         except RecursionError:
             raise ArgumentError("the arguments are nested too deeply") from None
         if errors:
-            raise ArgumentError(_told(best_match(errors)), "invalid_arguments")
+            raise ArgumentError(_error_message(best_match(errors)), "invalid_arguments")
         return arguments
 
     def _errors(self, arguments: dict[str, Any]) -> list[ValidationError]:
@@ -84,14 +84,14 @@ class ArgumentChecker:
 
 
 class _PlainTypes(NamedTuple):
-    """A schema that names the types of its properties and says nothing else: the common case, at a tenth of the price."""
+    """A schema that only gives the types of its properties: the common case, at a tenth of the cost."""
 
     types: dict[str, tuple[type, ...]]
     required: frozenset[str]
-    open: bool  # whether other properties may occur
+    open: bool  # whether other properties are allowed
 
     def holds(self, arguments: dict[str, Any]) -> bool:
-        """True only if the validator would find no error; False says nothing."""
+        """True only if the validator would find no error; False is inconclusive."""
         types = self.types
         for name, value in arguments.items():
             allowed = types.get(name)
@@ -116,7 +116,7 @@ _ANNOTATIONS = {"description", "title", "default", "examples", "$comment"}
 
 
 def _plain_types(schema: Mapping[str, Any]) -> _PlainTypes | None:
-    """The schema as plain types; None where it says more than that."""
+    """The schema as a map of types; None if it has other constraints."""
     properties, others = schema.get("properties", {}), schema.get("additionalProperties", True)
     known = {"type", "properties", "required", "additionalProperties"}
     if schema.keys() - known - _ANNOTATIONS or schema.get("type") != "object" or not isinstance(others, bool):
@@ -132,7 +132,7 @@ def _plain_types(schema: Mapping[str, Any]) -> _PlainTypes | None:
 
 
 def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) -> bool:
-    """Puts the value that a string holds in its place, where the schema wants something else; whether any was."""
+    """Decodes strings in place where the schema wants another type; returns whether any was decoded."""
     changed = False
     for error in errors:
         if error.validator not in ("type", "anyOf", "oneOf", "enum", "const") or not isinstance(error.instance, str):
@@ -155,7 +155,7 @@ def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) ->
     return changed
 
 
-def _told(error: ValidationError) -> str:
+def _error_message(error: ValidationError) -> str:
     field = _place(error)
     return f"{field}: {_message(error)}" if field else _message(error)
 
@@ -169,7 +169,7 @@ def _place(error: ValidationError) -> str:
 
 
 def _message(error: ValidationError | SchemaError) -> str:
-    """The validator's sentence, the value in it shortened."""
+    """The validator's message, with the value in it shortened."""
     shown = repr(error.instance)
     message = error.message
     if len(shown) > MAX_SHOWN_CHARS:
@@ -178,7 +178,7 @@ def _message(error: ValidationError | SchemaError) -> str:
 
 
 def _check_references(schema: dict[str, Any]) -> None:
-    """Raises Unresolvable for a `$ref` that leads nowhere; nothing is ever fetched."""
+    """Raises Unresolvable for a dangling `$ref`; nothing is ever fetched."""
     resolver = (
         Registry().with_resource("", Resource.from_contents(schema, default_specification=DRAFT202012)).resolver()
     )
@@ -198,7 +198,7 @@ def _references(node: Any) -> Iterator[str]:
 
 
 def _pattern(validator: Validator, pattern: str, instance: object, schema: object) -> Iterator[ValidationError]:
-    """`pattern` on strings of bounded length: what a regular expression costs beyond is nobody's to say."""
+    """`pattern` on strings of bounded length, since the cost of a regular expression is not."""
     if isinstance(instance, str):
         if len(instance) > _MAX_PATTERN_CHARS:
             yield ValidationError(f"{instance!r} is longer than the {_MAX_PATTERN_CHARS} characters of a pattern")
@@ -215,7 +215,7 @@ def _unique_items(validator: Validator, wanted: bool, instance: object, schema: 
 
 
 def _as_json_compares(value: Any) -> Any:
-    """`value` with 1.0 written as 1, since JSON Schema holds them equal; true stays apart from 1."""
+    """`value` with 1.0 written as 1, since JSON Schema treats them as equal; true stays distinct from 1."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):

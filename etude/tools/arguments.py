@@ -1,9 +1,9 @@
-"""What a model wrote as arguments, decoded.
+"""Decodes the arguments that a model wrote.
 
-Invariant: what leaves here is a JSON object of bounded depth that holds finite numbers and encodable text and could be
-understood in one way only (no key twice). Whatever else a model wrote is an `ArgumentError` in one line. A whole arguments
-object inside a JSON string is accepted: models write that too. What a tool's schema says of it is `argument_check`'s
-business.
+Invariant: the result is a JSON object of bounded depth with finite numbers and encodable text that could be
+read in one way only (no duplicate keys). Anything else raises a one-line `ArgumentError`. A whole arguments
+object inside a JSON string is accepted: models write that too. Checking it against the schema is left to
+`argument_check`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _BRACKETS = re.compile(r"[\[{]")
 
 
 class ArgumentError(ValueError):
-    """The arguments of a call are wrong; the text is for the model, `word` for the record."""
+    """The arguments of a call are invalid; the text is for the model, `word` for the record."""
 
     def __init__(self, text: str, word: str = "malformed") -> None:
         super().__init__(text)
@@ -29,10 +29,10 @@ class ArgumentError(ValueError):
 
 
 def decode_arguments(text: str) -> dict[str, Any]:
-    """The JSON object in `text`, or in the JSON string that `text` is.
+    """The JSON object in `text`, or in the JSON string in `text`.
 
     Raises:
-        ArgumentError: it is no such object.
+        ArgumentError: there is none.
     """
     arguments = decode_json(text)
     if isinstance(arguments, str):

@@ -1,8 +1,8 @@
-"""`BaseTool`: what a tool of the documents derives from.
+"""`BaseTool`: the base class of the documents' tools.
 
-Invariant: one object serves every trajectory at once; whatever belongs to one trajectory is kept under the instance id
-that `create` was given. Calling the four methods in the right order, exactly once where that is promised, is the
-business of `ToolSession`.
+Invariant: one object serves all trajectories concurrently; the state of each is kept under the instance id
+passed to `create`. Calling the four methods in the right order, and exactly once where promised, is left to
+`ToolSession`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from etude.trace import rollout_trace_op
 class BaseTool:
     """A tool: CREATE → EXECUTE (any number of times) → CALC_REWARD → RELEASE for each trajectory.
 
-    A subclass overrides `execute`, and the others as it needs; all four are `async def`. A subclass that sets `name` in
-    its class body is that tool under no other name; without it, the schema names the tool.
+    A subclass overrides `execute`, and the others as it needs; all four are `async def`. A `name` set in
+    the class body is the tool's only name; without it, the schema names the tool.
     """
 
     name: str
@@ -31,7 +31,7 @@ class BaseTool:
         """Keeps the tool's `config` and schema; without a schema, the one of `get_openai_tool_schema()`.
 
         Raises:
-            ConfigError: there is no schema, or it names another tool than the class does.
+            ConfigError: there is no schema, or its name differs from the class's.
         """
         self.config = config
         self.tool_schema = tool_schema  # type: ignore[assignment]  # None only until the next lines
@@ -47,7 +47,7 @@ class BaseTool:
             self.name = schema.function.name
 
     def get_openai_tool_schema(self) -> OpenAIFunctionToolSchema:
-        """The configured schema, else the tool's own."""
+        """The configured schema, else the tool's own; what the prompt shows."""
         if self.tool_schema is None and self.schema is not None:
             return OpenAIFunctionToolSchema.model_validate(self.schema)
         return self.tool_schema
@@ -66,13 +66,13 @@ class BaseTool:
         """Answers one call of the model: (response, step reward, metrics).
 
         Raises:
-            ToolError: its text is told to the model.
+            ToolError: its text is returned to the model.
         """
         raise NotImplementedError(f"{type(self).__name__} does not define execute")
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """The reward of the trajectory as a whole, asked for once when it has ended."""
+        """The reward of the whole trajectory; called once, after it has ended."""
         return 0.0
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Ends a trajectory, in whatever way it ended: frees what `create` made."""
+        """Ends a trajectory, however it ended: frees what `create` made."""

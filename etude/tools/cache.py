@@ -1,11 +1,11 @@
-"""`ResultCache`: the answers of a tool whose `execute` is pure, kept and shared.
+"""`ResultCache`: caches and shares the answers of a tool whose `execute` is pure.
 
 Pure means: the answer (text, media, step reward and metrics) depends on the arguments, the row's `create_kwargs` and
 `execute_kwargs` and the tool's configuration alone, and executing changes nothing. Switching the cache on declares that.
 
-Invariant: an answer is served for equal questions only; an error is never kept; at any moment at most one execution a
-question runs in this event loop, in the trajectory that asked first. When that trajectory is cancelled, the next one that
-waits executes in its place, with an instance of its own: no call outlives its trajectory.
+Invariant: an answer is served only for an equal key; errors are never cached; at most one execution per key runs in this
+event loop at a time, in the trajectory that asked first. If that trajectory is cancelled, the next one waiting executes
+instead, with its own instance: no call outlives its trajectory.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAX_CHARACTERS = 2**28
 
 
 class ResultCache:
-    """Keeps the `max_entries` answers used last in memory, 256 million characters at most, and those of `path` on disk."""
+    """Keeps the last `max_entries` answers used in memory (256 million characters at most), and those of `path` on disk."""
 
     def __init__(self, policy: CachePolicy) -> None:
         """Opens the file, if there is one.
@@ -40,7 +40,7 @@ class ResultCache:
         self._store = None if policy.path is None else ResultStore(policy.path, policy.max_entries, policy.ttl)
 
     async def answer(self, key: str, execute: Callable[[], Awaitable[ToolResult]]) -> ToolResult:
-        """The answer to the question `key`: kept, shared with a call under way, or that of `execute()`.
+        """The answer for `key`: cached, shared with a running call, or from `execute()`.
 
         Raises:
             Exception: what `execute` raised, here or in the call that was shared.
@@ -62,7 +62,7 @@ class ResultCache:
             answer = await execute()
         except Exception as error:
             flight.set_exception(error)
-            flight.exception()  # seen, should nobody wait
+            flight.exception()  # mark as retrieved, in case nobody waits
             raise
         except BaseException:
             flight.cancel()
@@ -91,7 +91,7 @@ class ResultCache:
         if record is None:
             return None
         try:
-            return result_from_json(record, Source.CACHE)  # not kept in memory: its age would begin anew
+            return result_from_json(record, Source.CACHE)  # not cached in memory: that would reset its age
         except (KeyError, TypeError, ValueError, OSError):
             return None
 
@@ -112,7 +112,7 @@ class ResultCache:
             return
         try:
             record = result_to_json(answer)
-        except (TypeError, ValueError):  # a medium that JSON and PNG cannot hold stays in memory
+        except (TypeError, ValueError):  # media that JSON and PNG cannot represent stay in memory
             return
         await self._store.put(key, record)
 
@@ -122,7 +122,7 @@ def _length(answer: ToolResult) -> int:
 
 
 def _copy(answer: ToolResult, source: Source) -> ToolResult:
-    """`answer` for one more trajectory, which may change what it gets."""
+    """A copy of `answer` for another trajectory, which may modify it."""
     response = answer.response.model_copy(
         update={kind: list(media) for kind in ("image", "video") if (media := getattr(answer.response, kind))}
     )

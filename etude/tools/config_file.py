@@ -1,12 +1,12 @@
-"""`read_config_file`: what a tool configuration file says, whichever of its forms it has.
+"""`read_config_file`: parses a tool configuration file in any of its formats.
 
     *.yaml, *.yml   `tools: [entry, …]` and `mcpServers: {name: server, …}`, either or both
     *.json          the same; a file written for Claude Desktop or verl's `mcp_servers_config_path`
     *.pydata        RL-Factory: a Python literal, a list of names, entries and `{'mcpServers': …}`
     *.py            functions decorated with `@function_tool`
 
-Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. Whatever is wrong with
-a file as a whole is one line that names it.
+Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. An invalid file raises one
+line that names it.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def read_config_file(path: Path) -> ConfigFile:
     """The entries of a tool configuration file, in their order.
 
     Raises:
-        ConfigError: it is missing, unreadable, too large, or holds something else.
+        ConfigError: it is missing, unreadable, too large, or not a tool configuration.
     """
     content = read_data_file(path)
     if isinstance(content, list):
@@ -65,7 +65,7 @@ def read_config_file(path: Path) -> ConfigFile:
 
 
 def beside(folder: Path, path: str) -> Path:
-    """The file `path` in `folder`, or where there is none, as seen from the working directory."""
+    """The file `path` in `folder` or, if there is none, relative to the working directory."""
     near = folder / Path(path).expanduser()
     return near if near.is_file() else Path(path).expanduser()
 
@@ -74,7 +74,7 @@ def read_data_file(path: Path) -> Any:
     """The content of a YAML, JSON or `.pydata` file.
 
     Raises:
-        ConfigError: it is missing, unreadable or too large; names it and the form that was expected.
+        ConfigError: it is missing, unreadable or too large; names it and the expected format.
     """
     if not path.is_file():
         raise ConfigError(f"tool configuration not found: {path}")
@@ -91,7 +91,7 @@ def read_data_file(path: Path) -> Any:
 
 
 class _UniqueKeys(yaml.SafeLoader):
-    """Refuses a mapping that says one key twice, where YAML would let the last one win."""
+    """Rejects a mapping with duplicate keys, where YAML would let the last one win."""
 
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Hashable, Any]:
         keys = [key.value for key, _ in node.value if isinstance(key, yaml.ScalarNode) and key.value != "<<"]

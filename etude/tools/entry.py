@@ -1,12 +1,12 @@
-"""`load_entry`: one entry of a tool configuration as tools.
+"""`load_entry`: loads the tools of one entry of a tool configuration.
 
     class_name      package.module.Class, or path/to/file.py:Class: a `BaseTool`, a Qwen-Agent-shaped class, or a function
-                    decorated with `@function_tool`. May be left out where `config.type` is not `native`.
-    config          `type` (native, mcp, http, sandbox_fusion) and what the tool is made with
+                    decorated with `@function_tool`. Optional unless `config.type` is `native`.
+    config          `type` (native, mcp, http, sandbox_fusion) and the tool's own options
     tool_schema     an OpenAI function schema; null for the tool's own
     mcp             of type mcp: `mcp_servers_config_path` or `mcpServers`, and which of their tools
 
-Invariant: an entry that is wrong is one `ConfigError` that begins with its place.
+Invariant: an invalid entry raises one `ConfigError` that begins with its place.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ _MOVED = {
     "MCPBaseTool": "etude.tools.MCPBaseTool",
     "MCPSearchTool": "etude.tools.MCPBaseTool",
 }
-"""verl's classes and where they are here: the import table of docs/migrating.md."""
+"""verl's classes and their counterparts here: the import table of docs/migrating.md."""
 
 
 def load_entry(entry: Mapping[str, Any], file: Path, where: str) -> list[BaseTool]:
-    """The tool that `entry` of `file` describes; several where it stands for the tools of an MCP server.
+    """The tool that `entry` of `file` describes; several if it names an MCP server.
 
     Raises:
-        ConfigError: something in it is wrong; begins with `where`.
+        ConfigError: it is invalid; begins with `where`.
     """
     named = entry.get("class_name")
     where = f"{where} ({named})" if isinstance(named, str) else where
@@ -78,7 +78,7 @@ def load_servers(item: Mapping[str, Any], file: Path, where: str) -> list[BaseTo
     and `config` (for each tool).
 
     Raises:
-        ConfigError: a server is described wrongly or does not answer; begins with `where`.
+        ConfigError: a server's entry is invalid or the server does not answer; begins with `where`.
     """
     item = filled(dict(item), "", where)
     options = {key: value for key, value in item.items() if key not in ("mcpServers", "config")}
@@ -88,16 +88,16 @@ def load_servers(item: Mapping[str, Any], file: Path, where: str) -> list[BaseTo
 
 
 def checked(make: Callable[[], BaseTool], where: str) -> BaseTool:
-    """The tool that `make` returns, with a name that is its schema's and a policy that makes sense.
+    """The tool that `make` returns, checked: its name matches its schema, and its policy is valid.
 
     Raises:
-        ConfigError: it has not, or `make` raised anything.
+        ConfigError: it is not valid, or `make` raised anything.
     """
     try:
         tool = make()
         named = tool.get_openai_tool_schema().function.name
-        ToolRuntime.of(tool)  # its policy and its schema make sense
-    except Exception as error:  # whatever a user's constructor raises is theirs to read
+        ToolRuntime.of(tool)  # validates its policy and schema
+    except Exception as error:  # report whatever a user's constructor raises
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where}: {kind}{one_line(error, 600)}") from error
     if named != tool.name:

@@ -1,7 +1,7 @@
-"""`filled`: `${…}` references in a tool configuration, filled in from the environment.
+"""`filled`: substitutes `${…}` references in a tool configuration from the environment.
 
 Invariant: `${VAR}`, `${oc.env:VAR}` and `${oc.env:VAR,default}` are replaced, once, and anything else in `${…}` is an
-error; a variable that is not set and has no default is an error that names it. Nothing that is filled in is logged.
+error; a variable that is not set and has no default is an error that names it. Substituted values are never logged.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Faults made on request, so that a model learns to live with them and a test can count on them.
+"""Injected faults, so that a model learns to cope with them and tests are reproducible.
 
-Invariant: whether and how a call goes wrong depends on the seed, the tool, the trajectory and the call's place in it
-alone, never on the clock or on what else runs; an attempt that follows a fault draws anew.
+Invariant: whether and how a call fails depends only on the seed, the tool, the trajectory and the call's place in it,
+never on the clock or concurrent work; each retry draws again.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class CallPlace(NamedTuple):
     number: int
 
     def chance(self, *salt: object) -> float:
-        """A number in [0, 1) that is the same whenever place and `salt` are."""
+        """A number in [0, 1) determined by the place and `salt`."""
         return chance("\0".join(map(str, (*salt, self.tool, self.trajectory, self.turn, self.number))))
 
 
@@ -32,11 +32,11 @@ class Fault(Enum):
 
     TIMEOUT = "timeout"  # no answer in time: broken infrastructure
     ERROR = "error"  # the tool raises: see `config.on_exception`
-    GARBAGE = "garbage"  # the tool runs, and its text is replaced by nonsense
+    GARBAGE = "garbage"  # the tool runs, and its text is replaced by garbage
 
 
 class InjectedError(Exception):
-    """The exception of a tool that was told to raise one."""
+    """The exception of an injected error."""
 
 
 def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
@@ -50,7 +50,7 @@ def draw(policy: FaultPolicy, place: CallPlace, attempt: int) -> Fault | None:
 
 
 def garbage(policy: FaultPolicy, place: CallPlace) -> str:
-    """Up to 400 characters of nonsense, control characters, brackets and tags among them."""
+    """Up to 400 characters of garbage, including control characters, brackets and tags."""
     source = random.Random(f"{policy.seed} {place}")
     pieces = ["\x00", "\ufffd", "{", "}", "[", '"', "<", "</", ">", "\n", "é", "漢", "🙂", *map(chr, range(32, 127))]
     return "".join(source.choices(pieces, k=source.randint(0, 400)))[:400]

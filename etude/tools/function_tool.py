@@ -1,8 +1,8 @@
-"""`@function_tool`: a plain function as a tool.
+"""`@function_tool`: turns a function into a tool.
 
-Invariant: the decorated name still is the function to whoever calls it. A function tool has no state of its own: its
-`create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of threads, one set for each
-tool, so that one that hangs starves no other; a time limit abandons a thread but cannot kill it: write long work as
+Invariant: the decorated name can still be called as the function. A function tool has no state of its own: its
+`create`, `calc_reward` and `release` do nothing. Synchronous functions run in a bounded set of threads, one per
+tool, so that a hanging tool starves no other; a time limit abandons a thread but cannot kill it: write long work as
 `async def`.
 """
 
@@ -42,11 +42,11 @@ class FunctionTool(BaseTool):
         schema: Schema | None = None,
         config: Mapping[str, Any] | None = None,
     ) -> None:
-        """Takes the schema from type hints and docstring, unless one is given; `config` holds limits of its calls.
+        """Derives the schema from type hints and docstring unless one is given; `config` holds call limits.
 
         Raises:
-            ConfigError: the schema cannot be made, is wrong, or has another name than `name`; `config` has a key that
-                no limit has, or a value that makes no sense.
+            ConfigError: the schema cannot be derived, is invalid, or is not named `name`; `config` has an unknown key
+                or an invalid value.
         """
         _check_kind(function)
         self._function = function
@@ -61,7 +61,7 @@ class FunctionTool(BaseTool):
         functools.update_wrapper(self, function)
 
     def configured(self, config: Mapping[str, Any], schema: Schema | None = None) -> FunctionTool:
-        """This tool with `config` laid over its own, and with another schema of the same function where one is given.
+        """This tool with `config` merged over its own, and with `schema` instead of its own if given.
 
         Raises:
             ConfigError: as the constructor.
@@ -69,7 +69,7 @@ class FunctionTool(BaseTool):
         return FunctionTool(self._function, None, schema or self.tool_schema, {**self.config, **config})
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The plain function."""
+        """The undecorated function."""
         return self._function(*args, **kwargs)
 
     @rollout_trace_op
@@ -115,16 +115,16 @@ def function_tool(
     schema: Schema | None = None,
     config: Mapping[str, Any] | None = None,
 ) -> FunctionTool | Callable[[Callable[..., object]], FunctionTool]:
-    """Decorator that makes a sync or async function a tool.
+    """Decorator that turns a sync or async function into a tool.
 
     Written as `@function_tool`, `@function_tool("name")` or `@function_tool(name="name", schema={…}, config={…})`;
-    `config` holds limits of its calls, such as `{"timeout": 5}`.
+    `config` holds call limits, such as `{"timeout": 5}`.
 
     The function returns a `ToolResponse`, text, a dict (sent as JSON), or a tuple of one of these with a step reward
     and a dict of metrics.
 
     Raises:
-        ConfigError: the name is taken, or no schema can be made of the function; names function and parameter.
+        ConfigError: the name is taken, or no schema can be derived from the function; names function and parameter.
     """
     if callable(name):
         return function_tool()(name)
@@ -140,7 +140,7 @@ def load_function_tools(path: str | Path) -> list[BaseTool]:
     """The function tools that the file (or dotted module) `path` defines, in the order of their definition.
 
     Raises:
-        ConfigError: it cannot be imported, or defines none.
+        ConfigError: it cannot be imported, or defines no tool.
     """
     module = import_module(str(path))
     tools = [tool for tool in vars(module).values() if isinstance(tool, FunctionTool)]
@@ -166,7 +166,7 @@ def _check_config(config: Mapping[str, Any], name: str) -> None:
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:
-    """What a function returned, as `BaseTool.execute` returns it; whatever is not listed there becomes its `str`.
+    """Converts a function's return value to that of `BaseTool.execute`; unlisted types become their `str`.
 
     Raises:
         TypeError: a tuple that is empty or has more than three entries.
@@ -189,10 +189,10 @@ def _response(result: object) -> ToolResponse:
 
 
 def read_schema(raw: object, where: str) -> OpenAIFunctionToolSchema:
-    """A tool's schema, checked.
+    """Validates a tool's schema.
 
     Raises:
-        ConfigError: it is no OpenAI function schema; the message begins with `where` and names the place in it.
+        ConfigError: it is not an OpenAI function schema; the message begins with `where` and names the place in it.
     """
     try:
         schema = OpenAIFunctionToolSchema.model_validate(raw)

@@ -4,9 +4,9 @@
       tool_schema: …
 
 Invariant: the model's arguments fill the `{name}` places of the address, each as one quoted path segment or query value,
-and the rest goes where `send` says; nothing the model writes can change host, method or headers. An answer is bounded in
-bytes and redirects are not followed. A client error is told to the model, unless it is about the key or the rate, which
-are the world's: those, server errors and broken connections are infrastructure.
+and the rest goes where `send` says; nothing the model writes can change host, method or headers. A response is bounded in
+bytes and redirects are not followed. A client error is returned to the model, unless it is about the key or the rate:
+those, server errors and broken connections are infrastructure failures.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")
 _NOT_THE_MODELS_FAULT = (401, 402, 403, 407, 408, 421, 425, 426, 429)
-_TOLD_CHARS = 1000  # of an error's body
+_TOLD_CHARS = 1000  # of an error response's body
 
 
 class HttpOptions(ToolOptions):
@@ -40,10 +40,10 @@ class HttpOptions(ToolOptions):
         url: with `{name}` where an argument belongs.
         method: by default GET where the arguments go into the query, else POST.
         headers: sent with every request.
-        send: where arguments go that the address has no place for: the JSON body or the query.
-        result: path of the answer inside a JSON response, as `items.0.text`; without it, the whole body as text.
+        send: where the remaining arguments go: the JSON body or the query.
+        result: path of the result inside a JSON response, such as `items.0.text`; without it, the whole body as text.
         max_body_bytes: of a response; a longer one is an infrastructure failure.
-        connections: at once, in one process.
+        connections: maximum per process.
     """
 
     url: str
@@ -61,7 +61,7 @@ class HttpOptions(ToolOptions):
         if parts.scheme not in ("http", "https") or not parts.netloc:
             raise ValueError("must begin with http:// or https://")
         if "{" in parts.netloc:
-            raise ValueError("the host may not depend on the model's arguments")
+            raise ValueError("the host must not depend on the model's arguments")
         return url
 
     @field_validator("headers")
@@ -80,7 +80,7 @@ class HttpTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: a key is wrong, there is no schema, or it does not have the arguments that the address needs.
+            ConfigError: an option is invalid, there is no schema, or it lacks an argument that the address needs.
         """
         if tool_schema is None:
             raise ConfigError("a tool of type 'http' needs a tool_schema: name, description and parameters")
@@ -110,11 +110,11 @@ class HttpTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Sends one request; a row's `execute_kwargs` are added to the arguments and win over the model's.
+        """Sends one request; a row's `execute_kwargs` are added to the arguments and override the model's.
 
         Raises:
-            ToolError: an argument that the address needs is missing, or the service refuses what it was asked.
-            InfrastructureError: the service does not answer, or not in a way that can be read.
+            ToolError: an argument that the address needs is missing, or the service rejects the request.
+            InfrastructureError: the service does not answer, or its answer is unreadable.
         """
         arguments = {**parameters, **execute_kwargs}
         url, rest = _addressed(self._options.url, arguments)
@@ -155,14 +155,14 @@ class HttpTool(BaseTool):
 
 
 def _addressed(template: str, arguments: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-    """(the address with its places filled, the arguments it has no place for)."""
+    """(the address with its placeholders filled, the remaining arguments)."""
     rest = dict(arguments)
     filled_in = {}
     for name in dict.fromkeys(_PLACE.findall(template)):
         if rest.get(name) is None:
             raise ToolError(f"missing argument '{name}'")
         segment = quote(_plain(rest.pop(name)), safe="")
-        if segment.strip(".") == "":  # "..", which a server would take for the folder above
+        if segment.strip(".") == "":  # "..", which a server would read as the parent folder
             raise ToolError(f"the argument '{name}' cannot be empty or consist of dots")
         filled_in[name] = segment
     return _PLACE.sub(lambda match: filled_in[match[1]], template), rest

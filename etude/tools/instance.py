@@ -1,9 +1,9 @@
 """`ToolInstance`: one tool in one trajectory, from its `create` to its `release`.
 
-Invariant: `create` is begun once, at once; `execute` and `calc_reward` run only after it succeeded, each within the tool's
-time limit; `close` calls `release` exactly if `create` succeeded. Of a replayed tool no method is called at all.
+Invariant: `create` is started once, immediately; `execute` and `calc_reward` run only after it succeeded, each within the
+tool's time limit; `close` calls `release` exactly if `create` succeeded. No method of a replayed tool is ever called.
 
-When what happens, and that a running call ends before `close`, is the session's business.
+Timing, and ending running calls before `close`, are left to the session.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ _NOTHING: Kwargs = {}
 
 
 class ToolInstance:
-    """Made inside the session's event loop, which begins the tool's `create`.
+    """Created inside the session's event loop; starts the tool's `create`.
 
     Attributes:
-        executing: the tool's code that runs now.
-        closing: set by the session when no call may begin any more.
+        executing: the tool's running code.
+        closing: set by the session once no new call may start.
     """
 
     __slots__ = (
@@ -51,7 +51,7 @@ class ToolInstance:
         trajectory: str,
         watch: LoopWatch,
     ) -> None:
-        """Raises MissingCall where the tool is replayed and the recording does not know this row."""
+        """Raises MissingCall where the tool is replayed and the recording lacks this row."""
         self.tool, self.calls = tool, calls
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
@@ -77,19 +77,19 @@ class ToolInstance:
 
     @property
     def opened(self) -> bool:
-        """Whether `create` has ended, well or not."""
+        """Whether `create` has ended, successfully or not."""
         return self._opening.done()
 
     @property
     def created(self) -> bool:
-        """Whether `create` has ended well."""
+        """Whether `create` has succeeded."""
         return self._opening.done() and not self._opening.cancelled() and self._opening.exception() is None
 
     async def ready(self) -> ToolResponse:
-        """What `create` says, when it is done; any number of calls may wait at once, and none of them cancels it.
+        """Waits for the response of `create`; any number of calls may wait concurrently, and none of them cancels it.
 
         Raises:
-            InfrastructureError: it failed, or takes too long.
+            InfrastructureError: it failed or timed out.
         """
         if self._greeting is not None:
             return self._greeting
@@ -102,7 +102,7 @@ class ToolInstance:
             response = read_creation(self._opening.result(), self._given_id)[1]
         except Exception as error:
             raise InfrastructureError(self.sentence("create", error)) from error
-        if self._greeting is None:  # others may have waited as well
+        if self._greeting is None:  # others may be waiting as well
             if self.calls.recorder is not None:
                 self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
             self._greeting = self._limits.bounded(response)
@@ -124,7 +124,7 @@ class ToolInstance:
         return ToolRequest(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
     async def execute(self, request: ToolRequest, attempts: Attempts) -> object:
-        """One execution of the tool's code; notes in `attempts` where it blocked the event loop.
+        """Runs the tool once; counts in `attempts` when it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
@@ -147,16 +147,16 @@ class ToolInstance:
             attempts.blocked_loop += self._watch.stalls(task)
 
     def shown(self, response: ToolResponse) -> ToolResponse:
-        """`response` within the limits of its text."""
+        """`response`, truncated to the text limits."""
         return self._limits.bounded(response)
 
     async def calc_reward(self) -> float:
-        """The final reward; 0.0 of a tool that has no `calc_reward` of its own.
+        """The final reward; 0.0 if the tool does not override `calc_reward`.
 
         Raises:
             ConfigError: it is a list.
-            InfrastructureError: it failed, or is no finite number.
-            MissingCall: the tool is replayed, and the recording does not say it.
+            InfrastructureError: it failed, or is not a finite number.
+            MissingCall: the tool is replayed, and the recording does not have it.
         """
         kwargs = self._arguments("calc_reward_kwargs")
         if self._replayed is not None:
@@ -181,7 +181,7 @@ class ToolInstance:
 
     @property
     def settled(self) -> bool:
-        """Whether `close` would have nothing to do: no code of the tool runs, and nothing is to be released."""
+        """Whether `close` has nothing to do: none of the tool's code is running, and nothing needs releasing."""
         return self.opened and not self.executing and not self._to_release
 
     @property
@@ -189,7 +189,7 @@ class ToolInstance:
         return self._replayed is None and self.created and overrides(self.tool, "release")
 
     async def close(self) -> bool:
-        """Ends a `create` that still runs, and releases what was created; False if the release failed."""
+        """Cancels a running `create`, and releases what was created; False if the release failed."""
         if not self._opening.done():
             self._opening.cancel()
             await ended(self._opening, None)
@@ -209,7 +209,7 @@ class ToolInstance:
 
     @property
     def _id(self) -> str:
-        """The id that `create` returned, or ours where it returned something unreadable."""
+        """The id that `create` returned, or ours if it returned something unreadable."""
         try:
             return read_creation(self._opening.result(), self._given_id)[0]
         except TypeError:

@@ -1,15 +1,15 @@
 """`ToolSession`: the lifecycle of one trajectory over its tools.
 
 Invariant, for each tool: at most one `create`; if it succeeded, any number of `execute`, at most one `calc_reward`
-(when the trajectory asks for it, always before release), and exactly one `release` in every ending: a tool raises, hangs,
-returns nonsense; the trajectory fails or is cancelled, once or again while it cleans up. Nothing waits for ever. Of a
-tool that is replayed from a recording, no method is called at all.
+(when the trajectory asks for it, always before release), and exactly one `release` however it ends: a tool raises, hangs or
+returns garbage; the trajectory fails or is cancelled, even again during clean-up. Nothing waits forever. No method of a
+tool that is replayed from a recording is ever called.
 
-Order: tools named in the row are created on entry, others at their first call; a turn's calls run at the same time and
-are answered in order of appearance; on exit, running calls are stopped before their tools are released.
+Order: tools named in the row are created on entry, others at their first call; a turn's calls run concurrently and
+are answered in order; on exit, running calls are cancelled before their tools are released.
 
-Left to others: one tool's part in it (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolRuntime`), how
-many calls a turn may make (agents), which tools a row may name (data), retrying a trajectory whose infrastructure broke
+Left to others: one tool's lifecycle (`ToolInstance`), limits, retries, cache and recordings of a call (`ToolRuntime`),
+how many calls a turn may make (agents), which tools a row may name (data), retrying a trajectory whose infrastructure broke
 (the rollout).
 """
 
@@ -45,7 +45,7 @@ _closers: set[asyncio.Task[None]] = set()  # releases that outlived their sessio
 
 
 class _Asked(NamedTuple):
-    """A call that was understood; `greets` if it is the first of a tool that the row did not name."""
+    """A valid call; `greets` if it is the first of a tool that the row did not name."""
 
     call: FunctionCall
     instance: ToolInstance
@@ -57,9 +57,9 @@ class ToolSession:
     """One trajectory's tools, as an asynchronous context manager that is entered once.
 
     Attributes:
-        agent_data: what tools that read `agent_data` are handed; None: nothing.
-        initial_responses: what `create` had to say, without the empty ones, in the order of `tools_kwargs`.
-        release_failures: releases that raised or did not end in time; a tool's first is logged, none is raised.
+        agent_data: passed to tools that read `agent_data`; None: nothing.
+        initial_responses: the non-empty responses of `create`, in the order of `tools_kwargs`.
+        release_failures: releases that raised or timed out; a tool's first is logged, none is raised.
     """
 
     def __init__(
@@ -70,13 +70,13 @@ class ToolSession:
         request_id: str,
         token_limit: TokenLimit | None = None,
     ) -> None:
-        """`tools` are the configured ones by name; `tools_kwargs` those of the row, null entries meaning absent ones.
+        """`tools` are the configured ones by name; `tools_kwargs` is the row's, where null means absent.
 
-        `token_limit` counts tokens for the limits that do; without one, only characters are limited.
+        `token_limit` counts tokens for token limits; without one, only characters are limited.
 
         Raises:
-            DataError: the row names a tool that is not configured, or hands it something else than keyword arguments.
-            ConfigError: a tool's `config` or schema makes no sense.
+            DataError: the row names a tool that is not configured, or passes it something other than keyword arguments.
+            ConfigError: a tool's `config` or schema is invalid.
         """
         self._tools = dict(tools)
         self._kwargs = {name: kwargs for name, kwargs in (tools_kwargs or {}).items() if kwargs is not None}
@@ -96,11 +96,11 @@ class ToolSession:
         self.release_failures = 0
 
     async def __aenter__(self) -> ToolSession:
-        """Creates every tool that the row names, all at the same time.
+        """Creates all tools that the row names, concurrently.
 
         Raises:
-            InfrastructureError: one could not be created; those that were are released again.
-            DataError: one is replayed, and the recording does not know this row.
+            InfrastructureError: one could not be created; the others are released again.
+            DataError: one is replayed, and the recording lacks this row.
         """
         if self._entered:
             raise RuntimeError("a ToolSession is entered once")
@@ -118,22 +118,22 @@ class ToolSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Stops what still runs and releases every created tool; raises nothing but a cancellation that arrived."""
+        """Cancels running calls and releases every created tool; raises only a pending cancellation."""
         await self._close()
 
     @property
     def schemas(self) -> list[dict[str, Any]]:
-        """The tools' schemas, as OpenAI dictionaries that nobody changes."""
+        """The tools' schemas, as read-only OpenAI dictionaries."""
         return [calls.schema for calls in self._calls.values()]
 
     def shown(self, response: ToolResponse) -> ToolResponse:
-        """`response` within the limits of a tool's text that has none of its own."""
+        """`response`, truncated to the default text limits."""
         return self._limits(CallPolicy()).bounded(response)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
     async def execute(self, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
-        """Runs the calls of assistant turn `turn` at the same time; outcomes in the order of `calls`.
+        """Runs the calls of assistant turn `turn` concurrently; outcomes in the order of `calls`.
 
         Raises:
             BrokenCall: an InfrastructureError: a tool timed out, was unreachable or returned no finite reward, after its
@@ -150,11 +150,11 @@ class ToolSession:
         return [next(answered) if isinstance(each, _Asked) else each for each in asked]
 
     async def calc_rewards(self) -> dict[str, float]:
-        """The final reward of every created tool, by name; to be asked for once, when the trajectory has ended.
+        """The final reward of every created tool, by name; call once, after the trajectory has ended.
 
         Raises:
-            InfrastructureError: a tool failed to say it, or said no finite number; names the tool.
-            DataError: a recording does not say it.
+            InfrastructureError: a tool failed, or returned no finite number; names the tool.
+            DataError: a recording does not have it.
             RuntimeError: the second time, or outside the `async with` block.
         """
         self._check_open()
@@ -170,17 +170,17 @@ class ToolSession:
             raise RuntimeError("a ToolSession is used inside its 'async with' block")
 
     async def _all(self, coroutines: Sequence[Coroutine[Any, Any, R]]) -> list[R]:
-        """All results, or the first exception in order, the others stopped first."""
+        """All results, or the first exception in order, after cancelling the others."""
         if not coroutines:
             return []
-        if len(coroutines) == 1:  # in the caller's task: a second one would cost and give nothing
+        if len(coroutines) == 1:  # in the caller's task: a second one would gain nothing
             return [await coroutines[0]]
         tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
         self._waiting.update(tasks)
         try:
             await asyncio.wait(tasks, return_when=asyncio.FIRST_EXCEPTION)
         finally:
-            await settle(tasks, 2 * GRACE_SECONDS)  # a task that is stopped waits itself for what it stops
+            await settle(tasks, 2 * GRACE_SECONDS)  # a cancelled task waits for what it cancels
             self._waiting.difference_update(tasks)
         for task in tasks:
             if task.done() and not task.cancelled() and (error := task.exception()) is not None:
@@ -188,7 +188,7 @@ class ToolSession:
         return [task.result() for task in tasks]
 
     def _ask(self, call: FunctionCall, turn: int) -> _Asked | ToolOutcome:
-        """The call understood, its tool begun if need be; or the outcome of one that cannot be made."""
+        """The validated call, its tool created if needed; or the outcome of a call that cannot be made."""
         calls = self._calls.get(call.name)
         if calls is None:
             listed = ", ".join(self._tools) or "none"
@@ -238,7 +238,7 @@ class ToolSession:
                 attempts.blocked_loop,
             )
             if recorded is not None:
-                recorded.set(arguments=call.arguments, **_told_of(outcome))
+                recorded.set(arguments=call.arguments, **_span_attributes(outcome))
         return outcome
 
     # -- beginning and end ---------------------------------------------------------------------------------------
@@ -253,7 +253,7 @@ class ToolSession:
         return instance
 
     async def _close(self) -> None:
-        """Runs `_close_all` to its end, however often the caller is cancelled meanwhile."""
+        """Runs `_close_all` to completion, even if the caller is cancelled meanwhile."""
         if self._closing is None:
             if self._watch is not None and not self._over:
                 self._watch.close()
@@ -269,7 +269,7 @@ class ToolSession:
             instance.closing = True
         executing = [task for instance in instances for task in instance.executing]
         await settle(executing)
-        await settle(self._waiting)  # after what they wait for, so that no tool's clean-up is cancelled in turn
+        await settle(self._waiting)  # after what they wait for, so that no tool's clean-up is cancelled
         if len(instances) == 1 and instances[0].opened:
             return await self._close_one(instances[0])
         closers = {asyncio.ensure_future(self._close_one(each)): each.tool.name for each in instances}
@@ -277,7 +277,7 @@ class ToolSession:
             return None
         patience = max(instance.calls.policy.timeout for instance in instances) + 2 * GRACE_SECONDS
         _, late = await asyncio.wait(closers, timeout=patience)
-        for task in late:  # its create ignores its cancellation: released when it ends, if it ends
+        for task in late:  # its create ignores cancellation: release it if it ever ends
             self.release_failures += 1
             line = f"tool '{closers[task]}': not released within {patience:g} s"
             self._calls[closers[task]].log_release(line)
@@ -306,8 +306,8 @@ def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: f
     return BrokenCall(asked.instance.sentence("execute", error), record)
 
 
-def _told_of(outcome: ToolOutcome) -> dict[str, Any]:
-    """What a span says of an outcome, besides the call."""
+def _span_attributes(outcome: ToolOutcome) -> dict[str, Any]:
+    """The span attributes of an outcome, besides the call."""
     names = ("turn", "response", "reward", "metrics", "error", "source", "retries")
     return {name: value for name in names if (value := getattr(outcome, name))}
 

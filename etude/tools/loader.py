@@ -1,11 +1,11 @@
-"""`load_tools`: configuration files as tools.
+"""`load_tools`: loads tools from configuration files.
 
-Invariant: whatever is wrong with a file is one `ConfigError` that names file and entry, raised before any model is
-loaded; a schema reaches the tool as it was written. `${…}` is filled in from the environment (see `environment`)
-everywhere but in a schema.
+Invariant: an invalid file raises one `ConfigError` that names file and entry, before any model is loaded; a schema
+reaches the tool as written. `${…}` is filled in from the environment (see `environment`) everywhere except in
+schemas.
 
-What files may say is `config_file`'s business, what one entry of the documents' YAML says `entry`'s, and what RL-Factory's
-literals say `registered`'s.
+The file formats are left to `config_file`, one entry of the documents' YAML to `entry`, and RL-Factory's literals to
+`registered`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def load_tools(path: str | Path | Sequence[str | Path]) -> list[BaseTool]:
     """The tools of one or several configuration files (YAML, JSON, `.pydata`, or Python with `@function_tool`), in order.
 
     Raises:
-        ConfigError: a file or one of its entries is wrong; names the file and the entry.
+        ConfigError: a file or one of its entries is invalid; names the file and the entry.
     """
     tools: dict[str, tuple[BaseTool, str]] = {}
     for file in [Path(path)] if isinstance(path, str | Path) else [Path(each) for each in path]:

@@ -1,10 +1,10 @@
-"""`LoopWatch`: notices tools that block the event loop, and with it every other trajectory of the process.
+"""`LoopWatch`: detects tools that block the event loop, and thus every other trajectory of the process.
 
-Invariant: it never slows a call down: a thread asks the loop for a sign of life twice a second, only while trajectories
-have tools open, and looks at the loop's stack only when none came. What it blames is one step of one tool's code that
-lasted `STALL_SECONDS`; a loop that is merely busy blames nobody. It warns once for each tool and stops nothing.
+Invariant: it never slows a call down: a thread pings the loop twice a second, only while trajectories have tools open,
+and inspects the loop's stack only if there is no reply. It blames one step of one tool's code that lasted
+`STALL_SECONDS`; a loop that is merely busy blames no tool. It warns once per tool and stops nothing.
 
-Not noticed: code that a tool starts as a task of its own, and C code that keeps Python's global lock.
+Not detected: tasks that a tool starts, and C code that holds the GIL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.tools.base import BaseTool
 
 STALL_SECONDS = 2.0
 TICK_SECONDS = 0.5
-LINGER_SECONDS = 10.0  # how long the thread stays when no trajectory has tools open
+LINGER_SECONDS = 10.0  # how long the thread lingers when no trajectory has tools open
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -43,7 +43,7 @@ class _Step(NamedTuple):
 
 
 class LoopWatch:
-    """Of one event loop; made by `LoopWatch.of_running_loop`."""
+    """Watches one event loop; created by `LoopWatch.of_running_loop`."""
 
     _lock = threading.Lock()
     _watches: ClassVar[dict[asyncio.AbstractEventLoop, LoopWatch]] = {}
@@ -51,7 +51,7 @@ class LoopWatch:
 
     @classmethod
     def of_running_loop(cls) -> LoopWatch:
-        """The watch of the loop this runs in, which watches until it is told `close` as often as it was asked for."""
+        """The watch of the running loop; call `close` once for each time it was obtained."""
         loop = asyncio.get_running_loop()
         with cls._lock:
             watch = cls._watches.get(loop)
@@ -69,12 +69,12 @@ class LoopWatch:
         threading.Thread(target=self._run, name="etude-loop-watch", daemon=True).start()
 
     def close(self) -> None:
-        """One user less."""
+        """Removes one user."""
         with self._lock:
             self._users -= 1
 
     def stalls(self, task: asyncio.Task[object]) -> int:
-        """How often `task`, which has ended, blocked the loop; to be asked once."""
+        """How often `task`, which has ended, blocked the loop; call once."""
         return self._stalls.pop(task, 0) if self._stalls else 0
 
     def _run(self) -> None:
@@ -91,7 +91,7 @@ class LoopWatch:
                         return
             if self._turned:
                 self._turned = False
-                with contextlib.suppress(RuntimeError):  # closed in this moment
+                with contextlib.suppress(RuntimeError):  # closed just now
                     self._loop.call_soon_threadsafe(self._turn)
             time.sleep(TICK_SECONDS)
             self._look()
@@ -100,7 +100,7 @@ class LoopWatch:
         self._turned = True
 
     def _look(self) -> None:
-        """Until the loop turns: sees whether it is one step of a tool that keeps it."""
+        """Until the loop responds: checks whether a single step of a tool is blocking it."""
         suspect, since, reported = None, 0.0, False
         while not self._turned and self._loop.is_running():
             step, task = self._step(), asyncio.current_task(self._loop)
@@ -114,7 +114,7 @@ class LoopWatch:
             time.sleep(TICK_SECONDS)
 
     def _step(self) -> _Step | None:
-        """The tool's code that the loop's thread is in, if any."""
+        """The tool's code that the loop's thread is executing, if any."""
         frame: FrameType | None = sys._current_frames().get(self._loop_thread)
         innermost, place = frame, ""
         while frame is not None:

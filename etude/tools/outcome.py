@@ -1,7 +1,7 @@
-"""`ToolResult` and `ToolOutcome`: what a tool said to one call, what came of the call, and the reading of what tools return.
+"""`ToolResult` and `ToolOutcome`: a tool's answer to one call, the call's outcome, and the parsing of return values.
 
 Invariant: the text of an outcome is bounded and encodable (no lone surrogates, which tokenizers refuse), its metrics are
-small plain values, and its `error` is one of the words that `ToolCallRecord` knows.
+small JSON values, and its `error` is one of the words of `ToolCallRecord`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ _MAX_METRIC_CHARS = 1_000
 class Source(str, Enum):
     """Where an answer came from."""
 
-    TOOL = "tool"  # this call executed
-    CACHE = "cache"  # an earlier call with the same arguments did
-    SHARED = "shared"  # a call with the same arguments did at the same time
+    TOOL = "tool"  # executed by this call
+    CACHE = "cache"  # by an earlier call with the same arguments
+    SHARED = "shared"  # by a concurrent call with the same arguments
     REPLAY = "replay"  # a recording
-    FAULT = "fault"  # it was made up, on request
+    FAULT = "fault"  # an injected fault
 
 
 @dataclass(frozen=True)
 class ToolResult:
-    """What came of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
+    """The result of one `execute`; `error` is None, "tool" or "exception" (the response then tells the model)."""
 
     response: ToolResponse
     reward: float = 0.0
@@ -41,7 +41,7 @@ class ToolResult:
     source: Source = Source.TOOL
 
     def is_equivalent_to(self, other: ToolResult) -> bool:
-        """Whether a trajectory could not tell the two apart; metrics may differ."""
+        """Whether the two look the same to a trajectory; metrics may differ."""
         return (self.response, self.reward, self.error) == (other.response, other.reward, other.error)
 
 
@@ -51,7 +51,7 @@ class ToolOutcome:
 
     `error` is None, "tool", "exception", "unknown_tool", "malformed" or "invalid_arguments"; `retries` counts attempts
     before the last that infrastructure broke, `timeouts` those of them that took too long, and `blocked_loop` the times that
-    the tool was seen to block the event loop.
+    the tool blocked the event loop.
     """
 
     call: FunctionCall
@@ -67,7 +67,7 @@ class ToolOutcome:
     blocked_loop: int = 0
 
     def to_record(self, shown: str | None = None) -> ToolCallRecord:
-        """The form that a trajectory keeps: text only, `shown` where the model was shown another than the response's."""
+        """The record in a trajectory: text only, `shown` if the model saw another text than the response's."""
         return ToolCallRecord(
             turn=self.turn,
             name=self.call.name,
@@ -85,7 +85,7 @@ class ToolOutcome:
 
 
 class BrokenCall(InfrastructureError):
-    """A call that infrastructure broke for good: it ends the trajectory, and `record` says of it what can be said."""
+    """A call that infrastructure failed for good: it ends the trajectory; `record` has what is known of it."""
 
     def __init__(self, message: str, record: ToolCallRecord) -> None:
         super().__init__(message)
@@ -93,7 +93,7 @@ class BrokenCall(InfrastructureError):
 
 
 def read_response(value: object) -> ToolResponse:
-    """A tool's response: a `ToolResponse`, plain text, or None for nothing.
+    """A tool's response: a `ToolResponse`, a str, or None for an empty one.
 
     Raises:
         TypeError: it is something else.
@@ -108,7 +108,7 @@ def read_response(value: object) -> ToolResponse:
 
 
 def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, Any]]:
-    """(response, reward, metrics) as `execute` returned them; the reward is not judged here.
+    """(response, reward, metrics) as `execute` returned them; the reward is not checked here.
 
     Raises:
         TypeError: `returned` has another shape.
@@ -123,7 +123,7 @@ def read_execution(returned: object) -> tuple[ToolResponse, object, dict[str, An
 
 
 def _small(metrics: Mapping[Any, Any]) -> dict[str, Any]:
-    """At most `_MAX_METRICS` entries of JSON values: long text is cut, and what is large or strange named by its type."""
+    """At most `_MAX_METRICS` entries of JSON values: long text is cut, large or unknown values become their type's name."""
     small: dict[str, Any] = {}
     for key, value in metrics.items():
         if len(small) == _MAX_METRICS:
@@ -138,7 +138,7 @@ def _plain(value: Any, depth: int = 2) -> Any:
     if isinstance(value, str):
         return value[:_MAX_METRIC_CHARS].encode("utf-8", "replace").decode("utf-8")
     if getattr(value, "ndim", None) == 0 and callable(getattr(value, "item", None)):
-        return _plain(value.item(), 0)  # a scalar of numpy or torch
+        return _plain(value.item(), 0)  # a numpy or torch scalar
     if depth and isinstance(value, list | tuple) and len(value) <= _MAX_METRICS:
         return [_plain(item, depth - 1) for item in value]
     if depth and isinstance(value, Mapping) and len(value) <= _MAX_METRICS:
@@ -160,7 +160,7 @@ def read_creation(returned: object, given_id: str) -> tuple[str, ToolResponse]:
 
 
 def joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
-    """Both responses as one, texts on lines of their own."""
+    """Merges both responses, their texts joined by a newline."""
     return ToolResponse(
         text="\n".join(text for text in (first.text, second.text) if text) or None,
         image=[*(first.image or []), *(second.image or [])] or None,
@@ -169,7 +169,7 @@ def joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
 
 
 class TextLimits(NamedTuple):
-    """How much of a tool's text the model is shown: characters, and tokens where something counts them."""
+    """Limits of a tool's text: in characters, and in tokens if a tokenizer is given."""
 
     max_chars: int
     max_tokens: int | None = None
@@ -177,7 +177,7 @@ class TextLimits(NamedTuple):
     tokens: TokenLimit | None = None
 
     def bounded(self, response: ToolResponse) -> ToolResponse:
-        """`response` with its text within the limits, lone surrogates replaced by '?'."""
+        """`response` with its text truncated to the limits and lone surrogates replaced by '?'."""
         if not response.text:
             return response
         side = self.side or (self.tokens.side if self.tokens else "middle")

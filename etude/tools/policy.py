@@ -1,7 +1,7 @@
-"""`CallPolicy`: the keys of a tool's `config` that bound, share, record and disturb its calls.
+"""`CallPolicy`: the keys of a tool's `config` that limit, cache, record and inject faults into its calls.
 
-Invariant: every tool has a time limit and a text limit, whether its `config` mentions them or not. Applying them is the
-business of `ToolRuntime` and the session; all other keys of `config` belong to the tool.
+Invariant: every tool has a time limit and a text limit, whether its `config` sets them or not. Applying them is
+left to `ToolRuntime` and the session; all other keys of `config` belong to the tool.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ E = TypeVar("E", bound=Enum)
 
 
 class OnException(str, Enum):
-    """What an exception of `execute` means that is neither a `ToolError` nor broken infrastructure."""
+    """How to handle an exception of `execute` that is neither a `ToolError` nor an infrastructure failure."""
 
-    TELL = "tell"  # the model is told in one line, and the trajectory goes on
+    TELL = "tell"  # the model gets it as one line, and the trajectory goes on
     INFRASTRUCTURE = "infrastructure"  # the trajectory is retried from fresh state, then dropped
     STOP = "stop"  # the run ends
 
 
 class LimitScope(str, Enum):
-    """Who shares a limit."""
+    """Which processes share a limit."""
 
     PROCESS = "process"
     CLUSTER = "cluster"  # all processes of the Ray cluster; without one, this process
 
 
 class ReplayMode(str, Enum):
-    """How a recorded call is found again."""
+    """How a recorded call is looked up."""
 
-    STRICT = "strict"  # by what was asked
-    ORDER = "order"  # by its place in the trajectory, whatever was asked
+    STRICT = "strict"  # by the call's arguments
+    ORDER = "order"  # by its place in the trajectory, whatever the arguments
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class CachePolicy:
 
 @dataclass(frozen=True)
 class ReplayPolicy:
-    """A file that `record` wrote."""
+    """A file written by `record`."""
 
     path: str
     mode: ReplayMode = ReplayMode.STRICT
@@ -67,7 +67,7 @@ class ReplayPolicy:
 
 @dataclass(frozen=True)
 class FaultPolicy:
-    """Probabilities that a call times out, raises, or answers nonsense."""
+    """Probabilities that a call times out, raises, or returns garbage."""
 
     timeout: float = 0.0
     error: float = 0.0
@@ -81,12 +81,12 @@ class CallPolicy:
 
     Attributes:
         timeout: for each call of each method.
-        max_retries: further attempts of an `execute` that infrastructure broke; the other methods are called once.
-        retry_delay: before the first of them; each next one waits twice as long, 30 s at most.
+        max_retries: retries of an `execute` after an infrastructure failure; the other methods are called once.
+        retry_delay: before the first retry; doubled for each further one, at most 30 s.
         max_concurrent_calls, calls_per_second: of `execute`; the rate is this process's.
         max_arguments_chars, max_arguments_tokens: of the text that the model wrote as arguments.
-        max_response_chars, max_response_tokens, tool_response_truncate_side: of the text that the model is shown. What
-            counts tokens, and the side where None, comes from the agent loop.
+        max_response_chars, max_response_tokens, tool_response_truncate_side: of the text that the model is shown. The
+            tokenizer, and the side if None, come from the agent loop.
         cache, record, replay, faults: None where off; `record` is the file to append to.
     """
 
@@ -111,7 +111,7 @@ class CallPolicy:
         """The policy in a tool's `config`; a key that is absent or null has its default.
 
         Raises:
-            ConfigError: a value makes no sense; names tool and key.
+            ConfigError: a value is invalid; names tool and key.
         """
         read = _Reader(config or {}, f"tool '{tool_name}': config.")
         values: dict[str, Any] = {key: read.given(key, parse) for key, parse in _KEYS.items()}
@@ -123,7 +123,7 @@ class CallPolicy:
 
 @dataclass(frozen=True)
 class _Reader:
-    """One section of a tool's `config`; `where` precedes a key in messages."""
+    """One section of a tool's `config`; `where` is the prefix of a key in messages."""
 
     section: Mapping[str, object]
     where: str

@@ -2,8 +2,8 @@
 
 Invariant: such a class works unchanged, registered with `@register_tool("name")` or named by a configuration's
 `class_name`; one object of it serves all trajectories, as in Qwen-Agent, so it should keep nothing of a call. `call` gets
-the arguments as JSON text, as Qwen-Agent's own loop hands them over, unless its `params` is hinted as `dict`. Plain
-methods run in threads.
+the arguments as JSON text, as in Qwen-Agent's own loop, unless its `params` is hinted as `dict`. Synchronous methods
+run in threads.
 
 The package `qwen-agent` is not needed; where it is installed, its registered tools are found by name.
 """
@@ -40,7 +40,7 @@ class ToolClassRegistry(Registry[type]):
         return iter(self.names())
 
     def overwrite(self, name: str, tool_class: type) -> None:
-        """Enters `tool_class`, whatever had the name before."""
+        """Registers `tool_class`, replacing any previous entry."""
         self._items[name] = tool_class
 
 
@@ -48,10 +48,10 @@ TOOL_REGISTRY = ToolClassRegistry("registered tool")
 
 
 def register_tool(name: str, allow_overwrite: bool = False) -> Callable[[Class], Class]:
-    """Decorator that enters a Qwen-Agent-shaped class under `name`, which becomes its name.
+    """Decorator that registers a Qwen-Agent-shaped class under `name`, which becomes its name.
 
     Raises:
-        ConfigError: the name is taken, or the class says it has another one.
+        ConfigError: the name is taken, or the class sets another one.
     """
 
     def enter(tool_class: Class) -> Class:
@@ -83,7 +83,7 @@ class QwenBaseTool:
         raise NotImplementedError(f"{type(self).__name__} does not define call")
 
     def _verify_json_format_args(self, params: str | dict[str, Any], strict_json: bool = False) -> dict[str, Any]:
-        """The arguments as a dict, whichever form they came in; `ValueError` where one is missing or it is no JSON."""
+        """The arguments as a dict, in either form; raises `ValueError` if one is missing or they are not JSON."""
         arguments = json.loads(params) if isinstance(params, str) else params
         for name in parameters_schema(self.parameters)["required"]:
             if name not in arguments:
@@ -92,12 +92,12 @@ class QwenBaseTool:
 
 
 def is_qwen_shaped(found: object) -> bool:
-    """Whether `found` is a class with Qwen-Agent's method `call` that is no `BaseTool`."""
+    """Whether `found` is a class with Qwen-Agent's method `call` that is not a `BaseTool`."""
     return isinstance(found, type) and not issubclass(found, BaseTool) and callable(getattr(found, "call", None))
 
 
 def registered_tool_class(name: str) -> type | None:
-    """The class that is registered as `name`, here or in an installed Qwen-Agent; None where there is none.
+    """The class registered as `name`, here or in an installed Qwen-Agent; None if there is none.
 
     Raises:
         ConfigError: Qwen-Agent is installed but cannot be imported, and `name` is not registered here.
@@ -110,7 +110,7 @@ def registered_tool_class(name: str) -> type | None:
         if error.name == "qwen_agent":
             return None
         raise ConfigError(f"qwen-agent is installed but cannot be imported: {one_line(error)}") from error
-    except Exception as error:  # an installed package may fail in any way while it is imported
+    except Exception as error:  # importing an installed package may fail in any way
         kind = type(error).__name__
         raise ConfigError(f"qwen-agent is installed but cannot be imported: {kind}: {one_line(error)}") from error
     return found if isinstance(found, type) else None
@@ -127,11 +127,11 @@ class QwenTool(BaseTool):
         *,
         name: str | None = None,
     ) -> None:
-        """`tool` is the object, or its class, which is made with `config` where its constructor takes one; `name` is that
-        of its registration.
+        """`tool` is the object, or its class, constructed with `config` if the constructor takes one; `name` is the
+        registered one.
 
         Raises:
-            ConfigError: it has no name, or its `parameters` have neither of Qwen-Agent's two forms.
+            ConfigError: it has no name, or its `parameters` are in neither of Qwen-Agent's two formats.
         """
         if isinstance(tool, type):
             tool = tool(config) if _takes_config(tool) else tool()
@@ -144,7 +144,7 @@ class QwenTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """`call(params, **execute_kwargs)`; what it returns is the answer."""
+        """`call(params, **execute_kwargs)`; its return value is the answer."""
         params = dict(parameters) if self._gets_dict else json.dumps(parameters, ensure_ascii=False)
         if inspect.iscoroutinefunction(self._tool.call):
             result = await self._tool.call(params, **execute_kwargs)
@@ -155,7 +155,7 @@ class QwenTool(BaseTool):
 
 
 def parameters_schema(parameters: object, where: str = "parameters") -> dict[str, Any]:
-    """Either of Qwen-Agent's two forms as a JSON Schema: a list of named parameters, or a schema, which is kept whole.
+    """A JSON Schema from either of Qwen-Agent's formats: a list of named parameters, or a schema, kept unchanged.
 
     Raises:
         ConfigError: it is neither.

@@ -1,8 +1,8 @@
-"""`Recorder` and `Recording`: the calls of a run as JSON lines, written and read.
+"""`Recorder` and `Recording`: write and read the calls of a run as JSON lines.
 
-Invariant: every line tells one event of one tool in one trajectory and stands by itself; a recording can be written by
-many processes at once, read while they write, joined with others by `cat`, and edited by hand. Calls that infrastructure
-broke are written for the reader's eyes and left out when a recording is read to be served (`replay`).
+Invariant: every line is one self-contained event of one tool in one trajectory; a recording can be written by many
+processes at once, read meanwhile, joined with others by `cat`, and edited by hand. Calls that failed for infrastructure
+reasons are written for human readers and skipped by `replay`.
 
     {"tool": "search", "event": "create", "trajectory": "0-0/0/0", "kwargs": {…}, "response": {"text": …}}
     {"tool": "search", "event": "execute", "trajectory": "0-0/0/0", "turn": 0, "number": 0, "kwargs": {…},
@@ -28,14 +28,14 @@ from etude.tools.wire import canonical, response_from_json, response_to_json, re
 Kwargs = Mapping[str, Any]
 
 BROKEN = "infrastructure"
-"""The `error` of a call that infrastructure broke."""
+"""The `error` of an infrastructure failure."""
 
 
 class Recorder:
     """Appends one tool's events to a file.
 
-    Its methods raise ConfigError when the file cannot be written, or when an answer cannot (an image of an unknown
-    kind): a recording that lacks a call is no recording.
+    Its methods raise ConfigError when the file or an answer (an image of an unknown kind) cannot be written: a
+    recording must not lack a call.
     """
 
     def __init__(self, path: str, tool: str) -> None:
@@ -55,7 +55,7 @@ class Recorder:
         seconds: float,
         error: str = "",
     ) -> None:
-        """An `execute`; `answer` is None where infrastructure broke it, `error` then says how."""
+        """An `execute`; after an infrastructure failure, `answer` is None and `error` says why."""
         values: dict[str, Any] = {"turn": place.turn, "number": place.number, "arguments": _plain(arguments)}
         values["seconds"] = round(seconds, 6)
         if answer is None:
@@ -88,7 +88,7 @@ class Recorder:
 
 
 def _plain(kwargs: Kwargs) -> Any:
-    """As JSON will give them back, so that they compare equal when a replay asks."""
+    """Round-trips the values through JSON, so that they compare equal in a replay."""
     return json.loads(canonical(dict(kwargs)))
 
 
@@ -115,7 +115,7 @@ class RecordedInstance:
 
     @property
     def broken(self) -> bool:
-        """Whether infrastructure broke a call for good: a later attempt at it was not answered either."""
+        """Whether a call failed for infrastructure reasons for good: no later attempt was answered either."""
         return not self.broken_calls <= self.calls.keys()
 
     def in_order(self) -> list[RecordedCall]:
@@ -124,10 +124,10 @@ class RecordedInstance:
 
 
 def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
-    """What the file says of `tool`, in the order in which its trajectories begin.
+    """The events of `tool` in the file, in the order in which its trajectories start.
 
     Raises:
-        DataError: the file cannot be read, or one of its lines is no event; names file and line.
+        DataError: the file cannot be read, or a line is not an event; names file and line.
     """
     instances: list[RecordedInstance] = []
     latest: dict[str, RecordedInstance] = {}
@@ -142,7 +142,7 @@ def read_recording(path: str | Path, tool: str) -> list[RecordedInstance]:
             _take(latest[trajectory], line)
         except (KeyError, TypeError, ValueError, OSError) as error:
             raise DataError(
-                f"{path}: line {number} is no recorded call: {type(error).__name__}: {one_line(error)}"
+                f"{path}: line {number} is not a recorded call: {type(error).__name__}: {one_line(error)}"
             ) from error
     return instances
 

@@ -1,7 +1,7 @@
-"""`registered_tools`: a tool that a configuration names instead of describing, as RL-Factory's `.pydata` files do.
+"""`registered_tools`: looks up a tool that a configuration only names, as RL-Factory's `.pydata` files do.
 
-A name is looked for among, in this order: classes of `@register_tool`, functions of `@function_tool`, the tools that come
-along (`calculator`, …), and the tools of an installed Qwen-Agent. Plug-ins are imported before names are resolved.
+Names are looked up, in this order, among classes of `@register_tool`, functions of `@function_tool`, the built-in
+tools (`calculator`, …), and the tools of an installed Qwen-Agent. Plug-ins are imported before names are resolved.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from etude.tools.qwen import TOOL_REGISTRY, QwenTool, registered_tool_class
 
 
 def registered_tools(name: object, config: Mapping[str, Any], where: str) -> list[BaseTool]:
-    """The tool or tools that are known as `name`, made with `config`.
+    """The tool or tools registered as `name`, constructed with `config`.
 
     Raises:
-        ConfigError: nothing has that name, or it cannot be made; begins with `where`.
+        ConfigError: nothing has that name, or it cannot be constructed; begins with `where`.
     """
     if not isinstance(name, str) or not name:
         raise ConfigError(f"{where}: 'name' must be the name of a tool, not {name!r}")
@@ -50,7 +50,7 @@ def registered_tools(name: object, config: Mapping[str, Any], where: str) -> lis
 
 
 def _builtin(name: str, config: Mapping[str, Any], where: str) -> list[BaseTool]:
-    """The tools of the built-in configuration `name`, its `config` overlaid with ours."""
+    """The tools of the built-in configuration `name`, with ours merged over its `config`."""
     path = builtin_config(name)
     entries = [entry for _, entry in read_config_file(path).entries]
     made = [{**entry, "config": {**(entry.get("config") or {}), **config}} for entry in entries]

@@ -1,13 +1,12 @@
-"""`Replay`: recorded calls served back, so that a rollout runs without the service behind a tool.
+"""`Replay`: serves recorded calls, so that a rollout runs without the service behind a tool.
 
-Invariant: an answer is served only where the recording leaves no doubt which one it is; where it says nothing, or where
-what it says depends on something that differs, there is one `MissingCall` that says what was asked. What is served does
-not depend on the order in which trajectories run.
+Invariant: an answer is served only if the recording determines it; if it has none, or several that differ, `MissingCall`
+reports what was asked. Which answer is served does not depend on the order in which trajectories run.
 
-Modes: `strict` finds a call by what was asked (the row's `create_kwargs` and `execute_kwargs`, and the arguments). One
-that was asked after the same calls before it is preferred; otherwise all recorded answers to it must be equal. `order`
-finds a call by its number in the trajectory, whatever was asked; a trajectory is that of the same request id, or the
-first one recorded with the same `create_kwargs` that nobody has taken yet.
+Modes: `strict` looks a call up by what was asked (the row's `create_kwargs` and `execute_kwargs`, and the arguments). One
+with the same preceding calls is preferred; otherwise all recorded answers to it must be equal. `order` looks a call up by
+its number in the trajectory, whatever was asked; the trajectory is the one with the same request id, or the first
+unclaimed one recorded with the same `create_kwargs`.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ class Replay:
         """Reads the file.
 
         Raises:
-            DataError: it cannot be read, or holds nothing of this tool.
+            DataError: it cannot be read, or has no call of this tool.
         """
         self._where = f"tool '{tool}': {policy.path}"
         instances = read_recording(policy.path, tool)
@@ -51,7 +50,7 @@ class Replay:
         self._unused = [instance for instance in instances if not instance.broken]
 
     def begin(self, trajectory: str, create_kwargs: Kwargs) -> ReplayedInstance:
-        """The tool as it was created for a trajectory.
+        """The recorded `create` of the tool for a trajectory.
 
         Raises:
             MissingCall: no such `create` was recorded.
@@ -76,7 +75,7 @@ class ReplayedInstance:
     greeting: ToolResponse
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
-        """The answer to the next call; calls are to be asked for in the order in which the model wrote them."""
+        """The answer to the next call; ask for calls in the order in which the model wrote them."""
         raise NotImplementedError
 
     def calc_reward(self, kwargs: Kwargs) -> float:
@@ -133,7 +132,7 @@ class _StrictInstance(ReplayedInstance):
 
 
 class _Candidates(dict[str, T]):
-    """What was answered to the same question, by the history before it; of one history the first is kept."""
+    """The recorded answers to one question, keyed by the preceding history; the first one per history is kept."""
 
     def after(self, history: str) -> T:
         if history in self:

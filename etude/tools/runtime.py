@@ -1,13 +1,13 @@
-"""`ToolRuntime`: what all trajectories of a process share of one tool, and the way of a call through it.
+"""`ToolRuntime`: the state of one tool that all trajectories of a process share, and the path of a call through it.
 
-    faults ── recording? ── cache ── limits ── execute          retried as a whole, where infrastructure broke it
+    faults ── recording? ── cache ── limits ── execute          retried as a whole after infrastructure failures
        │      (replay)                            │
        ▼          ▼                               ▼
-    garbage ◀── recorder ◀───────────────── told to the model, or broken
+    garbage ◀── recorder ◀───────────────── answer to the model, or failure
 
-Invariant: one `ToolRuntime` a tool object, so that "at most n at once" means n; only failures of infrastructure are retried
-and only `execute` is, with delays that depend on the call's place, not on the clock; a call comes to a `ToolResult`, to
-broken infrastructure, or to the end of the run. Lifecycle and time limits are the session's business.
+Invariant: one `ToolRuntime` per tool object, so that "at most n at once" means n; only infrastructure failures of `execute`
+are retried, with delays that depend on the call's place, not on the clock; a call ends in a `ToolResult`, an
+infrastructure failure, or the end of the run. Lifecycle and time limits are left to the session.
 """
 
 from __future__ import annotations
@@ -53,17 +53,17 @@ _MAX_RETRY_DELAY = 30.0
 
 logger = logging.getLogger(__name__)
 
-_shared: dict[int, ToolRuntime] = {}  # by the tool's id, for as long as the tool lives
+_shared: dict[int, ToolRuntime] = {}  # by the tool's id, as long as the tool lives
 
 
 def overrides(tool: BaseTool, method: str) -> bool:
-    """Whether the tool has this method of its own, rather than the one of `BaseTool` that does nothing."""
+    """Whether the tool overrides this method, which does nothing in `BaseTool`."""
     return getattr(getattr(tool, method), "__func__", None) is not getattr(BaseTool, method)
 
 
 def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
-    """Whether `method` takes `keyword`: as a parameter, or among its `**kwargs`, where the code of a method of the class
-    names it. Other tools must not be handed it: they may hand all their keywords on."""
+    """Whether `method` takes `keyword`: as a parameter, or in its `**kwargs` if the code of a method of the class
+    names it. Other tools must not get it: they may forward all their keywords."""
     parameters = inspect.signature(getattr(tool, method)).parameters
     if keyword in parameters and parameters[keyword].kind is not inspect.Parameter.VAR_KEYWORD:
         return True
@@ -75,14 +75,14 @@ def _reads(tool: BaseTool, method: str, keyword: str) -> bool:
 
 
 def _names(code: CodeType | None, word: str) -> bool:
-    """Whether the text `word` is a constant of `code`, or of what is defined within it."""
+    """Whether the text `word` is a constant of `code`, or of anything defined within it."""
     constants = code.co_consts if code is not None else ()
     return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
 
 
 class ToolRequest(NamedTuple):
-    """A call as it is about to be made: where it stands, what is asked, the answer where a recording has it, and what of
-    the conversation the tool is handed, which caches and recordings do not compare."""
+    """A call about to be made: its place, its arguments, the recorded answer if there is one, and the part of the
+    conversation passed to the tool, which caches and recordings do not compare."""
 
     place: CallPlace
     arguments: dict[str, Any]
@@ -93,8 +93,8 @@ class ToolRequest(NamedTuple):
 
 
 class Attempts:
-    """Counts of a call: attempts that infrastructure broke, those of them that took too long, and how often the tool was
-    seen to block the event loop."""
+    """Counts of a call: attempts failed by infrastructure, those of them that timed out, and how often the tool blocked
+    the event loop."""
 
     __slots__ = ("blocked_loop", "broken", "timeouts")
 
@@ -105,17 +105,17 @@ class Attempts:
 
 
 class ToolRuntime:
-    """Made by `ToolRuntime.of(tool)`. `schema` is the tool's, as an OpenAI dictionary that nobody changes.
+    """Created by `ToolRuntime.of(tool)`. `schema` is the tool's, as a read-only OpenAI dictionary.
 
     `reads_create_kwargs`, `reads_agent_data`: whether the tool's class is written for verl's keywords of these names.
     """
 
     @staticmethod
     def of(tool: BaseTool) -> ToolRuntime:
-        """The one of this tool object.
+        """The runtime of this tool object.
 
         Raises:
-            ConfigError: the tool's `config` or schema makes no sense; names tool and key.
+            ConfigError: the tool's `config` or schema is invalid; names tool and key.
         """
         found = _shared.get(id(tool))
         if found is None:
@@ -162,15 +162,15 @@ class ToolRuntime:
         self._exception_logged = self._release_logged = False
 
     def log_release(self, line: str) -> None:
-        """The tool's first release that failed as a warning; the others are counted, and seen at INFO."""
+        """Logs the tool's first failed release as a warning; later ones are counted and logged at INFO."""
         logger.log(logging.INFO if self._release_logged else logging.WARNING, "%s", line)
         self._release_logged = True
 
     def read(self, call: FunctionCall, tokens: TokenLimit | None) -> dict[str, Any]:
-        """The call's arguments, checked.
+        """Decodes and validates the call's arguments.
 
         Raises:
-            ArgumentError: they are too long, no JSON object, or violate the schema.
+            ArgumentError: they are too long, not a JSON object, or violate the schema.
         """
         policy, text = self.policy, call.arguments
         if len(text) > policy.max_arguments_chars:
@@ -186,7 +186,7 @@ class ToolRuntime:
         """The answer to a call; `execute` runs the tool once, within its time limit.
 
         Raises:
-            Exception: infrastructure broke the last attempt.
+            Exception: infrastructure failed the last attempt.
             EtudeError: `config.on_exception` is `stop` and the tool raised.
         """
         while True:
@@ -204,7 +204,7 @@ class ToolRuntime:
             await asyncio.sleep(self._delay(request.place, attempts.broken))
 
     def reaches_tool(self, place: CallPlace) -> bool:
-        """Whether `config.faults` let the call through to the tool, or to the recording that stands in for it."""
+        """Whether `config.faults` let the call through to the tool or its recording."""
         if self.policy.faults is None:
             return True
         retried = {Fault.TIMEOUT}
@@ -215,7 +215,7 @@ class ToolRuntime:
         return final in (None, Fault.GARBAGE)
 
     def _delay(self, place: CallPlace, retry: int) -> float:
-        """Doubling, and shortened by up to a half, so that calls that failed together do not return together."""
+        """Doubling, with jitter of up to a half, so that calls that failed together do not retry together."""
         longest = min(self.policy.retry_delay * 2 ** min(retry - 1, 30), _MAX_RETRY_DELAY)
         return longest * (1 - 0.5 * place.chance("delay", retry))
 
@@ -227,14 +227,14 @@ class ToolRuntime:
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:
-            return replace(self._told(InjectedError("injected by config.faults")), source=Source.FAULT)
+            return replace(self._failure_result(InjectedError("injected by config.faults")), source=Source.FAULT)
         answer = request.recorded or await self._recorded(request, execute)
         if faults is not None and fault is Fault.GARBAGE:
             return replace(answer, response=ToolResponse(text=garbage(faults, place)), source=Source.FAULT)
         return answer
 
     async def _recorded(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
-        """The tool's own answer, or the cache's; written down where `config.record` says so."""
+        """The answer of the tool or the cache; recorded if `config.record` is set."""
         started = time.perf_counter()
         try:
             if self._cache is None:
@@ -262,18 +262,18 @@ class ToolRuntime:
             try:
                 response, reward, metrics = read_execution(await execute())
             except Exception as raised:
-                return self._told(raised)
+                return self._failure_result(raised)
         return ToolResult(response, as_reward(reward, "it"), metrics)
 
     async def _limiters(self) -> list[Limiter]:
-        """What a call needs a permit of. The cluster's comes last: it is not held while another is waited for."""
+        """The limiters a call needs permits from. The cluster's is last, so it is not held while waiting for another."""
         if self._cluster_limit is not None and self._cluster_limiter is None:
             name = f"tool:{self.name}"
             self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
-    def _told(self, raised: Exception) -> ToolResult:
-        """What the model is told of an exception; raises what ends the trajectory or the run."""
+    def _failure_result(self, raised: Exception) -> ToolResult:
+        """The answer to the model after an exception; re-raises one that ends the trajectory or the run."""
         if isinstance(raised, ToolError):
             text = str(raised) or f"Error executing tool '{self.name}'."
             return ToolResult(ToolResponse(text=text), error="tool")
@@ -289,7 +289,7 @@ class ToolRuntime:
         if not self._exception_logged and not isinstance(raised, InjectedError):
             self._exception_logged = True
             logger.warning(
-                "tool '%s' raised %s; the model is told, and later ones are only counted",
+                "tool '%s' raised %s; the error goes to the model; later ones are only counted",
                 self.name,
                 describe_error(raised),
                 exc_info=raised if debugging() else None,

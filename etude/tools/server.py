@@ -1,12 +1,12 @@
-"""`ToolServer`: configured tools served to any MCP client (`etude tools serve`).
+"""`ToolServer`: serves configured tools to any MCP client (`etude tools serve`).
 
-Invariant: each MCP session has one `ToolSession`: a tool that keeps state keeps it for that client alone, is created once
+Invariant: each MCP session has one `ToolSession`: a stateful tool keeps its state per client, is created once
 and released when the session ends, however it ends. Over stdio the process is the session. Over streamable HTTP it is the
 session that the handshake opened; the server therefore offers clients the protocol versions that have one, and a client
-that insists on the stateless version 2026-07-28 has a session a request. An error, broken infrastructure included, is an
-answer with `is_error`; nothing a client sends ends the server.
+that insists on the stateless version 2026-07-28 gets a session per request. Errors, infrastructure failures included,
+are answers with `is_error`; nothing a client sends ends the server.
 
-A tool's final reward is not asked for: an MCP client has no use for it.
+`calc_reward` is never called: an MCP client has no use for it.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _closing: set[asyncio.Task[None]] = set()  # kept from the garbage collector
 
 
 class ClientSession:
-    """One client's tools: entered with its first call, closed with its connection."""
+    """One client's tools: opened by its first call, closed with its connection."""
 
     def __init__(self, tools: Mapping[str, BaseTool], tools_kwargs: Mapping[str, Any]) -> None:
         self._tools = tools
@@ -55,7 +55,7 @@ class ClientSession:
         self._turn = 0
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> tuple[ToolResponse, bool]:
-        """(what the tool answered, whether it is an error); what `create` had to say precedes the first answer."""
+        """(the tool's answer, whether it is an error); the response of `create` precedes the first answer."""
         work = asyncio.ensure_future(self._call(name, arguments))
         self._running.add(work)
         work.add_done_callback(self._running.discard)
@@ -82,7 +82,7 @@ class ClientSession:
         return response, outcome.error is not None
 
     async def _session(self) -> ToolSession:
-        """The tool session, entered once for all calls that wait; one that cannot be entered is tried again."""
+        """The tool session, opened once for all waiting calls; a failed attempt is retried by the next call."""
         if self._opening is None:
             self._opening = asyncio.ensure_future(self._open())
         opening = self._opening
@@ -101,7 +101,7 @@ class ClientSession:
         return session
 
     async def close(self) -> None:
-        """Releases the tools; they are released to the end even if the caller stops waiting."""
+        """Releases the tools; completes even if the caller stops waiting."""
         if self._opening is None:
             return
         closing = asyncio.ensure_future(self._close(self._opening))
@@ -131,9 +131,7 @@ class ToolServer:
             raise MissingExtraError("serving tools over MCP", "mcp") from error
         self._tools = {tool.name: tool for tool in tools}
         self._tools_kwargs = dict(tools_kwargs or {})
-        ToolSession(
-            self._tools, self._tools_kwargs, request_id="check"
-        )  # names that are wrong show before clients come
+        ToolSession(self._tools, self._tools_kwargs, request_id="check")  # invalid names fail before clients connect
         self._only: ClientSession | None = None
         self.server: Server[Any] = Server(
             name,
@@ -146,7 +144,7 @@ class ToolServer:
     async def serve_stdio(self) -> None:
         """Serves one client over this process's stdin and stdout, until it closes them or the caller is cancelled.
 
-        Meanwhile a tool that reads stdin finds it empty, and what it prints goes to stderr.
+        Meanwhile tools see an empty stdin, and what they print goes to stderr.
         """
         from mcp.server.stdio import stdio_server
 
@@ -202,7 +200,7 @@ class ToolServer:
         return CallToolResult(content=content_of(response), is_error=is_error)
 
     def _session_of(self, context: Any) -> ClientSession:
-        """The session of the request's connection, which closes it; the SDK has no public way to a connection."""
+        """The session of the request's connection, which closes it; the SDK has no public access to a connection."""
         connection = context.session._connection
         session = connection.state.get(_STATE)
         if session is None:
@@ -211,7 +209,7 @@ class ToolServer:
         return session
 
     async def _discover(self, context: Any, params: Any) -> Any:
-        """Offers the versions whose handshake opens a session; clients then fall back to that handshake."""
+        """Offers only versions whose handshake opens a session; clients then fall back to one."""
         from mcp_types import DiscoverResult
         from mcp_types.version import HANDSHAKE_PROTOCOL_VERSIONS
 
@@ -222,7 +220,7 @@ class ToolServer:
 
 
 def content_of(response: ToolResponse) -> list[ContentBlock]:
-    """A tool's answer as MCP content: its text, then its images as PNG; what has no such form is named."""
+    """A tool's answer as MCP content: its text, then its images as PNG; anything else is named in the text."""
     from mcp_types import ImageContent, TextContent
 
     blocks: list[ContentBlock] = []

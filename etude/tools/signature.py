@@ -1,6 +1,6 @@
-"""`FunctionSignature`: a plain function's parameters as JSON Schema, and a model's arguments as that function wants them.
+"""`FunctionSignature`: a function's parameters as JSON Schema, and a model's arguments converted to its types.
 
-Invariant: the schema shown and the values handed over come from the same type hints: a parameter hinted as a model class
+Invariant: the schema and the converted values come from the same type hints: a parameter hinted as a model class
 is described by that class's schema and receives an object of it.
 """
 
@@ -22,7 +22,7 @@ from etude.registry import did_you_mean
 
 
 class _Untitled(GenerateJsonSchema):
-    """JSON Schema without a generated title for every field: the model reads enough already."""
+    """JSON Schema without generated field titles, which only cost tokens."""
 
     def field_title_should_be_set(self, schema: Any) -> bool:
         return False
@@ -31,12 +31,12 @@ class _Untitled(GenerateJsonSchema):
 class FunctionSignature:
     """The parameters of `function`; with `inferred`, each must have a type hint.
 
-    Without `inferred`, the schema is somebody else's, and arguments are converted where a hint says to what.
+    Without `inferred`, the schema is the user's, and only hinted arguments are converted.
 
     Raises:
         ConfigError: `inferred`, and a parameter has no hint, cannot be named in JSON (`*args`, `**kwargs`,
-            positional-only), or has a hint that JSON Schema cannot express, or the docstring describes a parameter that
-            there is not; names function and parameter.
+            positional-only), or has a hint that JSON Schema cannot express, or the docstring describes an unknown
+            parameter; names function and parameter.
     """
 
     def __init__(self, function: Callable[..., object], *, inferred: bool) -> None:
@@ -72,7 +72,7 @@ class FunctionSignature:
         """`arguments` as keyword arguments of the function, converted to its hints.
 
         Raises:
-            ToolError: one is missing, unknown or of the wrong type; the text tells the model which.
+            ToolError: one is missing, unknown or of the wrong type; the text names it for the model.
         """
         if arguments.keys() != self._parameters.keys():
             self._check_names(arguments)
@@ -120,10 +120,10 @@ class FunctionSignature:
         for name in self._descriptions:
             if name not in self._parameters:
                 hint = did_you_mean(name, self._parameters)
-                raise ConfigError(f"{self._where}: its docstring describes '{name}', which is no parameter{hint}")
+                raise ConfigError(f"{self._where}: its docstring describes '{name}', which is not a parameter{hint}")
 
     def _adapter(self, name: str, hint: Any) -> TypeAdapter[Any] | None:
-        """Converts to `hint`; None where that cannot be said and need not be."""
+        """A converter to `hint`; None if there is none and none is needed."""
         parameter = self._parameters[name]
         if parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
             return None
@@ -139,7 +139,7 @@ class FunctionSignature:
         if default is inspect.Parameter.empty:
             return
         try:
-            if default is None:  # which the serialiser lets pass for any hint
+            if default is None:  # which the serialiser accepts for any hint
                 self._adapters[name].validate_python(None)
             schema["default"] = self._adapters[name].dump_python(default, mode="json", warnings="error")
         except ValueError as error:  # as pydantic's errors are

@@ -1,4 +1,4 @@
-"""`claimed_stdio`: a process's stdin and stdout, taken for a protocol.
+"""`claimed_stdio`: reserves a process's stdin and stdout for a protocol.
 
 Invariant: while they are claimed, nothing else in the process can write into the protocol or read from it: file
 descriptor 0 is empty and 1 is stderr, for this process and the ones it starts. Reading happens in the event loop, so that
@@ -20,7 +20,7 @@ logger = logging.getLogger(__name__)
 
 
 class Lines:
-    """The lines of a stream, as text; bytes that are no UTF-8 are replaced."""
+    """The lines of a stream, as text; bytes that are not UTF-8 are replaced."""
 
     def __init__(self, reader: asyncio.StreamReader) -> None:
         self._reader = reader
@@ -51,7 +51,7 @@ class Out:
         await self._writer.drain()
 
     async def flush(self) -> None:
-        """Everything has been handed over."""
+        """Waits until everything is written."""
 
 
 @asynccontextmanager

@@ -1,8 +1,8 @@
-"""`ResultStore`: cached answers on disk, in one SQLite file that processes share.
+"""`ResultStore`: caches answers on disk, in one SQLite file shared by processes.
 
 Invariant: an entry is read whole or not at all, and is JSON: reading a file that someone else wrote executes nothing. A
-file that fails (locked, full, gone) costs its entries, never a call: the failure is logged once and the store is passed
-over. Every access runs in a thread of its own, with a time limit on locks.
+file that fails (locked, full, gone) costs its entries, never a call: the failure is logged once and the store is no
+longer used. Every access runs in its own thread, with a time limit on locks.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ _WRITES_BETWEEN_CLEANINGS = 64
 
 logger = logging.getLogger(__name__)
 
-_thread = BlockingCalls("etude-cache", limit=1)  # one: SQLite writes one at a time anyway
+_thread = BlockingCalls("etude-cache", limit=1)  # one thread: SQLite serialises writes anyway
 
 
 class ResultStore:
     """At most `max_entries` answers, the oldest deleted first, none older than `ttl` seconds (None: any age)."""
 
     def __init__(self, path: str | Path, max_entries: int, ttl: float | None) -> None:
-        """Opens the file, and makes it where it does not exist.
+        """Opens the file, creating it if needed.
 
         Raises:
-            ConfigError: it cannot be opened, or is something else than such a file.
+            ConfigError: it cannot be opened, or is not a cache file.
         """
         self._path = Path(path).expanduser()
         self._max_entries, self._ttl = max_entries, ttl
@@ -49,14 +49,14 @@ class ResultStore:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             self._open().execute("SELECT key, stored, answer FROM answers LIMIT 1").fetchall()
         except (sqlite3.Error, OSError) as error:
-            raise ConfigError(f"{self._path}: no cache file of ours: {one_line(error)}") from error
+            raise ConfigError(f"{self._path}: not a cache file: {one_line(error)}") from error
 
     async def get(self, key: str) -> dict[str, Any] | None:
-        """The answer stored as `key`, if there is one that is young enough."""
+        """The answer stored under `key`, if any has not expired."""
         return None if self._failed else await _thread.run(self._get, key)
 
     async def put(self, key: str, answer: Mapping[str, Any]) -> None:
-        """Stores an answer in place of any before it."""
+        """Stores an answer, replacing any previous one."""
         if not self._failed:
             await _thread.run(self._put, key, json.dumps(answer))
 
@@ -101,4 +101,4 @@ class ResultStore:
 
     def _give_up(self, error: Exception) -> None:
         self._failed = True
-        logger.warning("%s: the cache on disk is not used any more: %s", self._path, one_line(error))
+        logger.warning("%s: the cache on disk is disabled: %s", self._path, one_line(error))

@@ -1,7 +1,7 @@
-"""Cutting a tool's answer to a number of characters or tokens.
+"""Truncates a tool's answer to a number of characters or tokens.
 
-Invariant: what comes out takes at most the limit, mark included, tokens counted as the chat template will encode it; it
-is made of whole characters of the answer, and an answer that fits is returned untouched. Work is bounded by the limit,
+Invariant: the result, mark included, is within the limit, tokens counted as the chat template encodes them; it consists
+of whole characters of the answer, and an answer that fits is returned unchanged. Work is bounded by the limit,
 however long the answer is.
 """
 
@@ -14,20 +14,20 @@ from typing import Any
 SIDES = ("left", "middle", "right")
 
 _MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
-_CHARACTERS_PER_TOKEN = 64  # more than any text has on average: what lies beyond is never looked at
-_TOKENS_PER_CHARACTER = 4  # a character is at most four bytes, and a token at least one
+_CHARACTERS_PER_TOKEN = 64  # above any text's average: text beyond it is never tokenized
+_TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one
 
 
 @dataclass(frozen=True)
 class TokenLimit:
-    """How much of an answer the model is shown, where a tool's `config` says nothing else.
+    """The default limit of an answer, for tools whose `config` sets none.
 
     Attributes:
         max_tokens: at least 1; None: any number.
-        side: the part that is cut away: "left", "middle" or "right". A mark stands in its place, if it fits.
-        tokenizer: finds the places to cut at.
-        count: tokens of a text where it will stand.
-        max_chars: the same limit in characters, where that is what is counted.
+        side: the part that is cut: "left", "middle" or "right". A mark replaces it, if it fits.
+        tokenizer: finds the cut positions.
+        count: counts the tokens of a text in its final context.
+        max_chars: the same limit in characters, if that is the unit.
     """
 
     max_tokens: int | None
@@ -37,7 +37,7 @@ class TokenLimit:
     max_chars: int | None = None
 
     def cut(self, text: str, max_tokens: int | None = None, side: str | None = None) -> str:
-        """`text` in at most `max_tokens` tokens or its own, whichever is less."""
+        """`text` truncated to `max_tokens` or the limit's own, whichever is less."""
         limits = [limit for limit in (max_tokens, self.max_tokens) if limit is not None]
         if not limits:
             return text
@@ -52,7 +52,7 @@ class TokenLimit:
 
 
 def shorten_chars(text: str, limit: int, side: str) -> str:
-    """`text` in at most `limit` characters; see `TokenLimit` for `side`."""
+    """`text` truncated to `limit` characters; see `TokenLimit` for `side`."""
     if len(text) <= limit:
         return text
     mark = _MARKS[side] if len(_MARKS[side]) < limit else ""
@@ -62,7 +62,7 @@ def shorten_chars(text: str, limit: int, side: str) -> str:
 
 
 def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable[[str], int]) -> str:
-    """`text` in at most `limit` tokens; see `TokenLimit` for the others."""
+    """`text` truncated to `limit` tokens; see `TokenLimit` for the others."""
     if _TOKENS_PER_CHARACTER * len(text) <= limit:
         return text
     reach = _CHARACTERS_PER_TOKEN * limit
@@ -85,7 +85,7 @@ def shorten(text: str, *, limit: int, side: str, tokenizer: Any, count: Callable
 
 
 def _first_part(kept: int, side: str) -> int:
-    """How many of `kept` units stand before the mark."""
+    """How many of `kept` units precede the mark."""
     return {"left": 0, "right": kept, "middle": kept // 2}[side]
 
 

@@ -1,7 +1,7 @@
 """Answers and arguments as JSON, for files that outlive the process: the cache's and recordings.
 
-Invariant: what `result_from_json` gives equals what `result_to_json` was given, images included; a value that JSON and
-PNG cannot hold is a `TypeError`, never written as something else. `canonical` gives equal texts for equal values.
+Invariant: `result_from_json` returns what `result_to_json` was given, images included; a value that JSON and
+PNG cannot represent raises `TypeError`. `canonical` returns equal texts for equal values.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def canonical(value: Any) -> str:
     """JSON text of `value`: keys sorted, no spaces, arrays of numpy as lists, other objects by their `repr`."""
     try:
         return json.dumps(value, sort_keys=True, separators=(",", ":"), default=_jsonable)
-    except (TypeError, ValueError, RecursionError):  # keys of several types; a circle
+    except (TypeError, ValueError, RecursionError):  # keys of mixed types; a cycle
         return json.dumps(repr(value))
 
 
@@ -46,7 +46,7 @@ def result_to_json(answer: ToolResult) -> dict[str, Any]:
     """A mapping that `json.dumps` takes.
 
     Raises:
-        TypeError: a medium or metric that cannot be written.
+        TypeError: a medium or metric cannot be written.
     """
     record = {
         "response": response_to_json(answer.response),
@@ -74,10 +74,10 @@ def result_from_json(record: Mapping[str, Any], source: Source) -> ToolResult:
 
 
 def response_to_json(response: ToolResponse) -> dict[str, Any]:
-    """`response` without what is absent.
+    """`response` without its absent fields.
 
     Raises:
-        TypeError: a medium that cannot be written.
+        TypeError: a medium cannot be written.
     """
     record: dict[str, Any] = {} if response.text is None else {"text": response.text}
     for kind in _MEDIA:
@@ -100,7 +100,7 @@ def response_from_json(record: Mapping[str, Any]) -> ToolResponse:
 def _medium_to_json(medium: Any) -> dict[str, Any]:
     if isinstance(medium, bytes):
         return {"bytes": base64.b64encode(medium).decode()}
-    if hasattr(medium, "save") and hasattr(medium, "mode"):  # an image of Pillow, without importing it
+    if hasattr(medium, "save") and hasattr(medium, "mode"):  # a Pillow image, without importing Pillow
         stream = io.BytesIO()
         medium.save(stream, "PNG")
         return {"png": base64.b64encode(stream.getvalue()).decode()}

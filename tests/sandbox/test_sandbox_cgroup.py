@@ -31,7 +31,7 @@ def test_the_controllers_are_turned_on_once(folder):
 
 
 def test_what_is_not_delegated_is_refused(folder, tmp_path):
-    with pytest.raises(ConfigError, match=r"no folder of cgroup v2"):
+    with pytest.raises(ConfigError, match=r"is not a cgroup v2 folder"):
         Delegation("/nowhere")
     with pytest.raises(ConfigError, match="the root of all groups"):
         Delegation(str(tmp_path))

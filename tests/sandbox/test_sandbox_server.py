@@ -396,7 +396,7 @@ class TestATightServer:
             assert first.result()[2]["status"] == "Success"
         refused = [answer for answer in others if answer[0] == 429]
         assert refused
-        reasons = {"2 requests are under way, which is the most", "no worker was free within 0.5 s"}
+        reasons = {"2 requests are in progress, which is the maximum", "no worker was free within 0.5 s"}
         assert {answer[2]["detail"] for answer in refused} <= reasons
         assert all(int({k.lower(): v for k, v in headers.items()}["retry-after"]) >= 1 for _, headers, _ in refused)
         assert self.run(tight, "print(1)")[2]["status"] == "Success"
@@ -414,7 +414,7 @@ async def test_a_full_queue_and_a_long_wait():
     second = asyncio.create_task(stay(end))
     await asyncio.sleep(0)
     assert (admission.inside, admission.running, admission.waiting) == (2, 1, 1)
-    with pytest.raises(ServerBusy, match="2 requests are under way") as busy:
+    with pytest.raises(ServerBusy, match="2 requests are in progress") as busy:
         await stay(end)
     assert 1 <= busy.value.retry_after <= 60
     with pytest.raises(ServerBusy, match=r"no worker was free within 0\.05 s"):

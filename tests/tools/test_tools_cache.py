@@ -327,7 +327,7 @@ def test_a_file_that_is_no_cache_is_a_configuration_error(tmp_path):
     other.execute("CREATE TABLE answers (x INTEGER)")
     other.close()
     for name in ("text.db", "other.db", "."):
-        with pytest.raises(ConfigError, match="no cache file of ours"):
+        with pytest.raises(ConfigError, match="not a cache file"):
             ToolRuntime.of(Oracle({"path": str(tmp_path / name)}))
 
 
@@ -344,7 +344,7 @@ def test_a_file_that_fails_later_costs_its_entries_and_no_call(tmp_path, caplog)
     assert [outcome.error for outcome in outcomes] == [None] * 3
     assert tool.asked == {1: 1, 2: 1}  # memory still works
     assert len(caplog.records) == 1
-    assert "the cache on disk is not used any more" in caplog.text
+    assert "the cache on disk is disabled" in caplog.text
 
 
 @pytest.mark.parametrize("stored", ["{", "[]", "{}", '{"response": 3}', '{"response": {"image": [{"png": "AAAA"}]}}'])

@@ -372,7 +372,7 @@ def callback(a: Callable[[int], int]) -> int:
 
 
 UNEXPRESSIBLE = {
-    "typo": (typo, "typo: its docstring describes 'qery', which is no parameter; did you mean 'query'"),
+    "typo": (typo, "typo: its docstring describes 'qery', which is not a parameter; did you mean 'query'"),
     "generator": (yields, "yields: it yields; return one answer"),
     "class": (Owner, "Owner is a class"),
     "method": (Owner.method, "method is a method: decorate a plain function"),

@@ -309,7 +309,7 @@ def test_a_file_that_cannot_be_used_is_one_error(tmp_path):
     assert "line 1: expected a JSON object" in refused("[]\n")
     head = '{"tool": "ledger", "trajectory": "r", "event": '
     for line in ('"execute"}', '"create", "response": {"text": 3}}', '"dance"}', '"calc_reward", "reward": "x"}'):
-        assert f"{path}: line 1 is no recorded call" in refused(head + line)
+        assert f"{path}: line 1 is not a recorded call" in refused(head + line)
     with pytest.raises(ConfigError, match="cannot be written"):
         run(play(Ledger(record=str(tmp_path)), [[1]]))
 

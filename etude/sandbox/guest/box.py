@@ -1,7 +1,7 @@
 """The box of one run: its own mounts, network, host name and process table, empty and discarded with it.
 
 Invariant: after `open_box` everything the run can write lies in one size-limited tmpfs that no other run ever sees, and
-its network has nobody on the other side. Without isolation the box is only a folder, and promises nothing.
+its network is not connected to anything. Without isolation the box is only a folder, without guarantees.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from .settings import BOX, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
 _WRITTEN = ("meminfo", "stat")
-_TCP_BUFFER = 106_496  # bytes: half of what Linux gives other sockets
+_TCP_BUFFER = 106_496  # bytes: half of Linux's default for other sockets
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
 
 @dataclass(frozen=True)
 class Box:
-    """Where a run works."""
+    """The folders of a run."""
 
     work: str
     tmp: str
     folder: str
-    """What has to be removed at the end; empty when the kernel does it."""
+    """What to remove at the end; empty if the kernel does it."""
     written: int = -1
-    """The folder of what `show_limits` writes, open."""
+    """The open folder that `show_limits` writes to."""
 
     def close(self) -> None:
         """Removes what the kernel does not."""
@@ -42,7 +42,7 @@ class Box:
 
 
 def open_box(settings: Settings) -> Box:
-    """Makes a box, with room for nothing yet; see `limit_disk`."""
+    """Creates a box without any space yet; see `limit_disk`."""
     if not settings.isolated:
         folder = tempfile.mkdtemp(prefix="run-", dir=settings.scratch)
         work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
@@ -70,7 +70,7 @@ def limit_disk(settings: Settings, size_mb: int) -> None:
 
 
 def show_limits(box: Box, memory_mb: int) -> None:
-    """Lets the program find in `/proc` how much memory it may have, and no more of the machine than it could measure."""
+    """Shows the program its memory limit in `/proc`, and no more of the machine than it could measure."""
     if box.written < 0:
         return
     amounts = {"MemTotal": memory_mb, "MemFree": memory_mb, "MemAvailable": memory_mb}
@@ -87,9 +87,9 @@ def show_limits(box: Box, memory_mb: int) -> None:
 
 
 def _mount_proc() -> int:
-    """A `/proc` that shows the processes of the run, the files of `show_limits`, and closed doors for all else.
+    """A `/proc` that shows the processes of the run, the files of `show_limits`, and unreadable mounts over all else.
 
-    Returns the folder of those files, which nothing in the box has a path to: the doors cover it, and are read-only.
+    Returns the folder of those files, which has no path in the box: the read-only mounts cover it.
     """
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     doors = f"{BOX}/proc"
@@ -110,7 +110,7 @@ def _mount_proc() -> int:
 
 
 def _limit_tcp_buffers() -> None:
-    """Keeps both buffers of a connection together at what any other socket has: by default they grow to dozens of MiB."""
+    """Limits both buffers of a connection together to another socket's size: by default they grow to dozens of MiB."""
     for name, start in (("tcp_rmem", 65536), ("tcp_wmem", 16384)):
         with open(f"/proc/sys/net/ipv4/{name}", "w", encoding="ascii") as file:
             file.write(f"4096 {start} {_TCP_BUFFER}")

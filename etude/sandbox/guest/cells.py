@@ -1,7 +1,7 @@
-"""The program's side of a session: runs one cell after the other in one `__main__`, as a notebook does.
+"""The program's side of a session: runs cells in order in one `__main__`, like a notebook.
 
-Invariant: one answer for each cell, a frame within fixed lengths: its short JSON is `{"cell": number, "parts": [[kind,
-bytes], …]}`, its payload the parts one after the other, so that nobody parses what a cell can make long. This code shares
+Invariant: one answer per cell, a frame of bounded length: its short JSON is `{"cell": number, "parts": [[kind,
+bytes], …]}`, its payload the concatenated parts, so that nothing that a cell can make long is parsed. This code shares
 its process with the model's, which may tamper with it; all it can forge is what its own session prints. A cell that ends
 in an expression has that value's `repr` as its text; values with `_repr_png_` and open matplotlib figures become PNG images.
 """
@@ -46,13 +46,13 @@ def serve(connection: int, work: str) -> NoReturn:
     del main.__dict__["__file__"]
     notebook = _Notebook(main)
     owner = os.getpid()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # but while a cell runs
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # except while a cell runs
     while (received := frames.receive(connection)) is not None:
         try:
             answer = notebook.run(received[0]["code"])
-        except KeyboardInterrupt as error:  # it came a moment after the cell had ended
+        except KeyboardInterrupt as error:  # it arrived just after the cell had ended
             answer = _described(error)
-        if os.getpid() != owner:  # a fork in the cell came out of it as well
+        if os.getpid() != owner:  # a child forked in the cell returned from it, too
             os._exit(0)
         kinds = [kind for kind, _ in answer]
         parts = [
@@ -107,7 +107,7 @@ class _Notebook:
         compiled = compile(tree, name, mode, ast.PyCF_ALLOW_TOP_LEVEL_AWAIT, dont_inherit=True)  # type: ignore[call-overload]
         if compiled.co_flags & inspect.CO_COROUTINE:
             if self._loop is None:
-                import asyncio  # here: every run's process would carry it
+                import asyncio  # here, to keep every run's process small
 
                 self._loop = asyncio.new_event_loop()
             return self._loop.run_until_complete(eval(compiled, self._main.__dict__))
@@ -115,7 +115,7 @@ class _Notebook:
 
     def _system(self, command: str) -> None:
         """Runs a line of shell; what it prints is the cell's output."""
-        import subprocess  # here: every run's process would carry it
+        import subprocess  # here, to keep every run's process small
 
         sys.stdout.flush()
         done = subprocess.run(["bash", "-c", command], stdin=subprocess.DEVNULL, check=False)
@@ -128,7 +128,7 @@ class _Notebook:
         return text if len(text) <= MAX_TEXT else f"{text[:MAX_TEXT]}… [{len(text) - MAX_TEXT} more characters]"
 
     def _display(self, *values: object) -> None:
-        """Shows values as a cell's last expression is shown."""
+        """Displays values like a cell's last expression."""
         for value in values:
             if not self._keep_png(value):
                 sys.stdout.write(f"{value!r}\n")
@@ -143,7 +143,7 @@ class _Notebook:
         return False
 
     def _collect_figures(self) -> None:
-        """Draws and closes the figures that are open, as a notebook does."""
+        """Renders and closes the open figures, like a notebook."""
         pyplot = sys.modules.get("matplotlib.pyplot")
         if pyplot is None:
             return
@@ -160,9 +160,9 @@ class _Notebook:
 
 
 def _parse(code: str, name: str) -> ast.Module:
-    """The cell's syntax tree; a line of a notebook that is no Python, `!command` or `%magic`, becomes a call of ours.
+    """The cell's syntax tree; a notebook line that is not Python, `!command` or `%magic`, becomes a call of ours.
 
-    Such a line is seen by its being where the syntax breaks: one in a string or a longer expression is left alone.
+    Such a line is detected as the place of a syntax error: one in a string or a longer expression is left alone.
     """
     lines: list[str] = []
     while True:
@@ -199,7 +199,7 @@ def _described(error: BaseException) -> list[tuple[str, str | bytes]]:
         own = own.tb_next
     try:
         text, value = "".join(traceback.format_exception(type(error), error, own)), str(error)
-    except BaseException as further:  # an exception whose own text fails
+    except BaseException as further:  # an exception whose `str` fails
         text = value = f"<no text: {type(further).__name__}>"
     if len(text) > MAX_TRACEBACK:
         text = (

@@ -1,9 +1,9 @@
-"""What all processes of a run hold together: memory and CPU time, read from its own `/proc`.
+"""The total memory and CPU time of a run's processes, read from its own `/proc`.
 
-Invariant: the numbers cover every process and socket of the run and none besides (its PID and network namespaces see to
-both); without isolation they cover the descendants of the supervisor, and no sockets. What cannot be measured is counted
-at its most: a socket's buffers are as good as full. Memory of files in the box's tmpfs is bounded by its size and not
-counted; what else is not, `docs/sandbox.md` lists.
+Invariant: the numbers cover exactly the processes and sockets of the run (its PID and network namespaces ensure
+both); without isolation they cover the descendants of the supervisor, and no sockets. What cannot be measured counts with
+its maximum: a socket's buffers count as full. Files in the box's tmpfs are bounded by its size and not counted;
+`docs/sandbox.md` lists what else is not.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from collections.abc import Iterator
 
 _TICK = os.sysconf("SC_CLK_TCK")
 _MEMORY = ("VmRSS", "VmSwap", "VmPTE", "HugetlbPages")
-"""What `/proc/PID/status` has of a process's memory: resident, swapped out, the tables of its pages, and huge pages."""
+"""The memory fields of `/proc/PID/status`: resident, swapped out, page tables, and huge pages."""
 
 
 def processes(isolated: bool) -> Iterator[int]:
@@ -27,14 +27,14 @@ def processes(isolated: bool) -> Iterator[int]:
 
 
 def _descendants(pid: int) -> Iterator[int]:
-    for task in _tasks(pid):  # a child is its thread's
+    for task in _tasks(pid):  # a child belongs to a thread
         for child in _read(f"{task}/children").split():
             yield int(child)
             yield from _descendants(int(child))
 
 
 def memory_bytes(pids: list[int], limit: int) -> int:
-    """Bytes of `pids` together. Pages that several share are counted once if the sum would be over `limit`."""
+    """Total bytes of `pids`. Shared pages are counted once if the sum would exceed `limit`."""
     total = sum(_held(pid) for pid in pids)
     return total if total <= limit else sum(_proportional(pid) for pid in pids)
 
@@ -47,7 +47,7 @@ def _held(pid: int) -> int:
 
 
 def _proportional(pid: int) -> int:
-    """With shared pages divided among those who share them; in full for a process that has made itself unreadable."""
+    """With shared pages divided among their sharers; in full for a process that made itself unreadable."""
     for folder in (f"/proc/{pid}", *_tasks(pid)):
         if shared := _fields(f"{folder}/smaps_rollup", ("Pss", "SwapPss")):
             return shared + _fields(f"{folder}/status", ("VmPTE", "HugetlbPages"))
@@ -69,10 +69,10 @@ def _fields(path: str, names: tuple[str, ...]) -> int:
 
 
 def socket_bytes() -> int:
-    """What the sockets of this network namespace can hold at most.
+    """The maximum that the sockets of this network namespace can hold.
 
-    Also those that are in no process's hands: on their way in a message, not accepted yet, or closed while somebody has not
-    read what they sent. Their contents would be hard to find, so that all are taken to be full.
+    Includes sockets without a process: in transit in a message, not accepted yet, or closed with unread data. As their
+    contents are hard to find, all count as full.
     """
     for line in _read("/proc/self/net/sockstat").splitlines():
         if line.startswith("sockets: used"):
@@ -81,7 +81,7 @@ def socket_bytes() -> int:
 
 
 def _largest_socket() -> int:
-    """A socket sends while its buffer has room left, so that its last message may be as large as all before it."""
+    """A socket sends while its buffer has room, so its last message may be as large as all before it."""
     with socket.socket(socket.AF_UNIX) as one:
         sizes = [one.getsockopt(socket.SOL_SOCKET, option) for option in (socket.SO_SNDBUF, socket.SO_RCVBUF)]
     return 2 * max(sizes)
@@ -91,7 +91,7 @@ _SOCKET = _largest_socket()
 
 
 def cpu_seconds(pids: list[int]) -> float:
-    """CPU seconds of `pids` and of those children they have waited for."""
+    """CPU seconds of `pids` and of the children they have waited for."""
     total = 0
     for pid in pids:
         fields = _read(f"/proc/{pid}/stat").rpartition(")")[2].split()
@@ -101,7 +101,7 @@ def cpu_seconds(pids: list[int]) -> float:
 
 
 def _read(path: str) -> str:
-    """The text of a file of a process that may end meanwhile; then empty."""
+    """The text of a process's file; empty if it ended meanwhile."""
     try:
         with open(path, encoding="ascii", errors="replace") as file:
             return file.read()

@@ -1,7 +1,7 @@
-"""Files in and out of a work directory that the program may have turned into a trap.
+"""Copies files into and out of a work directory that the program may have booby-trapped.
 
 Invariant: nothing outside the directory is ever opened, whatever links, pipes, devices or races the program left there:
-paths are resolved beneath it by the kernel, without following any link, and only plain files are read. Sizes are checked
+paths are resolved beneath it by the kernel, without following any link, and only regular files are read. Sizes are checked
 on the open descriptor and again while reading.
 """
 
@@ -16,10 +16,10 @@ from . import kernel
 
 
 def write_files(directory: str, files: Sequence[tuple[str, bytes]]) -> None:
-    """Writes each (relative path, content), making folders on the way.
+    """Writes each (relative path, content), creating folders as needed.
 
     Raises:
-        OSError: no room, or a path that cannot be made.
+        OSError: no space, or a path cannot be created.
     """
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
@@ -65,7 +65,7 @@ def _replace(parent: int, name: str, content: bytes) -> None:
 
 
 def read_files(directory: str, paths: Sequence[str], budget: int) -> tuple[list[tuple[str, bytes]], dict[str, str]]:
-    """The plain files among `paths`, at most `budget` bytes together, and why each other one that exists was refused."""
+    """The regular files among `paths`, at most `budget` bytes together, and why each other one that exists was refused."""
     found: list[tuple[str, bytes]] = []
     refused: dict[str, str] = {}
     root = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)

@@ -1,4 +1,4 @@
-"""The fork server: one interpreter inside the jail that has imported the usual modules and forks a supervisor for each run.
+"""The fork server: an interpreter in the jail that has preimported the usual modules and forks a supervisor per run.
 
 Invariant: it never sees a request. It receives descriptors, forks, and hands the host a pidfd of the child; code, files
 and output travel between host and supervisor only, so that nothing of one run can reach the next through the fork server's
@@ -87,7 +87,7 @@ def _serve(host: socket.socket, number: int, fds: list[int], own_namespace: int,
             kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # or the next namespace would be refused
             kernel.unshare(kernel.CLONE_NEWPID)
         pid = os.fork()
-    except OSError:  # no process to be had: the host sees a box that has ended
+    except OSError:  # no process available: the host sees a box that has ended
         pid = -1
     if pid == 0:
         os.close(host.detach())

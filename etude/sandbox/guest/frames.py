@@ -1,8 +1,8 @@
-"""The one message format between host, supervisor and program: JSON with a length, and bytes that JSON cannot hold.
+"""The one message format between host, supervisor and program: length-prefixed JSON, and a payload of raw bytes.
 
 A frame is two big-endian 32-bit lengths, a JSON object in UTF-8, and a payload of raw bytes. Invariant: nothing is read
 beyond the announced lengths, and no length beyond the reader's limit is ever allocated; nothing is unpickled, evaluated
-or looked up by name. Whoever reads from a program must still check each field: the frame says only where it ends.
+or looked up by name. Readers must still check each field that a program sends: the frame only says where it ends.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ MAX_PAYLOAD = 128 << 20
 
 
 class FrameError(ValueError):
-    """What was sent is not a frame, or one that is too long."""
+    """The data is not a frame, or one that is too long."""
 
 
 def encode(message: dict[str, Any], payload: bytes = b"") -> bytes:
@@ -71,7 +71,7 @@ def receive(fd: int) -> tuple[dict[str, Any], bytes] | None:
     """Reads a frame from a blocking descriptor; None at its end.
 
     Raises:
-        FrameError: what came is not a frame, or it ends in the middle.
+        FrameError: the data is not a frame, or ends in the middle of one.
     """
     header = _read(fd, HEADER.size)
     if not header:

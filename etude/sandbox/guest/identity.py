@@ -1,6 +1,6 @@
-"""Who a process is: user namespaces, and the user a root host gives up.
+"""The identity of a process: user namespaces, and dropping root.
 
-Invariant: inside a namespace made here exactly one user and one group exist, and both stand for the caller's own outside;
+Invariant: inside a namespace made here exactly one user and one group exist, mapped to the caller's own outside;
 no id can be mapped or switched to afterwards.
 """
 

@@ -1,7 +1,7 @@
-"""The Linux system calls that Python has no function for (`unshare`, `mount`, capabilities …), one thin function each.
+"""Thin wrappers of the Linux system calls that Python lacks (`unshare`, `mount`, capabilities …).
 
-Invariant: every function either did what it says or raises `OSError` with the kernel's errno. Constants carry the
-kernel's own names. Leaves policy to its callers.
+Invariant: every function either succeeds or raises `OSError` with the kernel's errno. Constants carry the
+kernel's own names. Policy is left to the callers.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _libc.prctl.argtypes = (ctypes.c_int, *[ctypes.c_ulong] * 4)
 
 
 def machine() -> str:
-    """The architecture, as the tables here know it.
+    """The architecture, as named in the tables here.
 
     Raises:
         OSError: it is neither x86-64 nor 64-bit ARM.

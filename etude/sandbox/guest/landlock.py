@@ -2,7 +2,7 @@
 
 Invariant: once `restrict` returned on a kernel with Landlock, neither this process nor its descendants can write
 outside `writable`, change mounts, signal or reach by abstract sockets what is outside their own domain. It is a second
-wall behind the mount namespace; a kernel without Landlock runs without it.
+wall after the mount namespace; a kernel without Landlock runs without it.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from collections.abc import Sequence
 from . import kernel
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
-_RIGHTS_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # how many file-system rights each ABI knows
+_RIGHTS_OF_VERSION = {1: 13, 2: 14, 3: 15, 4: 15, 5: 16}  # number of file-system rights in each ABI
 _IOCTL_DEVICE = 1 << 15
 _SCOPE_ABSTRACT_SOCKETS, _SCOPE_SIGNALS = 1 << 0, 1 << 1
 
 
 def restrict(writable: Sequence[str], devices: Sequence[str]) -> None:
-    """Confines this process: all may be read and executed, `writable` changed, files beneath `devices` written."""
+    """Confines this process: it may read and execute everything, modify `writable`, and write files beneath `devices`."""
     version = kernel.landlock_version()
     if version == 0:
         return

@@ -1,7 +1,7 @@
-"""Builds the jail with nothing but system calls, and starts the fork server in it: the mode `namespaces`.
+"""Builds the jail with system calls only, and starts the fork server in it: the mode `namespaces`.
 
 Invariant: the fork server is a freshly executed interpreter whose root holds the read-only binds of the plan and nothing
-else; when any step fails, nothing is started. What bubblewrap does in its mode is done here in the same order.
+else; when any step fails, nothing is started. The steps and their order are bubblewrap's.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def _build_root(plan: dict[str, Any]) -> None:
         kernel.make_read_only(root + target)
     for device in plan["devices"]:
         _bind(device, root + device)
-    # Before the host's own is out of sight: the kernel gives a new one only to who sees a complete one already.
+    # Before the host's own is hidden: the kernel mounts a new one only if a complete one is visible.
     kernel.mount("proc", root + "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     os.chdir(root)
     kernel.pivot_root(".", ".")

@@ -1,8 +1,8 @@
-"""The confined process that waits in a box for what it is to become.
+"""The confined process that waits in a box for its orders.
 
-Invariant: whatever it becomes, it has given up every right before it hears of it, and it sets its limits before the first
-instruction that is not ours. A failure on the way is told to the supervisor and is the sandbox's; a compiled program that
-cannot be started is the model's own.
+Invariant: it has dropped every privilege before it receives its orders, and sets its limits before the first instruction
+that is not ours. A failure on the way is reported to the supervisor as the sandbox's; a compiled program that cannot be
+started is the model's own.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class Broken(Exception):
 
 @dataclass(frozen=True)
 class PreparedProcess:
-    """A confined process that waits for its orders, on the other end of `orders`."""
+    """A confined process that waits for orders on the other end of `orders`."""
 
     pid: int
     orders: int
 
 
 def prepare(settings: Settings, box: Box, stdio: Sequence[int], cells_fd: int) -> PreparedProcess:
-    """Forks a process that gives up its rights and waits for orders."""
+    """Forks a process that drops its privileges and waits for orders."""
     ours, theirs = socket.socketpair()
     pid = os.fork()
     if pid == 0:
@@ -43,7 +43,7 @@ def prepare(settings: Settings, box: Box, stdio: Sequence[int], cells_fd: int) -
 
 
 def start(prepared: PreparedProcess, request: dict[str, Any], command: list[str] | None) -> None:
-    """Gives a prepared process its orders; returns as its code begins.
+    """Gives a prepared process its orders; returns when its code starts.
 
     Raises:
         Broken: it could not be confined, or its interpreter could not be started.
@@ -78,7 +78,7 @@ def _become(settings: Settings, box: Box) -> NoReturn:
         os.close(orders)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"[:1000].encode("utf-8", "replace")
-        compiled = command is not None and command[0].startswith(box.tmp)  # it is the model's own doing
+        compiled = command is not None and command[0].startswith(box.tmp)  # the model's own failure
         os.write(2 if compiled else orders, text)
         os._exit(126)
     if order["kind"] == "session":

@@ -1,7 +1,7 @@
-"""From a trusted process to the model's program: gives up every right it has, then runs the code.
+"""Turns a trusted process into the model's program: drops every privilege, then runs the code.
 
 Invariant: the first line of the model's code runs only after all of `confine` succeeded; if a step fails, the program
-never starts and the supervisor says so. Python code runs in this very process, which is a fork of a warm interpreter and
+never starts and the supervisor reports it. Python code runs in this very process, which is a fork of a warm interpreter and
 behaves as `python main.py` would; everything else is executed directly, without a shell.
 """
 
@@ -35,7 +35,7 @@ _SECCOMP = seccomp.assemble(kernel.machine())
 
 @dataclass(frozen=True)
 class Bounds:
-    """The limits that the kernel keeps for each process; those of the whole tree are the supervisor's."""
+    """The per-process limits enforced by the kernel; those of the whole tree are the supervisor's."""
 
     cpu_seconds: float
     memory_mb: int
@@ -61,7 +61,7 @@ def take_descriptors(descriptors: Sequence[int]) -> None:
 
 
 def confine(settings: Settings, box: Box) -> None:
-    """Takes from this process every right that no program has, for good; `limit` takes the rest.
+    """Drops every privilege that no program may have, for good; `limit` drops the rest.
 
     Raises:
         OSError: a step failed.
@@ -71,7 +71,7 @@ def confine(settings: Settings, box: Box) -> None:
     os.umask(0o022)
     if settings.isolated:
         enter_user_namespace(PROGRAM_ID)
-        _write("/proc/self/oom_score_adj", "1000")  # where memory ends, the kernel kills the program and not the host
+        _write("/proc/self/oom_score_adj", "1000")  # out of memory, the kernel kills the program and not the host
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     if settings.isolated:
         kernel.drop_capabilities()
@@ -124,7 +124,7 @@ def execute(command: Sequence[str]) -> NoReturn:
     Raises:
         OSError: it cannot be started.
     """
-    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # the interpreter had changed them
+    for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):  # the interpreter changed them
         signal.signal(number, signal.SIG_DFL)
     os.execvpe(command[0], list(command), dict(os.environ))
 
@@ -136,7 +136,7 @@ def run_python(path: str, code: str, arguments: Sequence[str]) -> NoReturn:
 
 
 def become_main(path: str, arguments: Sequence[str]) -> types.ModuleType:
-    """A fresh `__main__`, and an interpreter that looks newly started; what it returns is the module."""
+    """A fresh `__main__`, and an interpreter that looks newly started; returns the module."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     gc.enable()
     for name in [name for name in sys.modules if name == "guest" or name.startswith("guest.")]:
@@ -148,7 +148,7 @@ def become_main(path: str, arguments: Sequence[str]) -> types.ModuleType:
     sys.stderr = _text_output(2, line_buffering=True, errors="backslashreplace")
     sys.__stdin__, sys.__stdout__, sys.__stderr__ = sys.stdin, sys.stdout, sys.stderr  # type: ignore[misc]
     site = sys.modules["site"]
-    for name in ("setquit", "setcopyright", "sethelper"):  # `-S` left `exit`, `quit` and `help` out
+    for name in ("setquit", "setcopyright", "sethelper"):  # `-S` omitted `exit`, `quit` and `help`
         getattr(site, name)()
     main = types.ModuleType("__main__")
     main.__dict__.update(__file__=path, __builtins__=sys.modules["builtins"], __annotations__={})
@@ -162,7 +162,7 @@ def _text_output(fd: int, line_buffering: bool, errors: str) -> io.TextIOWrapper
 
 
 def _ending(run: Callable[[], object], main: types.ModuleType, path: str, code: str) -> int:
-    """Calls `run` and does what the interpreter does at its end; the return code."""
+    """Calls `run` and shuts down like the interpreter; returns the exit code."""
     linecache.cache[path] = (len(code), None, code.splitlines(keepends=True), path)
     status = 0
     try:
@@ -209,7 +209,7 @@ def _exit_status(error: SystemExit) -> int:
 
 
 def _flush() -> int:
-    """120, as the interpreter says it, if what was printed could not be written."""
+    """The interpreter's status 120 if the output could not be written."""
     try:
         sys.stdout.flush()
     except BaseException:

@@ -1,10 +1,10 @@
 """The system-call filter of a run: classic BPF, assembled by hand.
 
-Invariant: a call is allowed only if its number is one the kernels of the table's day had, and it is not on the list of
-those that reach beyond the process's own files, memory and children. Newer calls do not exist for the program, nor do
-those of another architecture. The filter is a second wall: what it denies is out of reach by namespaces and missing
-capabilities too, except for what namespaces do not cover: `AF_VSOCK`, kernel keyrings, memory that belongs to no process
-and so escapes the census, and counts that all runs and the host share.
+Invariant: a call is allowed only if it is in the table of known calls and not on the list of those that reach beyond the
+process's own files, memory and children. Newer calls, and those of other architectures, do not exist for the program.
+The filter is a second wall: what it denies is out of reach by namespaces and missing capabilities too, except for what
+namespaces do not cover: `AF_VSOCK`, kernel keyrings, memory that belongs to no process and so escapes the census, and
+counts that all runs and the host share.
 """
 
 from __future__ import annotations
@@ -153,8 +153,8 @@ _DENIED = {
         "semget": 190,
     },
 }
-"""By architecture, the calls that fail with EPERM. The last four make memory that belongs to no process's resident set,
-so that no supervisor would see it grow."""
+"""By architecture, the calls that fail with EPERM. The last four create memory outside any process's resident set, which
+the supervisor would not see grow."""
 _ABSENT = {
     "x86_64": {
         "clone3": 435,
@@ -185,7 +185,7 @@ _WITHOUT_EFFECT = {
     "x86_64": {"sync": 162, "syncfs": 306, "fsync": 74, "fdatasync": 75, "sync_file_range": 277},
     "aarch64": {"sync": 81, "syncfs": 267, "fsync": 82, "fdatasync": 83, "sync_file_range": 84},
 }
-"""Those that succeed and do nothing. A run's files are in memory; what these would write out is the host's."""
+"""Those that succeed and do nothing. A run's files are in memory; these would only flush the host's."""
 
 _ALLOWED_FAMILIES = (1, 2, 10)  # AF_UNIX, AF_INET, AF_INET6: AF_VSOCK, AF_ALG, AF_NETLINK, AF_PACKET … are not there
 _ALLOWED_PROTOCOLS = (0, 6, 17)  # the family's own, TCP, UDP: nothing that loads a module or has buffers of its own
@@ -197,7 +197,7 @@ _SOL_SOCKET, _SO_SNDBUF, _SO_RCVBUF, _SO_SNDBUFFORCE, _SO_RCVBUFFORCE = 1, 7, 8,
 _MAP_HUGETLB, _MADV_PAGEOUT, _MS_SYNC, _POSIX_FADV_DONTNEED = 0x40000, 21, 4, 4
 
 _Condition = Callable[[int], list[bytes]]
-"""Instructions that go on where it holds, and over the given number of further instructions where it does not."""
+"""Instructions that continue if it holds, else skip the given number of further instructions."""
 
 
 def denied_calls(machine: str) -> dict[str, int]:

@@ -1,4 +1,4 @@
-"""What the host tells the fork server when it starts it, and the places inside the jail.
+"""The settings that the host starts a fork server with, and the paths inside the jail.
 
 Invariant: the same for every run of one fork server; what differs between runs travels with the run. Nothing here is secret.
 """
@@ -14,7 +14,7 @@ WORK = "/sandbox"
 TMP = "/tmp"
 SHM = "/dev/shm"
 GUEST = "/opt/etude"
-"""Holds the folder of these modules, and those of third-party packages."""
+"""Contains the folder of these modules, and those of third-party packages."""
 
 PROGRAM_ID = 1000
 """User and group id that a program sees as its own."""
@@ -22,7 +22,7 @@ PROGRAM_ID = 1000
 
 @dataclass(frozen=True)
 class Settings:
-    """Of a fork server and all its runs."""
+    """The settings of a fork server and all its runs."""
 
     isolated: bool
     """False only for `isolation: none`: no namespace, no filter, the host's own file system."""
@@ -35,7 +35,7 @@ class Settings:
     preload: tuple[str, ...] = ()
     """Modules imported once, before the first run."""
     admission: bool = False
-    """Whether a supervisor must hear from the host before it forks: it is moved into a control group meanwhile."""
+    """Whether a supervisor must wait for the host before it forks: it is moved into a control group meanwhile."""
 
     def encode(self) -> str:
         """As one command-line argument."""

@@ -1,7 +1,7 @@
-"""A root host's first step: it shows what the jail needs at places everybody can reach, then stops being root.
+"""A root host's first step: mounts what the jail needs at accessible places, then drops root.
 
 Invariant: whatever comes after this step, bubblewrap or our own launcher, runs as an unprivileged user that owns nothing
-and has no capabilities; the mounts made here are seen by it and its descendants alone.
+and has no capabilities; the mounts made here are visible only to it and its descendants.
 """
 
 from __future__ import annotations

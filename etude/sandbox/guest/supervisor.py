@@ -1,7 +1,7 @@
 """The supervisor of one run or session: process 1 of its PID namespace, the one trusted process in the box.
 
 Order of one run: open the box, prepare a confined process, wait for the request, write files, compile, let the process
-become the program, watch it, kill whatever is left, read files back, report, exit. Invariant: the report is sent once,
+become the program, watch it, kill the rest, read files back, report, exit. Invariant: the report is sent once,
 after no process of the run is alive; a failure of the box itself is reported as `broken`, and only before the program's
 first instruction, so that no program can make its own failure look like the sandbox's.
 """
@@ -83,7 +83,7 @@ class Supervisor:
             os.close(fd)
 
     def serve(self) -> None:
-        """Waits for the request and does it; returns at once when the host hangs up instead."""
+        """Waits for the request and serves it; returns at once if the host hangs up instead."""
         try:
             received = frames.receive(self._host)
             if received is None:
@@ -147,7 +147,7 @@ class Supervisor:
     ) -> Ending:
         """Waits for the end of `pid` or of its limits, then kills the rest of the run.
 
-        `kept` maps pipes to read meanwhile to what came. Without `wall_seconds` the host decides when it is over.
+        `kept` maps pipes to read meanwhile to their output. Without `wall_seconds` the host decides when to stop.
         """
         host = self._host
         process = os.pidfd_open(pid)
@@ -191,7 +191,7 @@ class Supervisor:
         return Ending(over or "finished", None if over else self._codes.get(pid), wall, cpu)
 
     def _look(self, limits: dict[str, Any], cpu_before: float) -> tuple[bool, str | None]:
-        """Whether the run has used the CPU since the last look, and the limit it broke, if it did."""
+        """Whether the run has used the CPU since the last check, and the limit it broke, if any."""
         self._reap()
         pids = list(census.processes(self._settings.isolated))
         cpu = census.cpu_seconds(pids) + _reaped_cpu_seconds() - cpu_before
@@ -202,7 +202,7 @@ class Supervisor:
         return busy, "memory_limit" if census.memory_bytes(pids, memory) > memory else None
 
     def _obey(self, pid: int) -> bool:
-        """Does what the host asks of a session; False when it wants the end."""
+        """Serves the host's request in a session; False if it asks for the end."""
         received = frames.receive(self._host)
         if received is None or received[0]["do"] == "close":
             return False
@@ -218,7 +218,7 @@ class Supervisor:
         return True
 
     def _write(self, files: list[tuple[str, bytes]]) -> bool:
-        """Whether the files fit; if not, the host is told."""
+        """Whether the files fit; if not, reports it to the host."""
         try:
             write_files(self._box.work, files)
         except OSError as error:
@@ -235,7 +235,7 @@ class Supervisor:
         frames.send(self._host, {**message, "files": sizes}, b"".join(content for _, content in files))
 
     def _reap(self, flags: int = os.WNOHANG) -> bool:
-        """Collects ended children, among them adopted ones; whether any child is left."""
+        """Reaps ended children, adopted ones included; returns whether any child is left."""
         with contextlib.suppress(ChildProcessError):
             while True:
                 pid, status = os.waitpid(-1, flags)
@@ -248,7 +248,7 @@ class Supervisor:
         """Kills every process of the run but `spared` and this one, and waits until none is left."""
         if self._settings.isolated and spared is None:
             with contextlib.suppress(ProcessLookupError):
-                os.kill(-1, signal.SIGKILL)  # all of this namespace but process 1
+                os.kill(-1, signal.SIGKILL)  # all of this namespace except process 1
             self._reap(0)
             return
         while True:
@@ -268,14 +268,14 @@ def _reaped_cpu_seconds() -> float:
 
 
 def _drain(fd: int, kept: bytearray) -> bool:
-    """Reads once from a pipe, keeps what fits; False at its end."""
+    """Reads once from a pipe and keeps what fits; False at its end."""
     part = os.read(fd, 1 << 16)
     kept += part[: COMPILER_OUTPUT - len(kept)]
     return bool(part)
 
 
 def _unpacked(sizes: Sequence[Sequence[Any]], payload: bytes) -> list[tuple[str, bytes]]:
-    """The (path, content) pairs whose contents follow each other in `payload`."""
+    """The (path, content) pairs whose contents are concatenated in `payload`."""
     files, start = [], 0
     for path, size in sizes:
         files.append((path, payload[start : start + size]))

@@ -1,4 +1,4 @@
-"""The tools that come along, and their ready configurations."""
+"""The built-in tools and their ready-made configurations."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _CONFIGS = Path(__file__).parent / "configs"
 
 
 def builtin_config(name: str) -> Path:
-    """The YAML of the built-in tool `name`, to be given to `load_tools`.
+    """The YAML file of the built-in tool `name`, for `load_tools`.
 
     Raises:
-        ConfigError: there is no such tool; lists those there are.
+        ConfigError: there is no such tool; lists the known ones.
     """
     known = builtin_names()
     if name not in known:
@@ -23,7 +23,7 @@ def builtin_config(name: str) -> Path:
 
 
 def builtin_names() -> list[str]:
-    """The names that `builtin_config` knows."""
+    """The names that `builtin_config` accepts."""
     return sorted(path.stem for path in _CONFIGS.glob("*.yaml"))
 
 

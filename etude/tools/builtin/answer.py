@@ -1,8 +1,8 @@
 """`AnswerTool`: a tool that judges the model's answer against a reference, turn after turn.
 
-Invariant: an instance knows its reference from `create` on; a trajectory without one is an error, not a wrong answer. Of
-several calls in one turn each is judged after those written before it, so that rewards do not depend on a clock. How
-answers are compared is a subclass's business.
+Invariant: an instance knows its reference from `create` on; a trajectory without one is an error, not a wrong answer.
+Several calls in one turn are judged in the order written, so that rewards do not depend on timing. Comparing answers is
+left to subclasses.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.trace import rollout_trace_op
 
-NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not better the last answer
+NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not improve on the last answer
 MAX_ANSWER_CHARS = 2000
 
 
 @dataclass
 class AnswerState:
-    """One trajectory: its reference, its last answer and what that answer was worth."""
+    """One trajectory: its reference, its last answer and that answer's score."""
 
     ground_truth: str
     response: str = ""
@@ -39,11 +39,11 @@ class AnswerTool(BaseTool):
         self._instance_dict: dict[str, AnswerState] = {}
 
     def as_response(self, answer: str) -> str:
-        """The form in which an answer is kept and shown."""
+        """The normalized form of an answer."""
         return answer
 
     async def judge(self, response: str, ground_truth: str) -> float:
-        """What `response` is worth, from 0.0 to 1.0."""
+        """The score of `response`, from 0.0 to 1.0."""
         raise NotImplementedError
 
     async def create(
@@ -64,10 +64,10 @@ class AnswerTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Judges `parameters["answer"]`; step reward 0.0 if it betters the last answer, else -0.05.
+        """Judges `parameters["answer"]`; step reward 0.0 if it improves on the last answer, else -0.05.
 
         Raises:
-            ToolError: the answer is longer than any answer is.
+            ToolError: the answer is too long.
         """
         state = self._instance_dict[instance_id]
         answer = str(parameters.get("answer", ""))
@@ -81,7 +81,7 @@ class AnswerTool(BaseTool):
             return ToolResponse(text=f"Current parsed answer={state.response!r} reward={reward}"), step_reward, {}
 
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
-        """What the last answer given is worth; 0.0 without one."""
+        """The score of the last answer; 0.0 without one."""
         return self._instance_dict[instance_id].reward
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
@@ -90,7 +90,7 @@ class AnswerTool(BaseTool):
 
 
 def answer_schema(name: str, description: str, answer: str) -> dict[str, Any]:
-    """The schema of a function with the one text argument `answer`, described by `answer`."""
+    """The schema of a function with one string argument `answer`, described by `answer`."""
     return {
         "type": "function",
         "function": {

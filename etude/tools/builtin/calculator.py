@@ -1,7 +1,7 @@
 """`Calculator`: arithmetic for models that are bad at it.
 
-Invariant: an expression is only ever parsed and interpreted, never evaluated as Python, and neither its time nor its
-memory depends on more than its bounded length: no intermediate integer exceeds `MAX_BITS`. Integers are exact.
+Invariant: an expression is parsed and interpreted, never evaluated as Python; time and memory are bounded by its bounded
+length: no intermediate integer exceeds `MAX_BITS`. Integers are exact.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.trace import rollout_trace_op
 
 Number = int | float
 
-MAX_BITS = 2048  # about 600 digits: more than any question of arithmetic asks for
+MAX_BITS = 2048  # about 600 digits: more than any arithmetic question needs
 _SCHEMA = {
     "type": "function",
     "function": {
@@ -68,10 +68,10 @@ class Calculator(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The value of `parameters["expression"]` as plain text; reward 0.
+        """The value of `parameters["expression"]` as text; reward 0.
 
         Raises:
-            ToolError: the expression is missing or has no value; one line that says why.
+            ToolError: the expression is missing or has no value; one line with the reason.
         """
         expression = parameters.get("expression")
         if isinstance(expression, int | float) and not isinstance(expression, bool):
@@ -87,7 +87,7 @@ def evaluate(expression: str) -> Number:
     """The value of an arithmetic expression.
 
     Raises:
-        ToolError: it is no such expression, or its value is not a finite real number of reasonable size.
+        ToolError: it is invalid, or its value is not a finite real number of reasonable size.
     """
     try:
         tree = ast.parse(expression.translate(_SIGNS).strip(), mode="eval")

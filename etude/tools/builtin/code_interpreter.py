@@ -1,10 +1,10 @@
 """`SandboxFusionTool`: the tool `code_interpreter`, which runs the model's code in a sandbox.
 
-Invariant: whatever the code does is told to the model in words (`code_report`); whatever the sandbox fails to do is an
-infrastructure failure, and no answer at all. At most `num_workers` programs of a process run at once, and `rate_limit`
-of the whole cluster. Stateless calls share nothing; a stateful trajectory has one interpreter of its own from its first
-call to its release, and another one only after its own code has ended that: once a cell was sent, an interpreter that is
-lost in any other way is an infrastructure failure for good, and no cell is ever sent twice.
+Invariant: whatever the code does is reported to the model in words (`code_report`); a failure of the sandbox is an
+infrastructure failure, never an answer. At most `num_workers` programs run at once per process, and `rate_limit` in the
+whole cluster. Stateless calls share nothing; a stateful trajectory has its own interpreter from its first call
+to its release, and a new one only after its own code ended that: once a cell was sent, losing the interpreter in any
+other way is a permanent infrastructure failure, and no cell is ever sent twice.
 """
 
 from __future__ import annotations
@@ -86,11 +86,11 @@ class SandboxFusionOptions(ToolOptions):
 
 @dataclass
 class _Trajectory:
-    """What belongs to one instance: its interpreter, in a stateful tool."""
+    """The state of one instance: its interpreter, in a stateful tool."""
 
     session: str | None = None
     lost: str = ""
-    """Why its interpreter is gone, or may be, through no doing of its own code; nothing more can be run for it."""
+    """Why its interpreter is, or may be, gone, not through its own code; nothing more can run for it."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
@@ -103,7 +103,7 @@ class SandboxFusionTool(BaseTool):
         """Reads the options; the sandbox is reached, or started, by the first call.
 
         Raises:
-            ConfigError: an option makes no sense.
+            ConfigError: an option is invalid.
         """
         super().__init__(config, tool_schema)
         self._options = read_options(SandboxFusionOptions, config, self.name)
@@ -112,7 +112,7 @@ class SandboxFusionTool(BaseTool):
         self._everywhere: Limiter | None = None
         self._trajectories: dict[str, _Trajectory] = {}
         if self._options.sandbox_fusion_url is not None:
-            self._sandbox()  # a wrong address is an error now
+            self._sandbox()  # report an invalid address now
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
         """Begins a trajectory."""
@@ -127,7 +127,7 @@ class SandboxFusionTool(BaseTool):
         """What the code printed and how it ended; step reward 0.
 
         Raises:
-            ToolError: there is no code, or it cannot be run as asked.
+            ToolError: there is no code, or it cannot be run as requested.
             SandboxError: the sandbox failed.
             EtudeError: the sandbox or the limiter cannot be used as configured.
         """
@@ -143,7 +143,7 @@ class SandboxFusionTool(BaseTool):
             try:
                 result = await self._sandbox().run(request)
             except SandboxRequestError as error:
-                if "language" not in parameters:  # what is wrong is the configuration, not the model's choice
+                if "language" not in parameters:  # the configuration is at fault, not the model
                     raise
                 raise ToolError(f"Error: {one_line(error)}") from error
         metrics = {"status": result.status.value, "return_code": result.return_code, "seconds": result.wall_seconds}
@@ -168,7 +168,7 @@ class SandboxFusionTool(BaseTool):
         return ToolResponse(text=text, image=_images(result) or None), 0.0, metrics
 
     async def _cell_of(self, trajectory: _Trajectory, code: str, limits: Limits) -> CellResult:
-        if trajectory.lost:  # also for a call that is tried again
+        if trajectory.lost:  # also for a retried call
             raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}")
         sandbox = self._sandbox()
         if trajectory.session is None:
@@ -177,7 +177,7 @@ class SandboxFusionTool(BaseTool):
             return await sandbox.run_cell(trajectory.session, code, limits.wall_seconds)
         except SandboxRequestError:  # refused: it did not run
             raise
-        except BaseException as error:  # a cancelled cell may have run, too
+        except BaseException as error:  # a cancelled cell may have run as well
             trajectory.lost = one_line(error) or type(error).__name__
             if isinstance(error, UnknownSessionError):
                 raise SandboxError(f"the trajectory has lost its interpreter: {trajectory.lost}") from error
@@ -185,7 +185,7 @@ class SandboxFusionTool(BaseTool):
 
     @contextlib.asynccontextmanager
     async def _permits(self) -> AsyncIterator[None]:
-        """The right to run one program, in this process and in the cluster."""
+        """The permits to run one program, in this process and in the cluster."""
         options = self._options
         if self._everywhere is None and options.enable_global_rate_limit:
             limit = Limit(max_concurrent=options.rate_limit)
@@ -203,7 +203,7 @@ class SandboxFusionTool(BaseTool):
             self._client = SandboxClient(
                 options.sandbox_fusion_url,
                 token=options.sandbox_token,
-                attempts=1,  # trying again is the session's, by `max_retries`
+                attempts=1,  # retries are the session's, by `max_retries`
                 workers=options.num_workers,
                 isolation=options.isolation,
             )
@@ -239,7 +239,7 @@ class SandboxFusionTool(BaseTool):
 
 
 def _images(result: CellResult) -> list[Any]:
-    """What the cell showed, decoded within limits; what is no image after all is left out."""
+    """The cell's images, decoded within limits; invalid ones are dropped."""
     images = []
     for content in result.images:
         with contextlib.suppress(DataError):

@@ -1,7 +1,7 @@
-"""What a model reads about code that ran: its output, and in words how it ended.
+"""What the model reads about code that ran: its output, and how it ended.
 
 Invariant: the text always says what happened; it is never empty, and never hides that a program failed, was cut off or
-was killed. Output is shown as it was; of a long stderr, the end, where Python puts the reason.
+was killed. Output is unchanged, except that a long stderr keeps its end, where Python puts the reason.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def cell_report(result: CellResult, limits: Limits, seconds: float) -> str:
 
 
 def tail(text: str, limit: int = MAX_STDERR_CHARS) -> str:
-    """The end of `text` in about `limit` characters, from the beginning of a line."""
+    """The last `limit` or so characters of `text`, from the start of a line."""
     text = text.rstrip()
     if len(text) <= limit:
         return text

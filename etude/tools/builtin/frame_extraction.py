@@ -1,7 +1,7 @@
-"""`FrameExtractionTool`: shows the model frames of a row's video.
+"""`FrameExtractionTool`: gives the model frames of a row's video.
 
-Invariant: frames stand at the middles of equal parts of the asked span, so that a call with the same arguments gives the
-same frames; a call gives at most `max_frames`.
+Invariant: frames are the midpoints of equal parts of the requested span, so that equal arguments give equal frames; a
+call gives at most `max_frames`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _SCHEMA = {
 
 
 class VideoOptions(ToolOptions):
-    """Limits that the tools of the video set share in their `config`."""
+    """Limits shared by the video tools in their `config`."""
 
     max_seconds: float = Field(default=7200.0, gt=0)
     max_pixels: int = Field(default=40_000_000, ge=1)
@@ -49,7 +49,7 @@ class VideoOptions(ToolOptions):
     num_workers: int = Field(default=4, ge=1)
 
     def to_limits(self) -> VideoLimits:
-        """What a video may be."""
+        """The limits of a video."""
         return VideoLimits(self.max_seconds, self.max_pixels, self.decode_seconds)
 
 
@@ -78,7 +78,7 @@ class FrameExtractionTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them makes no sense.
+            ConfigError: one of them is invalid.
             MissingExtraError: PyAV is not installed.
         """
         super().__init__(config, tool_schema)
@@ -95,7 +95,7 @@ class FrameExtractionTool(BaseTool):
         resolution: int = 224,
         **create_kwargs: Any,
     ) -> tuple[str, ToolResponse]:
-        """Looks at the row's video.
+        """Inspects the row's video.
 
         Raises:
             DataError: the row has none for this tool, or it cannot be read.

@@ -1,8 +1,8 @@
-"""Tools around a model of the user's that looks at one frame: object detection and captions.
+"""Tools around a user's model of one frame: object detection and captioning.
 
-Invariant: without a model the run does not start. The model is loaded once a process, at its first use, and called in a
-thread (or awaited, if it is asynchronous), `num_workers` calls at once; what it returns is checked before the policy
-sees it. Which frames there are is `frames`' business.
+Invariant: without a model the run does not start. The model is loaded once per process, on first use, and called in
+a thread (or awaited, if asynchronous), `num_workers` calls at once; its output is validated before the policy sees it.
+Keeping track of frames is left to `frames`.
 """
 
 from __future__ import annotations
@@ -44,21 +44,21 @@ class FrameModelOptions(VideoOptions):
 
 
 class FrameModelTool(BaseTool):
-    """Shows one frame to the model and reports what it says.
+    """Runs the model on one frame and reports its output.
 
-    `config.model` is `path/to/file.py:name` or `package.module.name`: a function, or a class that is made without
-    arguments and is then called. `create_kwargs`: `resolution` (448: pixels of the longer side of the frame that the
-    model gets); all others are handed to the model by keyword with every call.
+    `config.model` is `path/to/file.py:name` or `package.module.name`: a function, or a class that is constructed
+    without arguments and then called. `create_kwargs`: `resolution` (448: pixels of the longer side of the model's
+    frame); all others are passed to the model as keywords in every call.
     """
 
     call: ClassVar[str]
     """How the model is called, for the error that asks for one."""
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        """Finds the model; it is not loaded yet.
+        """Locates the model without loading it.
 
         Raises:
-            ConfigError: `config.model` is missing or names nothing that can be called.
+            ConfigError: `config.model` is missing or does not name a callable.
             MissingExtraError: PyAV is not installed.
         """
         super().__init__(config, tool_schema)
@@ -89,11 +89,11 @@ class FrameModelTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """What the model says about the frame `parameters["frame"]`; step reward 0.0.
+        """The model's output for the frame `parameters["frame"]`; step reward 0.0.
 
         Raises:
-            ToolError: there is no such frame, or an argument makes no sense.
-            InfrastructureError: the model failed, or returned something that it should not.
+            ToolError: there is no such frame, or an argument is invalid.
+            InfrastructureError: the model failed, or returned something invalid.
         """
         state = self._instance_dict[instance_id]
         number, frame = FRAMES.get(trajectory_of(instance_id, self.name), parameters.get("frame"))
@@ -113,11 +113,11 @@ class FrameModelTool(BaseTool):
         self._instance_dict.pop(instance_id, None)
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """The model's keyword arguments in a call of the policy's; raises ToolError for what makes no sense."""
+        """The model's keyword arguments in a call of the policy's; raises ToolError if they are invalid."""
         raise NotImplementedError
 
     def report(self, said: Any, image: Image) -> str:
-        """What the model returned, as text; raises TypeError or ValueError for what it should not return."""
+        """The model's output as text; raises TypeError or ValueError if it is invalid."""
         raise NotImplementedError
 
     def _call_model(self, image: Image, arguments: dict[str, Any]) -> Any:
@@ -130,7 +130,7 @@ class FrameModelTool(BaseTool):
 class ObjectDetectionTool(FrameModelTool):
     """`model(image, labels=None | [text, …], **create_kwargs)` returns `[{"label", "score", "box": [x1, y1, x2, y2]}]`.
 
-    The box is in pixels of `image`; the policy reads it as fractions of the frame's width and height, which hold in any
+    The box is in pixels of `image`; the policy reads it as fractions of the frame's width and height, which are valid at any
     resolution.
     """
 
@@ -153,7 +153,7 @@ class ObjectDetectionTool(FrameModelTool):
     }
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
-        """`labels`: texts, or None for anything that the model knows."""
+        """`labels`: texts, or None for all that the model knows."""
         labels = parameters.get("labels")
         if labels is None:
             return {"labels": None}
@@ -163,9 +163,9 @@ class ObjectDetectionTool(FrameModelTool):
         return {"labels": [label[:MAX_TEXT_CHARS] for label in labels]}
 
     def report(self, said: Any, image: Image) -> str:
-        """One line for each object, the most certain first."""
+        """One line per object, the most certain first."""
         if not isinstance(said, list | tuple):
-            raise TypeError(f"a list of detections is wanted, not {type(said).__name__}")
+            raise TypeError(f"expected a list of detections, not {type(said).__name__}")
         found = sorted((_detection(each, image.size) for each in said), key=lambda each: -each[1])
         lines = [f"{label} {score:.2f} [{', '.join(f'{x:.3f}' for x in box)}]" for label, score, box in found]
         return "\n".join([f"{len(found)} found", *lines[:MAX_DETECTIONS]]) if found else "nothing found"
@@ -199,7 +199,7 @@ class FrameCaptionTool(FrameModelTool):
     def report(self, said: Any, image: Image) -> str:
         """The caption itself."""
         if not isinstance(said, str):
-            raise TypeError(f"a text is wanted, not {type(said).__name__}")
+            raise TypeError(f"expected a text, not {type(said).__name__}")
         return said.strip()[:MAX_TEXT_CHARS]
 
 

@@ -1,7 +1,7 @@
 """`FrameReferences`: the frames that one trajectory has extracted, for the other tools of the set.
 
-Invariant: a trajectory sees its own frames alone, numbered from 0 in the order of extraction; nothing is kept after the
-extracting tool is released. A reference is a file and a time: each tool decodes it in its own resolution.
+Invariant: a trajectory sees only its own frames, numbered from 0 in the order of extraction; nothing is kept after the
+extracting tool is released. A reference is a file and a time: each tool decodes it at its own resolution.
 
 The session names an instance `<trajectory>:<tool>`; an instance id without that ending is the trajectory's own.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from etude.errors import ToolError
 
-MAX_FRAMES = 256  # of one trajectory
+MAX_FRAMES = 256  # per trajectory
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ class FrameReference:
 
 
 class FrameReferences:
-    """By trajectory; one object is shared by the tools of a process."""
+    """Frames by trajectory; one object is shared by the tools of a process."""
 
     def __init__(self) -> None:
         self._of: dict[str, list[FrameReference]] = {}

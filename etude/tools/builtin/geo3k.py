@@ -1,6 +1,6 @@
 """`Geo3kTool`: tells the model whether its answer to a geometry problem is right, and scores the last answer given.
 
-Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbolic algebra may take its whole time limit.
+Answers are compared as mathematics by `etude.rewards.geo3k`, in a thread: symbolic algebra may use its whole time limit.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """`Gsm8kTool`: tells the model whether its answer to a grade-school problem is right, and scores the last answer given.
 
-How answers are compared is `etude.rewards.gsm8k`'s business.
+Comparing answers is left to `etude.rewards.gsm8k`.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`JsonService`: bounded JSON requests to one HTTP service.
 
 Invariant: an answer is read up to `max_body_bytes`, counted before and after decompression; redirects are not followed;
-an error names the host alone, so that neither a key in a header nor one in the address reaches a log or a model.
-Connections are kept in one pool for each event loop and live exactly as long as some trajectory holds them.
+errors name only the host, so that no key in a header or address reaches a log or a model. Connections are
+pooled per event loop and live as long as some trajectory holds them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import aiohttp
 
 from etude.errors import InfrastructureError, ToolError, one_line
 
-_REFUSED_BY_CONTENT = (400, 413, 414, 422)  # of the client errors, those that the model's words can cause
+_REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "etude"}
 
@@ -55,7 +55,7 @@ class JsonService:
         self._pools.setdefault(asyncio.get_running_loop(), _Pool()).holders.add(instance_id)
 
     async def drop(self, instance_id: str) -> None:
-        """Ends a hold; with the last one of a loop its connections are closed."""
+        """Ends a hold; the last one of a loop closes its connections."""
         pool = self._pools.get(asyncio.get_running_loop())
         if pool is None:
             return
@@ -72,19 +72,19 @@ class JsonService:
         params: Mapping[str, str] | None = None,
         body: object | None = None,
     ) -> Any:
-        """The decoded JSON of one answer; to be called by a holder.
+        """The decoded JSON of one answer; the caller must hold the connections.
 
         Raises:
-            ToolError: the service refuses what the model asked (HTTP 400, 413, 414, 422).
-            InfrastructureError: no answer within `seconds`, no connection, any other status than 2xx, an answer that is
-                too long or no JSON.
+            ToolError: the service rejects the model's request (HTTP 400, 413, 414, 422).
+            InfrastructureError: no answer within `seconds`, no connection, a status other than 2xx, or an answer that
+                is too long or not JSON.
         """
         status, answer = await self.fetch(method, seconds=seconds, params=params, body=body)
         self._check(status)
         try:
             return json.loads(answer)
         except (ValueError, RecursionError):
-            raise InfrastructureError(f"{self.host} answered with something that is no JSON") from None
+            raise InfrastructureError(f"{self.host} answered with something that is not JSON") from None
 
     async def fetch(
         self,
@@ -114,7 +114,7 @@ class JsonService:
         except asyncio.TimeoutError:
             raise InfrastructureError(f"{self.host} gave no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
-            # The chain is cut: an aiohttp error holds the whole address, with a key that stands in it.
+            # The chain is cut: an aiohttp error contains the whole address, including any key in it.
             line = one_line(error).replace(url, self.host)
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
@@ -149,7 +149,7 @@ class JsonService:
                 raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
             pieces.append(piece)
         body = b"".join(pieces)
-        if response.headers.get("Content-Encoding", "identity") in ("gzip", "deflate"):  # although it was not asked for
+        if response.headers.get("Content-Encoding", "identity") in ("gzip", "deflate"):  # although it was not requested
             body = self._inflated(body)
         return body
 
@@ -157,7 +157,7 @@ class JsonService:
         try:
             inflated = zlib.decompressobj(wbits=47).decompress(
                 body, self._max_body_bytes + 1
-            )  # gzip or zlib, by its head
+            )  # gzip or zlib, by its header
         except zlib.error:
             raise InfrastructureError(
                 f"{self.host} answered with something that is not compressed as it says"

@@ -1,8 +1,8 @@
-"""`ImageZoomInTool`: cuts a region out of a row's image, so that the model can look closer.
+"""`ImageZoomInTool`: crops a region of a row's image, so that the model can look closer.
 
 Invariant: a crop lies inside the image, is at least `min_dimension` pixels wide and high (what a vision model's patches
 need), and its sides differ by a factor of at most 100. A box that is too small grows around its centre; one that cannot
-be made to fit is answered with what is wrong and a step reward of -0.05.
+fit is answered with the reason and a step reward of -0.05.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class ImageZoomOptions(ToolOptions):
 
 
 class ImageZoomInTool(BaseTool):
-    """`create_kwargs`: `image` (required), as `load_image` takes it."""
+    """`create_kwargs`: `image` (required), as accepted by `load_image`."""
 
     name = "image_zoom_in_tool"
     schema = _SCHEMA
@@ -78,7 +78,7 @@ class ImageZoomInTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them makes no sense.
+            ConfigError: one of them is invalid.
         """
         super().__init__(config, tool_schema)
         self._options = read_options(ImageZoomOptions, config, self.name)
@@ -104,7 +104,7 @@ class ImageZoomInTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """The region `parameters["bbox_2d"]` as an image; step reward 0.0, or -0.05 for a box that cannot be cut."""
+        """The region `parameters["bbox_2d"]` as an image; step reward 0.0, or -0.05 for a box that cannot be cropped."""
         image, wanted = self._instance_dict[instance_id], parameters.get("bbox_2d")
         numbers = _four_numbers(wanted)
         if numbers is None:
@@ -128,7 +128,7 @@ class ImageZoomInTool(BaseTool):
         self._instance_dict.pop(instance_id, None)
 
     def _size_seen(self, size: tuple[int, int]) -> tuple[int, int]:
-        """(width, height) in which the model gives its boxes."""
+        """(width, height) of the model's coordinate system."""
         options = self._options
         if options.coordinates == "resized":
             return resized(size, options.min_dimension, options.min_pixels, options.max_pixels)
@@ -136,7 +136,7 @@ class ImageZoomInTool(BaseTool):
 
 
 def resized(size: tuple[int, int], factor: int, min_pixels: int, max_pixels: int) -> tuple[int, int]:
-    """The size that Qwen2-VL's image processor gives an image: multiples of `factor`, their product within the limits."""
+    """The size to which Qwen2-VL's image processor resizes: multiples of `factor`, their product within the limits."""
     width, height = (max(factor, round(side / factor) * factor) for side in size)
     if width * height > max_pixels:
         shrink = math.sqrt(size[0] * size[1] / max_pixels)

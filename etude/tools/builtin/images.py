@@ -1,9 +1,9 @@
-"""`load_image`, `image_size`, `image_name` and `AnswerImages`: the images that rows and tools name, decoded within limits.
+"""`load_image`, `image_size`, `image_name` and `AnswerImages`: decode the images of rows and tools within limits.
 
-Invariant: nothing is decoded before its kind, its size in bytes and its size in pixels are known to be allowed; an image
-from here is RGB, upright and independent of its file, whose metadata it leaves behind. A file that lies about its size
-cannot exceed what its header says. Whatever a damaged file makes Pillow raise is a `DataError`; what the system refuses
-(no free file descriptor, a failing disk) says nothing about the file and is infrastructure.
+Invariant: nothing is decoded before its format, its size in bytes and its size in pixels are checked; the result is RGB,
+upright and independent of its file, without metadata. A file that lies about its size cannot exceed what its header
+says. Whatever Pillow raises for a damaged file becomes a `DataError`; system errors (no free file descriptor, a failing
+disk) say nothing about the file and are infrastructure failures.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ if TYPE_CHECKING:
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF")
 MAX_BYTES = 64_000_000
 MAX_PIXELS = 50_000_000
-"""Of an image that a model is shown, and of all images of one answer together (200 MB in Pillow's memory); what a tool opens
-for itself has the tool's own limit."""
+"""For an image given to a model, and for all images of one answer together (200 MB in Pillow's memory); images that a tool
+opens for itself have the tool's own limit."""
 MAX_IMAGES = 32
-"""Of one answer of a tool."""
+"""Per answer of a tool."""
 
 _ORIENTATION = 0x0112  # the Exif tag
 _FAULTS_OF_THE_FILE = frozenset(
     {
         *(errno.ENOENT, errno.ENOTDIR, errno.EISDIR, errno.EACCES, errno.EPERM, errno.ELOOP, errno.ENAMETOOLONG),
-        *(errno.EINVAL, errno.EOVERFLOW),  # the file tells Pillow to seek where nothing can be
+        *(errno.EINVAL, errno.EOVERFLOW),  # the file makes Pillow seek out of range
     }
 )
 
@@ -46,7 +46,7 @@ def load_image(source: Any, max_pixels: int) -> Image:
     as the Exif orientation in its header says.
 
     Raises:
-        DataError: it is none of these, is broken, or has no pixel or more than `max_pixels`.
+        DataError: it is none of these, is broken, or has no pixels or more than `max_pixels`.
         InfrastructureError: the system cannot read it now.
     """
     with _opened(source, max_pixels) as image:
@@ -54,7 +54,7 @@ def load_image(source: Any, max_pixels: int) -> Image:
 
 
 def image_size(source: Any, max_pixels: int) -> tuple[int, int]:
-    """(width, height) of the same, from the image's header: what follows may still turn out to be broken.
+    """(width, height) of the same, from the image's header: the rest may still be broken.
 
     Raises:
         DataError, InfrastructureError: as `load_image`.
@@ -84,8 +84,8 @@ def image_url(source: Any) -> str:
 
 
 def image_name(source: Any) -> bytes | None:
-    """What stands for the image in `source` as long as it stays the same: a digest of its bytes, or of its file's path,
-    size and time. None for what has neither."""
+    """A cache key of the image in `source`: a digest of its bytes, or of its file's path, size and time. None if it
+    has neither."""
     if isinstance(source, Mapping):
         source = source.get("bytes") or source.get("path") or source.get("image")
     if isinstance(source, bytes | bytearray):
@@ -103,7 +103,7 @@ def image_name(source: Any) -> bytes | None:
 
 
 class AnswerImages:
-    """Loads the images of one answer, as long as they are at most `MAX_IMAGES` and have at most `MAX_PIXELS` together."""
+    """Loads the images of one answer, up to `MAX_IMAGES` images and `MAX_PIXELS` in total."""
 
     def __init__(self) -> None:
         self._given = self._pixels = 0
@@ -112,7 +112,7 @@ class AnswerImages:
         """The answer's next image.
 
         Raises:
-            DataError: as `load_image`, or the answer's limits leave no place for it.
+            DataError: as `load_image`, or it exceeds the answer's limits.
             InfrastructureError: as `load_image`.
         """
         self._given += 1
@@ -142,23 +142,23 @@ def _upright(image: Image) -> Image:
         7: Transpose.TRANSVERSE,
         8: Transpose.ROTATE_90,
     }
-    turn = turns.get(_orientation(image))  # before it is converted: a TIFF file loses it then
+    turn = turns.get(_orientation(image))  # before converting: a TIFF file loses it then
     picture = image.convert("RGB")
     if turn is not None:
         picture = picture.transpose(turn)
-    picture.info.clear()  # an orientation that stayed would be followed again
+    picture.info.clear()  # a remaining orientation would be applied again
     return picture
 
 
 def _orientation(image: Image) -> int:
-    """1 to 8, as Exif counts them; 1 where the header has none that can be read, or Pillow itself follows it (TIFF)."""
+    """1 to 8, as Exif counts them; 1 if the header has no readable one, or Pillow applies it itself (TIFF)."""
     from PIL import Image as pillow
 
     if image.format == "TIFF":
         return 1
     try:
         found = pillow.Image.getexif(image).get(_ORIENTATION, 1)  # PNG's own `getexif` decodes the image
-    except Exception:  # damaged metadata of an image that may well be whole
+    except Exception:  # damaged metadata; the image itself may be intact
         return 1
     return found if found in range(1, 9) else 1
 
@@ -177,9 +177,9 @@ def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
                 yield _checked(image, max_pixels)
     except DataError:
         raise
-    except pillow.UnidentifiedImageError as error:  # its text has an address in memory: another one in every run
+    except pillow.UnidentifiedImageError as error:  # its text has a memory address, which differs in every run
         raise DataError(f"image {_named(source)}: cannot be read: no image of a known format") from error
-    except Exception as error:  # a damaged file makes Pillow raise nearly anything
+    except Exception as error:  # a damaged file can make Pillow raise nearly anything
         if _is_the_systems(error):
             raise InfrastructureError(f"image {_named(source)}: cannot be read now: {one_line(error)}") from error
         raise DataError(f"image {_named(source)}: cannot be read: {one_line(error)}") from error

@@ -1,7 +1,7 @@
 """`ToolOptions`: the keys of a built-in tool's `config` as frozen, checked data.
 
-Invariant: a key that a tool does not know, or a value that makes no sense, ends the start of the run with one line that
-names tool and key. Keys that bound calls (`timeout` and the like) are the session's and are left to `CallPolicy`.
+Invariant: an unknown key or an invalid value stops the run at its start with one line that names tool and key. Keys that
+limit calls (`timeout` and the like) are the session's and are left to `CallPolicy`.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def read_options(kind: type[Options], config: Mapping[str, Any], tool_name: str)
     """The tool's own part of `config`; keys that are null have their defaults.
 
     Raises:
-        ConfigError: a key is unknown or missing, or a value makes no sense; names tool and key.
+        ConfigError: a key is unknown or missing, or a value is invalid; names tool and key.
     """
     own = {key: value for key, value in config.items() if key not in SESSION_KEYS and value is not None}
     known = [*kind.model_fields, *sorted(SESSION_KEYS)]

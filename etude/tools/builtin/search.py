@@ -1,8 +1,8 @@
-"""`SearchTool`: asks a `/retrieve` service, as Search-R1 defines it, for passages.
+"""`SearchTool`: retrieves passages from a `/retrieve` service as defined by Search-R1.
 
-Invariant: the queries of one call travel in one request and are answered in their order. What the model reads is the
-JSON `{"result": text}`, or with `result_format: text` the text alone: passages as `Doc 1 (Title: …)` and their text,
-the answers of several queries apart by a line `---`. Trying again after a failure is the session's business.
+Invariant: the queries of one call are sent in one request and answered in order. The model reads the JSON
+`{"result": text}`, or with `result_format: text` the text alone: passages as `Doc 1 (Title: …)` and their text, the
+answers of several queries separated by a line `---`. Retries are left to the session.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ class SearchTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: the service's address is missing, or an option makes no sense.
+            ConfigError: the service's address is missing, or an option is invalid.
         """
         super().__init__(config, tool_schema)
         if not config.get("retrieval_service_url"):
@@ -88,7 +88,7 @@ class SearchTool(BaseTool):
         self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory; a search keeps nothing between calls but its connection."""
+        """Begins a trajectory; the connection is its only state."""
         instance_id = instance_id or str(uuid4())
         self._service.hold(instance_id)
         return instance_id, ToolResponse()
@@ -105,8 +105,8 @@ class SearchTool(BaseTool):
         """The best passages for every query, as one text; step reward 0.0.
 
         Raises:
-            ToolError: there is no query, or there are too many or too long ones.
-            InfrastructureError: the service did not answer as it should.
+            ToolError: there is no query, or they are too many or too long.
+            InfrastructureError: the service's answer is missing or invalid.
         """
         queries = self._queries(parameters)
         body = {"queries": queries, "topk": topk or self._options.topk, "return_scores": True}
@@ -119,7 +119,7 @@ class SearchTool(BaseTool):
         return ToolResponse(text=text), 0.0, metrics
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Lets go of the connection."""
+        """Drops the connection."""
         await self._service.drop(instance_id)
 
     def _queries(self, parameters: dict[str, Any]) -> list[str]:

@@ -1,8 +1,8 @@
-"""Frames of a video at given times, decoded within limits (PyAV).
+"""Decodes frames of a video at given times, within limits (PyAV).
 
-Invariant: a video is read through an open file alone, never an address, and only as one of the container formats below,
-so that a file cannot make the decoder open others. Its duration and its frame size are checked before a frame is decoded,
-and decoding stops at a deadline. The frame at `t` is the last one that begins at or before `t`.
+Invariant: a video is read only through an open file, never an address, and only in one of the container formats below, so
+that a file cannot make the decoder open others. Duration and frame size are checked before decoding, which stops at a
+deadline. The frame at `t` is the last one that starts at or before `t`.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def video_seconds(path: str | Path, limits: VideoLimits) -> float:
     """The duration of a video.
 
     Raises:
-        DataError: the file is missing, no video, or beyond the limits; names it.
+        DataError: the file is missing, not a video, or beyond the limits; names it.
     """
     with _Video(path, limits) as video:
         return video.seconds

@@ -1,6 +1,6 @@
 """`VideoAnswerTool`: tells the model whether its answer to a question on a video is right, and scores the last one given.
 
-How answers are compared is `etude.rewards.choice`'s business.
+Comparing answers is left to `etude.rewards.choice`.
 """
 
 from __future__ import annotations

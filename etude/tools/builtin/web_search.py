@@ -1,10 +1,10 @@
 """`WebSearchTool`: searches the web through an HTTP API.
 
-Invariant: a search that was answered costs `cost`, whatever it found; one that was not answered costs nothing, since then
-the world was broken. What the model reads is bounded: `max_results` results, each cut to `max_snippet_chars`.
+Invariant: an answered search costs `cost`, whatever it found; an unanswered one is an infrastructure failure and costs
+nothing. What the model reads is bounded: `max_results` results, each cut to `max_snippet_chars`.
 
-The services of `ENGINES` are described by their public documentation; any other that answers a query with JSON is described
-by the same fields in the tool's `config`.
+`ENGINES` follows the services' public documentation; any other service with JSON answers is described by the same fields
+in the tool's `config`.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _SCHEMA = {
 
 @dataclass(frozen=True)
 class Engine:
-    """One search API; `{engine}` in `url` stands for the engine's name.
+    """One search API; `{engine}` in `url` is replaced by the engine's name.
 
     `results` is the dotted path of the list of results, empty where the answer is that list. `auth_header` carries
-    `auth_prefix` and the key. A `GET` has its arguments in the address, a `POST` in a JSON body.
+    `auth_prefix` and the key. A `GET` sends its arguments in the address, a `POST` in a JSON body.
     """
 
     url: str = "https://api.{engine}.com/search"
@@ -86,11 +86,11 @@ ENGINES = {
         snippet_key="content",
     ),
 }
-"""Engines that a name alone describes; any other name has the form of `Engine()`."""
+"""Engines known by name; any other name starts from `Engine()`."""
 
 
 class WebSearchOptions(ToolOptions):
-    """`config` of `web_search`; a field of `Engine` that is set replaces the named engine's."""
+    """`config` of `web_search`; fields of `Engine` override the named engine's."""
 
     engine: str = "google"
     api_key: str | None = None
@@ -116,7 +116,7 @@ class WebSearchOptions(ToolOptions):
         return value if value is None else checked_url(value)
 
     def to_engine(self) -> Engine:
-        """The engine that is asked, its address complete."""
+        """The configured engine, with its address filled in."""
         given = {key: value for key in Engine.__dataclass_fields__ if (value := getattr(self, key)) is not None}
         engine = replace(ENGINES.get(self.engine, Engine()), **given)
         return replace(engine, url=checked_url(engine.url.replace("{engine}", self.engine)))
@@ -131,7 +131,7 @@ class SearchState:
 
 
 class WebSearchTool(BaseTool):
-    """`execute_kwargs`: `timeout` (seconds a request) and `max_results`; their defaults are the configuration's."""
+    """`execute_kwargs`: `timeout` (seconds per request) and `max_results`; the configuration has the defaults."""
 
     name = "web_search"
     schema = _SCHEMA
@@ -140,7 +140,7 @@ class WebSearchTool(BaseTool):
         """Reads the options.
 
         Raises:
-            ConfigError: one of them makes no sense.
+            ConfigError: one of them is invalid.
         """
         super().__init__(config, tool_schema)
         self._options = read_options(WebSearchOptions, config, self.name)
@@ -174,8 +174,8 @@ class WebSearchTool(BaseTool):
         """The first results for `parameters["query"]`, one a line; step reward minus `cost`.
 
         Raises:
-            ToolError: the query is empty or too long, or the service refuses it.
-            InfrastructureError: the service did not answer as it should.
+            ToolError: the query is empty or too long, or the service rejects it.
+            InfrastructureError: the service's answer is missing or invalid.
         """
         query = checked_query(parameters.get("query"), self._options.max_query_chars)
         wanted = min(max_results or self._options.max_results, self._options.max_results)
@@ -200,7 +200,7 @@ class WebSearchTool(BaseTool):
     def _results(self, answer: Any) -> list[dict[str, Any]]:
         for key in filter(None, self._engine.results.split(".")):
             if isinstance(answer, dict) and key not in answer:
-                return []  # several services leave out what they did not find
+                return []  # several services omit an empty list
             answer = answer[key] if isinstance(answer, dict) else None
         if not isinstance(answer, list):
             place = f"at '{self._engine.results}'" if self._engine.results else "in its answer"
@@ -216,7 +216,7 @@ class WebSearchTool(BaseTool):
 
 
 def checked_url(url: str) -> str:
-    """`url`, if it is one of HTTP.
+    """Validates an HTTP `url`.
 
     Raises:
         ValueError: it is not.
@@ -231,7 +231,7 @@ def checked_query(query: object, max_chars: int) -> str:
     """`query` without surrounding space.
 
     Raises:
-        ToolError: it is no text, empty, or longer than `max_chars`.
+        ToolError: it is not a string, empty, or longer than `max_chars`.
     """
     if not isinstance(query, str) or not query.strip():
         raise ToolError("Error: the query must be a text that is not empty")

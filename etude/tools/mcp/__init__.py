@@ -2,9 +2,9 @@
 
     options     how to reach a server       stdio       a server as a subprocess
     session     one live session            connection  reconnecting, and the pool of a process
-    tool        `MCPBaseTool`               discovery   a server's tools, with their schemas
+    tool        `MCPBaseTool`               discovery   a server's tools and their schemas
 
-The SDK is imported by the first connection and by nothing before.
+The SDK is imported only when the first connection opens.
 """
 
 from etude.tools.mcp.connection import close_connections

@@ -1,9 +1,9 @@
-"""`McpConnection`: a server that may be called at any time, and the connections of a process.
+"""`McpConnection`: a reconnecting connection to a server; `McpPool`: the connections of a process.
 
-Invariant: a call is sent at most once. If the connection is down, it is opened first, with back-off, by one task for all
-callers that wait; if it breaks during a call, the call fails as infrastructure at once, and the next one reconnects.
-Nothing here waits without a limit. A connection lives in one loop, in a thread of its own, however many loops use it, one
-after another or at once: rollouts, commands and tests each run their own.
+Invariant: a call is sent at most once. If the connection is down, one task opens it first, with back-off, for all
+waiting callers; if it breaks during a call, the call fails as infrastructure at once, and the next one reconnects.
+Nothing here waits without a limit. A connection lives in its own loop and thread, however many loops use it, in turn or
+concurrently: rollouts, commands and tests each run their own.
 
 Left to others: repeating a call that failed (`config.max_retries`, else the trajectory as a whole).
 """
@@ -33,12 +33,16 @@ R = TypeVar("R")
 
 _EXIT_SECONDS = 15.0  # for connections to close: a stubborn subprocess takes up to 6
 _MAX_PAGES, _MAX_TOOLS = 100, 10_000
-_HOPELESS = (FileNotFoundError, PermissionError, NotADirectoryError)  # a command that cannot be started will not start
-_jitter = random.Random()  # its own, so that reconnecting disturbs no one's seed
+_HOPELESS = (
+    FileNotFoundError,
+    PermissionError,
+    NotADirectoryError,
+)  # retrying a command that cannot be started is useless
+_jitter = random.Random()  # our own generator, so that reconnecting disturbs no seed
 
 
 class McpConnection:
-    """One connection to `server`, reopened whenever it is needed and gone."""
+    """One connection to `server`, reopened on demand when it is gone."""
 
     def __init__(self, server: McpServer) -> None:
         self.server = server
@@ -53,8 +57,8 @@ class McpConnection:
         """The result of one call of the tool `name`, an error result included.
 
         Raises:
-            ToolError: the server refused the arguments, or knows no such tool.
-            InfrastructureError: it cannot be reached, does not answer in time, or broke down meanwhile.
+            ToolError: the server rejected the arguments, or has no such tool.
+            InfrastructureError: it cannot be reached, timed out, or broke meanwhile.
         """
         self.busy += 1
         try:
@@ -86,7 +90,7 @@ class McpConnection:
         raise AssertionError("unreachable")
 
     def _judge(self, session: McpSession, error: Exception) -> None:
-        """What a failed call says of its connection: nothing, that it may be dead, or that it is."""
+        """What a failed call tells about its connection: nothing, that it may be dead, or that it is."""
         from mcp_types import CONNECTION_CLOSED, INVALID_REQUEST, METHOD_NOT_FOUND, REQUEST_TIMEOUT
 
         code = getattr(error, "code", None)
@@ -95,13 +99,13 @@ class McpConnection:
         elif code == CONNECTION_CLOSED:
             self._drop(session)
         elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport is not McpTransport.STDIO:
-            self._drop(session)  # how HTTP says that a session, or the server behind an address, is gone
+            self._drop(session)  # HTTP statuses of a session, or a server behind an address, that is gone
 
     async def session(self) -> McpSession:
         """The open session, opened now if there is none.
 
         Raises:
-            InfrastructureError: `connect_attempts` attempts failed; says why the last one did.
+            InfrastructureError: `connect_attempts` attempts failed; gives the last one's reason.
         """
         if self._session is not None and not self._session.lost.done():
             return self._session
@@ -140,8 +144,8 @@ class McpConnection:
         raise AssertionError("unreachable")
 
     def _prove(self, session: McpSession) -> None:
-        """Has a connection that owes an answer show that it lives, as patiently as when it was opened: a server may be
-        busy with another call. One that does not is dropped."""
+        """Pings a connection that owes an answer, with the timeout of opening it, as a server may be busy with another
+        call. It is dropped if it does not respond."""
         if self._proving is None and not session.lost.done():
             self._proving = asyncio.ensure_future(self._proof(session))
             self._proving.add_done_callback(self._proven)
@@ -163,7 +167,7 @@ class McpConnection:
             self._closing[session].add_done_callback(lambda _: self._closing.pop(session, None))
 
     async def close(self) -> None:
-        """Closes what is open; a later call would open it again."""
+        """Closes the session, if open; a later call reopens it."""
         await settle([task for task in (self._opening, self._proving) if task is not None])
         if self._session is not None:
             self._drop(self._session)
@@ -179,7 +183,7 @@ class McpPool:
         self.connections = [McpConnection(server) for _ in range(server.num_instances)]
 
     async def list_tools(self) -> list[Tool]:
-        """The tools of the server, from the first connection; the others are opened by the calls that need them.
+        """The tools of the server, from the first connection; the others are opened on demand.
 
         Raises:
             InfrastructureError: it cannot be reached.
@@ -201,25 +205,25 @@ _pools: dict[tuple[asyncio.AbstractEventLoop, McpServer], McpPool] = {}
 
 def pool_of(server: McpServer) -> McpPool:
     """The process's connections to `server`: equal servers, wherever they are configured, share them; a forked child has
-    a loop, and so connections, of its own."""
+    its own loop, and thus its own connections."""
     key = (_loop(), server)
     if key not in _pools:
-        _pools.setdefault(key, McpPool(server))  # atomic: of two threads, one makes the pool
+        _pools.setdefault(key, McpPool(server))  # atomic: only one of two threads creates the pool
         atexit.unregister(_close_at_exit)
         atexit.register(_close_at_exit)
     return _pools[key]
 
 
 async def in_loop(work: Coroutine[Any, Any, R]) -> R:
-    """The result of `work`, which runs in the connections' loop; cancelling the caller cancels it."""
+    """Runs `work` in the connections' loop; cancelling the caller cancels it."""
     return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, _loop()))
 
 
 def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
-    """As `in_loop`, for a thread that may run another event loop.
+    """Like `in_loop`, for a thread that may run another event loop.
 
     Raises:
-        TimeoutError: it took longer than `timeout` seconds; it has been cancelled.
+        TimeoutError: it took longer than `timeout` seconds and was cancelled.
     """
     future = asyncio.run_coroutine_threadsafe(work, _loop())
     try:
@@ -233,7 +237,7 @@ def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
 
 
 def close_connections(seconds: float = 30.0) -> None:
-    """Closes every MCP connection of this process; the next call opens its own again."""
+    """Closes every MCP connection of this process; later calls reopen them."""
     pools = [pool for (loop, _), pool in list(_pools.items()) if loop is _loop()]
     if pools:
         run_in_loop(_close_all(pools), seconds)
@@ -244,7 +248,7 @@ async def _close_all(pools: Sequence[McpPool]) -> None:
 
 
 def _close_at_exit() -> None:
-    with contextlib.suppress(Exception):  # the process ends; a subprocess that is left sees its stdin close
+    with contextlib.suppress(Exception):  # the process ends; a remaining subprocess sees its stdin close
         close_connections(_EXIT_SECONDS)
 
 
@@ -267,7 +271,7 @@ async def _list_tools(client: Client) -> list[Tool]:
 
 
 def _never_ran(error: Exception) -> bool:
-    """Whether the server refused before it looked: it has been restarted and does not know our session."""
+    """Whether the server refused the call unread: it was restarted and does not know our session."""
     from mcp_types import INVALID_REQUEST
 
     return getattr(error, "code", None) == INVALID_REQUEST and "session" in str(error).lower()

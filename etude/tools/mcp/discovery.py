@@ -1,8 +1,8 @@
-"""`discover_tools`: the tools of MCP servers, as the servers list them, or as they listed them once.
+"""`discover_tools`: the tools of MCP servers, as listed by the servers or in a schema file.
 
-Invariant: whatever keeps a server from answering is one `ConfigError` that names file, entry and server, at the start of
-a run; a tool that was selected exists; its schema is the server's, whole. With schemas from a file (as `etude tools
-schema` prints them) no server is asked, and a run that replays recorded calls needs none.
+Invariant: a server that does not answer raises one `ConfigError` that names file, entry and server, at the start of a
+run; selected tools exist; their schemas are the server's, unchanged. With schemas from a file (as `etude tools
+schema` prints them) no server is contacted, and a run that replays recorded calls needs none.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ SELECTION_KEYS = ("tool_selected_list", "num_instances", "prefix", "tool_schemas
 
 @dataclass(frozen=True)
 class McpSelection:
-    """Which tools of some servers, under which names.
+    """Selects tools of some servers, and their names.
 
     Attributes:
         servers: the servers, in the order of their tools.
         selected: names (the server's own, or with prefix); None for all.
-        prefix: whether a tool is named `server-tool`, so that two servers may have tools of one name.
-        schemas: of the tools, under the names they have here; None to ask the servers.
+        prefix: whether a tool is named `server-tool`, so that two servers may have tools of the same name.
+        schemas: of the tools, under their names here; None to ask the servers.
     """
 
     servers: tuple[McpServer, ...]
@@ -54,11 +54,11 @@ class McpSelection:
         prefix: bool = False,
         folder: Path | None = None,
     ) -> McpSelection:
-        """The selection that `options` makes among `servers`, the mapping of an `mcpServers` key; paths are looked for in
+        """The selection that `options` makes among `servers`, the mapping of an `mcpServers` key; paths are resolved in
         `folder` first.
 
         Raises:
-            ConfigError: something in them is wrong; names `where` and key.
+            ConfigError: they are invalid; names `where` and key.
         """
         if not isinstance(servers, Mapping) or not servers:
             raise ConfigError(f"{where}: mcpServers must be a mapping of names to servers")
@@ -90,7 +90,7 @@ class McpSelection:
 
 @dataclass(frozen=True)
 class Discovered:
-    """A tool that a server listed: its name there, its schema under the name it has here."""
+    """A tool listed by a server: its name there, its schema under its name here."""
 
     server: McpServer
     remote_name: str
@@ -98,10 +98,10 @@ class Discovered:
 
 
 def discover_tools(selection: McpSelection, where: str) -> list[Discovered]:
-    """Connects to all servers at once and reads what they list; the connections stay open for the calls.
+    """Connects to all servers at once and lists their tools; the connections stay open for the calls.
 
     Raises:
-        ConfigError: a server does not answer, lists a tool that cannot be used, or lacks one that is selected.
+        ConfigError: a server does not answer, lists an unusable tool, or lacks a selected one.
     """
     found = _listed(selection, where) if selection.schemas is None else _remembered(selection, where)
     if selection.selected is None:
@@ -122,7 +122,7 @@ def _listed(selection: McpSelection, where: str) -> list[Discovered]:
 
 
 def _remembered(selection: McpSelection, where: str) -> list[Discovered]:
-    """The tools of `selection.schemas`, each with the server that its name begins with, or the only one."""
+    """The tools of `selection.schemas`, each with the server that its name starts with, or the only one."""
     found = []
     for schema in selection.schemas or ():
         name = schema.function.name
@@ -167,5 +167,5 @@ def _read(server: McpServer, tools: Sequence[Tool], prefix: bool, where: str) ->
 
 
 def _patience(servers: Sequence[McpServer]) -> float:
-    """Seconds within which every server has been connected to or given up: attempts, closing, pauses."""
+    """Maximum seconds until every server is connected or has failed: attempts, closing, pauses."""
     return max(server.connect_attempts * (2 * server.connect_timeout + 25.0) for server in servers)

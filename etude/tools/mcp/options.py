@@ -1,8 +1,8 @@
 """`McpServer`: how to reach one MCP server, read from an entry of `mcpServers`.
 
-Invariant: an `McpServer` is complete and hashable, and two equal ones share their connections; its text form never shows
-headers or environment, which hold keys. The spelling is that of the documents and of Claude Desktop, Qwen-Agent, verl:
-`{command, args, env, cwd}` for a subprocess, `{url, type, headers, auth_token}` for a server that runs already.
+Invariant: an `McpServer` is complete and hashable, and two equal ones share their connections; its `str` never contains
+headers or environment, which hold keys. The keys are those of the documents and of Claude Desktop, Qwen-Agent and verl:
+`{command, args, env, cwd}` for a subprocess, `{url, type, headers, auth_token}` for a running server.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.registry import did_you_mean
 
 
 class McpTransport(str, Enum):
-    """How messages travel."""
+    """The transport of messages."""
 
     STDIO = "stdio"
     STREAMABLE_HTTP = "streamable-http"
@@ -47,12 +47,12 @@ class McpServer:
 
     Attributes:
         name: its key under `mcpServers`.
-        num_instances: connections that a process keeps to it (for stdio: subprocesses); calls take the least busy one.
+        num_instances: connections per process (for stdio: subprocesses); calls take the least busy one.
         connect_timeout: seconds for one attempt to connect and list the tools.
         connect_attempts: attempts before a call, or the start of a run, fails.
         sse_read_timeout: seconds without a byte after which an HTTP answer or an SSE stream counts as lost.
-        max_message_bytes: of one message of the server; a longer one breaks the connection, as does one of more than
-            1 MiB over SSE.
+        max_message_bytes: limit of one message of the server; a longer one (over SSE: above 1 MiB) breaks the
+            connection.
     """
 
     name: str
@@ -89,7 +89,7 @@ class McpServer:
         foreign = _URL_KEYS if transport is McpTransport.STDIO else _STDIO_KEYS
         misplaced = [key for key in foreign if key in entry]
         if misplaced:
-            raise ConfigError(f"{where}: '{misplaced[0]}' means nothing to a server of type '{transport.value}'")
+            raise ConfigError(f"{where}: '{misplaced[0]}' has no effect on a server of type '{transport.value}'")
         return cls(
             name=name,
             transport=transport,
@@ -109,7 +109,7 @@ class McpServer:
         )
 
     def __str__(self) -> str:
-        """Name and place, without anything secret: a URL is shown without user, password and query."""
+        """Name and place, without secrets: a URL without user, password and query."""
         if self.transport is McpTransport.STDIO:
             return f"MCP server '{self.name}' ({' '.join([self.command, *self.args])})"
         parts = urlsplit(self.url)
@@ -118,8 +118,8 @@ class McpServer:
 
 
 def anchor_servers(servers: object, folder: Path) -> object:
-    """`servers`, the mapping of an `mcpServers` key in `folder`, with the paths of their commands in full: a `cwd` that is
-    a folder there, and, without one, a command with a slash or an argument that is a file there."""
+    """`servers`, the mapping of an `mcpServers` key in `folder`, with absolute paths for a `cwd` that is a folder
+    there and, without one, for a command with a slash or an argument that is a file there."""
     if not isinstance(servers, Mapping):
         return servers
     return {name: _anchored(entry, folder.resolve()) for name, entry in servers.items()}
@@ -135,7 +135,7 @@ def _anchored(entry: object, folder: Path) -> object:
     if entry.get("cwd") is not None:
         return {**entry, "cwd": full(entry["cwd"], Path.is_dir)}
     made = {**entry}
-    if "/" in str(entry.get("command")):  # another is a program of the search path
+    if "/" in str(entry.get("command")):  # anything else is a program on PATH
         made["command"] = full(entry["command"], Path.is_file)
     if isinstance(entry.get("args"), list | tuple):
         made["args"] = [full(each, Path.is_file) for each in entry["args"]]
@@ -189,7 +189,7 @@ def _headers(entry: Mapping[str, Any], where: str) -> dict[str, str]:
     headers = _pairs(entry.get("headers"), f"{where}: headers")
     token = _text(entry, "auth_token", where)
     if token and any(name.lower() == "authorization" for name in headers):
-        raise ConfigError(f"{where}: auth_token and headers.Authorization say the same thing; set one")
+        raise ConfigError(f"{where}: auth_token and headers.Authorization are the same; set one")
     made = headers | ({"Authorization": f"Bearer {token}"} if token else {})
     for name, value in made.items():
         if not name.isascii() or any(character in "\r\n\0" for character in name + value):

@@ -1,9 +1,9 @@
 """`McpSession`: one live session with an MCP server, from connecting to its end, over the SDK's transports.
 
-Invariants: a session is opened and closed inside one task, as the SDK's cancel scopes require; requests run in tasks of
-their own and fail at once when the session ends, for whatever reason: the server died, the stream closed, `close` was
-called. A message of more than `max_message_bytes` ends the session. A session that has ended is never used again; opening
-the next one is `McpConnection`'s business.
+Invariants: a session is opened and closed inside one task, as the SDK's cancel scopes require; requests run in their own
+tasks and fail at once when the session ends, whether the server died, the stream closed or `close` was called. A message
+of more than `max_message_bytes` ends the session. An ended session is never reused; opening the next one is left to
+`McpConnection`.
 """
 
 from __future__ import annotations
@@ -26,39 +26,39 @@ if TYPE_CHECKING:
 
 R = TypeVar("R")
 
-_CLOSE_SECONDS = 8.0  # a subprocess has 2 s to leave, then 2 s after SIGTERM, then is killed
-_LAST_ANSWER_SECONDS = 0.5  # for an answer that arrived just before the stream ended
+_CLOSE_SECONDS = 8.0  # a subprocess has 2 s to exit, then 2 s after SIGTERM, then is killed
+_LAST_ANSWER_SECONDS = 0.5  # grace for an answer that arrived just before the stream ended
 _KEPT_LINES = 20
-_MAX_CONNECTIONS = 200  # at once, to one HTTP server
+_MAX_CONNECTIONS = 200  # concurrent, to one HTTP server
 _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 logger = logging.getLogger(__name__)
 
 
 class SessionLostError(ConnectionError):
-    """The session with the server ended while, or before, a request was under way."""
+    """The session with the server ended before or during a request."""
 
 
 class McpSession:
-    """Begins to connect when it is made, in the running event loop; `opened` tells how that went."""
+    """Starts connecting when constructed, in the running event loop; `opened` waits for the result."""
 
     def __init__(self, server: McpServer) -> None:
         loop = asyncio.get_running_loop()
         self.server = server
         self.lost: asyncio.Future[None] = loop.create_future()
-        self.status = 0  # of the last HTTP response, 0 where there was none
+        self.status = 0  # of the last HTTP response, 0 if there was none
         self._stop = asyncio.Event()
         self._ready: asyncio.Future[Client] = loop.create_future()
         self._logged: deque[str] = deque(maxlen=_KEPT_LINES)
         self._owner = asyncio.ensure_future(self._own())
 
     async def opened(self) -> None:
-        """Returns when the session is ready; to be waited for once, and followed by `close` whatever happens.
+        """Returns when the session is ready; await it once, and always call `close` afterwards.
 
         Raises:
             MissingExtraError: the MCP SDK is not installed.
             TimeoutError: not within `server.connect_timeout`.
-            Exception: whatever the transport raised.
+            Exception: raised by the transport.
         """
         waiting: set[asyncio.Future[Any]] = {self._owner, self._ready}
         await asyncio.wait(waiting, timeout=self.server.connect_timeout, return_when=asyncio.FIRST_COMPLETED)
@@ -70,10 +70,10 @@ class McpSession:
         raise SessionLostError("the connection closed") if error is None else root_cause(error)
 
     async def request(self, make: Callable[[Client], Awaitable[R]]) -> R:
-        """What `make(client)` returns.
+        """The result of `make(client)`.
 
         Raises:
-            SessionLostError: the session has ended, before or meanwhile.
+            SessionLostError: the session ended before or meanwhile.
         """
         if self.lost.done():
             raise SessionLostError("the connection closed")
@@ -92,17 +92,17 @@ class McpSession:
                 task.add_done_callback(lambda ended: ended.cancelled() or ended.exception())
 
     def hint(self) -> str:
-        """What may explain a failure: the last HTTP status of 400 or more, or the subprocess's last line."""
+        """Possible cause of a failure: the last HTTP status of 400 or more, or the subprocess's last line."""
         if self.status >= 400:
             return f" (HTTP {self.status})"
         lines = [line for line in self._logged if line.strip()]
         return f" (it said: {lines[-1]})" if lines else ""
 
     async def close(self) -> None:
-        """Ends the session; returns when the transport is closed and a subprocess is gone, or was given up."""
+        """Ends the session; returns when the transport is closed and a subprocess is gone or abandoned."""
         self._end()
         if not self._ready.done():
-            self._owner.cancel()  # it waits for the server, not for us; the transport is closed all the same
+            self._owner.cancel()  # it is waiting for the server, not for us; the transport is closed anyway
         await asyncio.wait({self._owner}, timeout=_CLOSE_SECONDS)
         await settle({self._owner})
 
@@ -117,10 +117,10 @@ class McpSession:
         except ImportError as error:
             raise MissingExtraError("an MCP tool", "mcp") from error
         if (sdk := logging.getLogger("mcp.client")).level == logging.NOTSET:
-            sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of what is raised and told here
+            sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are reported here
         mode = "legacy" if self.server.transport is McpTransport.SSE else "auto"
         try:
-            # A server that does not answer the question for the newer protocol leaves time for the older handshake.
+            # A server that does not answer the newer protocol's probe leaves time for the older handshake.
             patience = self.server.connect_timeout / 2
             async with Client(self._transport(), mode=mode, cache=None, read_timeout_seconds=patience) as client:
                 self._ready.set_result(client)
@@ -134,7 +134,7 @@ class McpSession:
 
     @asynccontextmanager
     async def _transport(self) -> AsyncIterator[tuple[Any, Any]]:
-        """The SDK's transport, watched: when its stream of messages ends, so does the session."""
+        """The SDK's transport, watched so that the session ends with its message stream."""
         async with self._raw_transport() as (read, write):
             yield _Watched(read, self._end), write
 
@@ -162,21 +162,21 @@ class McpSession:
             yield streams
 
     def _http_client(self, headers: Any = None, timeout: Any = None, auth: Any = None) -> Any:
-        """A client as the configuration wants it; the arguments are the SDK's own defaults, which it overrides."""
+        """An HTTP client as configured; the arguments are the SDK's defaults, which are overridden."""
         import httpx2
 
         server = self.server
         return httpx2.AsyncClient(
             headers=dict(server.headers),
-            # A call waits for a connection as long as its own time limit lets it.
+            # A call waits for a connection up to its own time limit.
             timeout=httpx2.Timeout(server.connect_timeout, read=server.sse_read_timeout, pool=None),
             limits=httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS // 4),
-            trust_env=urlsplit(server.url).hostname not in _LOOPBACK,  # a proxy does not lead back to this machine
+            trust_env=urlsplit(server.url).hostname not in _LOOPBACK,  # a proxy cannot reach this machine
             event_hooks={"response": [self._watch_response]},
         )
 
     async def _watch_response(self, response: Any) -> None:
-        """Notes the status, and has a JSON body end where it becomes too long; events are bounded by the transport."""
+        """Stores the status, and aborts an oversized JSON body; events are bounded by the transport."""
         self.status = response.status_code
         if response.headers.get("content-type", "").lower().startswith("application/json"):
             response.stream = _bounded_stream(response.stream, self.server.max_message_bytes)
@@ -216,7 +216,7 @@ class _Watched:
 
 
 def _bounded_stream(stream: Any, limit: int) -> Any:
-    """The body of an HTTP response, which fails once more than `limit` bytes of it have arrived."""
+    """The body of an HTTP response, which fails after more than `limit` bytes."""
     import httpx2
 
     class Bounded(httpx2.AsyncByteStream):
@@ -235,7 +235,7 @@ def _bounded_stream(stream: Any, limit: int) -> Any:
 
 
 def root_cause(error: BaseException) -> BaseException:
-    """The first exception inside groups of them, which the SDK's task groups raise."""
+    """The first exception in the nested groups that the SDK's task groups raise."""
     while isinstance(inner := getattr(error, "exceptions", None), tuple) and inner:
         error = inner[0]
     return error

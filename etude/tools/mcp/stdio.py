@@ -1,13 +1,13 @@
 """`subprocess_streams`: the SDK's stdio transport around a subprocess whose lines are bounded.
 
-Invariant: a message longer than the limit ends its stream, so that its caller fails at once, and it costs memory and time
-in proportion to the limit, not to its length. A subprocess is gone when its streams are closed: it has 2 s to leave after
-its stdin is closed, 2 s after SIGTERM to its group, and is then killed.
+Invariant: a message longer than the limit ends its stream, so that its caller fails at once, and costs memory and time in
+proportion to the limit, not to its length. A subprocess is gone once its streams are closed: it has 2 s to exit after its
+stdin is closed, 2 s after SIGTERM to its group, and is then killed.
 
-Starting and stopping the process is ours because the SDK's `stdio_client` takes a command and leaves no place for a limit:
-it joins what it has read of a line anew with every piece that arrives. Measured, of CPU time here and there: an answer of
-5 MB 0.02 and 0.11 s, one of 15 MB 0.06 and 1.2 s, 100,000 lines (2 MB) printed beside the protocol 0.2 and 3.9 s (21 s
-until the answer); a line without end is never given up. The messages themselves are read and written by the SDK.
+The process is started and stopped here because the SDK's `stdio_client` has no limit and rejoins a partial line with
+every chunk that arrives. Measured CPU time, ours and the SDK's: an answer of 5 MB 0.02 and 0.11 s, one of 15 MB 0.06 and
+1.2 s, 100,000 lines (2 MB) printed beside the protocol 0.2 and 3.9 s (21 s until the answer); the SDK never gives up on an
+endless line. The messages themselves are read and written by the SDK.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ _stopping: set[asyncio.Task[None]] = set()  # kept from the garbage collector
 
 @asynccontextmanager
 async def subprocess_streams(server: McpServer, log_line: Callable[[str], None]) -> AsyncIterator[tuple[Any, Any]]:
-    """(messages from the server, messages to it) of a subprocess; `log_line` gets each line of its stderr, and those of its
-    stdout that are no messages.
+    """(messages from the server, messages to it) of a subprocess; `log_line` gets each line of its stderr, and lines of
+    its stdout that are not messages.
 
-    It sees of our environment only what the SDK deems safe (HOME, PATH and the like), and `server.env`. The command
-    `python` is the Python that runs here, whether or not its virtual environment is activated.
+    Its environment is what the SDK deems safe of ours (HOME, PATH and the like) plus `server.env`. The command
+    `python` is the current interpreter, whether or not its virtual environment is activated.
 
     Raises:
         OSError: the command cannot be started.
@@ -67,12 +67,12 @@ async def subprocess_streams(server: McpServer, log_line: Callable[[str], None])
     outgoing: Any = Out(process.stdin)
     stopping: asyncio.Task[None] | None = None
     try:
-        # The SDK's framing has the same lines on both ends: what a server reads from stdin, a client reads from a pipe.
+        # The SDK's framing is the same on both ends: a server reads from stdin what a client reads from a pipe.
         async with stdio_server(incoming, outgoing) as (read, write):
             try:
                 yield read, write
             finally:
-                stopping = asyncio.ensure_future(_stop(process, stderr))  # ends the pipes, and with them the transport
+                stopping = asyncio.ensure_future(_stop(process, stderr))  # closes the pipes, and thus the transport
                 read.close()
                 write.close()
     finally:
@@ -83,7 +83,7 @@ async def subprocess_streams(server: McpServer, log_line: Callable[[str], None])
 
 
 async def _messages(stdout: asyncio.StreamReader, log_line: Callable[[str], None]) -> AsyncIterator[bytes]:
-    """Lines that may be messages, until one is too long."""
+    """Candidate message lines, until one is too long."""
     while True:
         try:
             line = await stdout.readline()
@@ -116,22 +116,22 @@ def _shortened(line: bytes) -> str:
 async def _stop(process: asyncio.subprocess.Process, stderr: asyncio.Task[None]) -> None:
     """Ends the process and everything in its group."""
     if process.stdin is not None:
-        process.stdin.close()  # what was handed over is written first
+        process.stdin.close()  # flush pending messages first
     for number in (signal.SIGTERM, signal.SIGKILL):
         if await _has_left(process):
             break
         _signal_group(process, number)
     await _has_left(process)
-    _signal_group(process, signal.SIGKILL)  # what it started and left behind
+    _signal_group(process, signal.SIGKILL)  # its leftover children
     await asyncio.wait({stderr}, timeout=_LAST_LINES_SECONDS)
     await settle([stderr])
     transport = getattr(process, "_transport", None)
-    if transport is not None:  # else it stays open while a descendant holds a pipe
+    if transport is not None:  # otherwise it stays open while a descendant holds a pipe
         transport.close()
 
 
 async def _has_left(process: asyncio.subprocess.Process) -> bool:
-    """Whether it ends within two seconds; not `process.wait()`, which also waits for whoever inherited its pipes."""
+    """Whether it ends within two seconds; not `process.wait()`, which also waits for its pipes' inheritors."""
     for _ in range(round(_PATIENCE_SECONDS / _POLL_SECONDS)):
         if process.returncode is not None:
             return True

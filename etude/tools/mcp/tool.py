@@ -1,8 +1,8 @@
-"""`MCPBaseTool`: one tool of an MCP server as a `BaseTool`.
+"""`MCPBaseTool`: wraps one tool of an MCP server as a `BaseTool`.
 
 Invariant: the model sees the server's own description and whole input schema, and the arguments go to the server as the
-model wrote them; the server's text and images come back in order. An error result is told to the model; a server that
-cannot be reached or breaks is infrastructure. The tool keeps no state: what a server remembers, it remembers of its
+model wrote them; the server's text and images come back in order. An error result is returned to the model; a server
+that is unreachable or breaks is an infrastructure failure. The tool keeps no state: a server's state belongs to its
 connection, which all trajectories of a process share.
 """
 
@@ -32,15 +32,15 @@ _decoders = BlockingCalls("etude-mcp-images", limit=4)
 
 
 class McpToolOptions(ToolOptions):
-    """`rate_limit`: the documents' word for `calls_per_second`."""
+    """`rate_limit`: the documents' name for `calls_per_second`."""
 
     rate_limit: float | None = Field(default=None, gt=0)
 
 
 class MCPBaseTool(BaseTool):
-    """A tool of an MCP server; named by a configuration's `class_name`, it stands for all tools that are selected.
+    """A tool of an MCP server; as a configuration's `class_name`, it stands for all selected tools.
 
-    A subclass may override `_parse_tool_result` to read answers in its own way, and have further keys in `config`.
+    A subclass may override `_parse_tool_result` to parse answers, and add keys to `config`.
     """
 
     def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
@@ -53,7 +53,7 @@ class MCPBaseTool(BaseTool):
         self._remote_name = self.name
 
     def attach(self, server: McpServer, remote_name: str) -> None:
-        """Has calls go to the tool that `server` knows as `remote_name`, over the connections of the calling process."""
+        """Routes calls to the tool `remote_name` of `server`, over the connections of the calling process."""
         self._server = server
         self._remote_name = remote_name
 
@@ -61,11 +61,11 @@ class MCPBaseTool(BaseTool):
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Calls the server's tool; a row's `execute_kwargs` are added to the arguments and win over the model's.
+        """Calls the server's tool; a row's `execute_kwargs` are added to the arguments and override the model's.
 
         Raises:
-            ToolError: the server said that the call was wrong.
-            InfrastructureError: the server could not be reached, or broke.
+            ToolError: the server reported an error.
+            InfrastructureError: the server is unreachable, or broke.
         """
         if self._server is None:
             raise ConfigError(f"tool '{self.name}' belongs to no server: load it with load_tools")
@@ -86,15 +86,15 @@ class MCPBaseTool(BaseTool):
         return response, 0.0, metrics
 
     def _parse_tool_result(self, content: Sequence[ContentBlock]) -> tuple[str | ToolResponse, dict[str, Any]]:
-        """(answer, metrics) of what the server sent: texts joined by newlines, images as PIL images."""
+        """(answer, metrics) from the server's content: texts joined by newlines, images as PIL images."""
         return read_content(content), {}
 
 
 def read_content(content: Sequence[ContentBlock]) -> ToolResponse:
-    """Texts joined by newlines, images decoded within the limits of an answer; anything else is named in the text.
+    """Texts joined by newlines, images decoded within an answer's limits; anything else is named in the text.
 
     Raises:
-        InfrastructureError: the system cannot decode an image now.
+        InfrastructureError: the system cannot decode images now.
     """
     texts: list[str] = []
     images: list[Any] = []
