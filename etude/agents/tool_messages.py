@@ -98,7 +98,7 @@ def written(
 
 
 def unseen(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that the model never saw, as text only, so that a trajectory's messages have exactly its context's images."""
+    """A message that the model never saw, as text only: a trajectory's messages have exactly the images of its context."""
     return {**message, "content": text_of(message["content"])} if image_count(message) else message
 
 

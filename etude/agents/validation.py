@@ -2,8 +2,8 @@
 
 Invariant: in a trajectory that passes, a token marked as sampled was drawn by the engine as the continuation of exactly the
 ids and images before it, and no draw is claimed twice; its log-probs are the engine's; every sequence fits
-`data.max_response_length`; only the last one carries rewards. Training on tokens that were not sampled, or sampled in another
-context, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
+`data.max_response_length`; only the last one carries rewards. Training on tokens that were not sampled, or were sampled in
+another context, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
 """
 
 from __future__ import annotations

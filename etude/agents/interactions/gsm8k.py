@@ -15,9 +15,9 @@ INCORRECT = "Your response is incorrect! You need to reflect on your answer and 
 class Gsm8kInteraction(BaseInteraction):
     """Judges the assistant's last message; the row's `interaction_kwargs` hold the `ground_truth`.
 
-    The conversation ends with the first right answer, which is worth 1.0; a wrong one is worth 0.0. `config.method` is
-    `strict` (the answer follows `####`; without it, the whole text is taken as the answer) or `flexible` (the last number
-    counts).
+    The conversation ends with the first correct answer, reward 1.0; a wrong one gets 0.0. `config.method` is
+    `strict` (the answer follows `####`; a message without it is read as if it began with it) or `flexible` (the last
+    number counts).
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
