@@ -62,7 +62,7 @@ def api_key(variable: str | None) -> str | None:
 
 
 def kind_of(name: str) -> EngineKind:
-    """The attribute of the registered engine `name`."""
+    """The kind of the registered engine `name`."""
     engine = ENGINES.get(name)
     return EngineKind(getattr(engine, "servers", "none"), hasattr(engine, "from_setup"), evaluates_only(name))
 
