@@ -1,7 +1,7 @@
 """`collate`: rows into one `DataProto`.
 
-Invariant: every column has one entry a row, in the rows' order; what is not the prompt's tokens stays the object that
-the row held. Responses are left to the rollout.
+Invariant: every column has one entry per row, in the rows' order; values other than the prompt's tokens stay the row's own
+objects. Responses are left to the rollout.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ def collate(rows: Sequence[Mapping[str, Any]], *, pad_token_id: int = 0, prompt_
 
     Args:
         rows: items of `RLDataset`.
-        pad_token_id: the id under the padding, which no mask counts.
+        pad_token_id: the padding id; padding is masked.
         prompt_length: width of the tensors; None for the longest prompt of the batch.
 
     Raises:
         ValueError: there are no rows, or a prompt is longer than `prompt_length`.
     """
-    import torch  # preparing and checking data needs no torch: only who makes tensors pays for it
+    import torch  # imported here: preparing and checking data needs no torch
 
     from etude.protocol import DataProto
 

@@ -133,7 +133,8 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Goes on after `pause`."""        ...
+        """Resumes after `pause`."""
+        ...
 
     async def update_weights(self, source: Any, version: int) -> None:
         """Takes new weights from `source` (None: they are shared and changed in place) and calls them `version`."""

@@ -1,10 +1,10 @@
 """The quickstart's task: three integers, two operators, one calculator.
 
 Invariant: an expression belongs to exactly one split, chosen by a hash of its text, so no two splits share a question
-whatever the seeds and sizes; within a split no expression comes twice. Rows depend on (n, seed, split) alone.
+whatever the seeds and sizes; within a split expressions are unique. Rows depend only on (n, seed, split).
 
-Demonstrations teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that there is
-something for reinforcement learning to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
+Demonstrations teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that
+reinforcement learning has something to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,16 @@ QUESTIONS = (
     "How much is {}?",
     "Please work out {}.",
 )
-SPLITS = ("train", "train", "train", "train", "demonstrations", "demonstrations", "val", "test")  # shares of the space
+SPLITS = (
+    "train",
+    "train",
+    "train",
+    "train",
+    "demonstrations",
+    "demonstrations",
+    "val",
+    "test",
+)  # each an eighth of the space
 MAX_ROWS = 500_000  # a split of one eighth holds about a million expressions
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
@@ -48,11 +57,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Habits:
-    """Shares of demonstrations: `good` call the tool and read its result, `misread` call it and copy the result wrongly
-    (a digit lost or added), and the rest answer 0 without calling it.
+    """Shares of demonstrations: `good` call the tool and copy its result, `misread` call it and copy the result wrongly
+    (a digit missing or added), and the rest answer 0 without calling it.
 
     Raises:
-        DataError: a share is negative or the two make more than 1.
+        DataError: a share is negative or the two sum to more than 1.
     """
 
     good: float = 1 / 3
@@ -78,7 +87,7 @@ def evaluate(numbers: tuple[int, int, int], operators: tuple[str, str]) -> int:
 
 
 def split_of(expression: str) -> str:
-    """The one split that may hold `expression`."""
+    """The one split that may contain `expression`."""
     return SPLITS[hashlib.sha256(expression.encode()).digest()[0] % len(SPLITS)]
 
 
@@ -110,7 +119,7 @@ def _draw(rng: random.Random) -> Problem:
 def make_rows(n: int, seed: int, split: str) -> list[Row]:
     """`n` rows of the RL row contract; raises as `make_problems`.
 
-    The calculator asks for nothing at its creation; it is given the question so that the format is complete.
+    The calculator needs no `create_kwargs`; it gets the question so that the format is complete.
     """
     return [_row(problem, split, index) for index, problem in enumerate(make_problems(n, seed, split))]
 
@@ -165,16 +174,16 @@ def _answer(number: str) -> Row:
 
 
 def guess(problem: Problem) -> str:
-    """A wrong answer that takes no thought: always 0 (or 1, where 0 is right).
+    """A constant wrong answer: always 0 (or 1, if 0 is correct).
 
-    Random digits would be noise to learn, and numbers of the question a rival for the tool's result; a small model then
-    copies results badly, and no amount of calling helps it.
+    Random digits would be noise to learn, and numbers of the question would compete with the tool's result; a small model
+    then copies results badly, and no amount of calling helps it.
     """
     return "1" if problem.answer == 0 else "0"
 
 
 def misread(rng: random.Random, result: str) -> str:
-    """`result`, an integer as text, with one digit lost or added: another integer without leading zeros."""
+    """`result`, an integer as text, with one digit removed or added: another integer without leading zeros."""
     sign, digits = ("-", result[1:]) if result.startswith("-") else ("", result)
     while True:
         place = rng.randrange(len(digits) + 1)
@@ -197,7 +206,7 @@ def write(
     seed: int,
     habits: Habits = Habits(),
 ) -> dict[str, Path]:
-    """Writes `<split>.parquet` for each split with rows; a count of 0 leaves its file out. Returns the paths by split.
+    """Writes `<split>.parquet` for each split with rows; a count of 0 writes no file. Returns the paths by split.
 
     Raises:
         DataError: a count is out of range or a file cannot be written.
