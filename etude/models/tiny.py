@@ -27,7 +27,7 @@ TURN_END = "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 BYTES = 256
 ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
-_ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # windows on some layers; Mistral's are on all
+_ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # windows on every other layer; Mistral's are on all
 _WINDOWED = ("mistral", *_ALTERNATING)
 
 

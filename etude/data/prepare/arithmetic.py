@@ -30,16 +30,7 @@ QUESTIONS = (
     "How much is {}?",
     "Please work out {}.",
 )
-SPLITS = (
-    "train",
-    "train",
-    "train",
-    "train",
-    "demonstrations",
-    "demonstrations",
-    "val",
-    "test",
-)  # each an eighth of the space
+SPLITS = ("train", "train", "train", "train", "demonstrations", "demonstrations", "val", "test")  # shares of the space
 MAX_ROWS = 500_000  # a split of one eighth holds about a million expressions
 
 _OPERATORS: dict[str, Callable[[int, int], int]] = {"+": add, "-": sub, "*": mul}
@@ -57,11 +48,11 @@ class Problem:
 
 @dataclass(frozen=True)
 class Habits:
-    """Shares of demonstrations: `good` call the tool and copy its result, `misread` call it and copy the result wrongly
-    (a digit missing or added), and the rest answer 0 without calling it.
+    """Shares of demonstrations: `good` call the tool and read its result, `misread` call it and copy the result wrongly
+    (a digit lost or added), and the rest answer 0 without calling it.
 
     Raises:
-        DataError: a share is negative or the two sum to more than 1.
+        DataError: a share is negative or the two make more than 1.
     """
 
     good: float = 1 / 3
@@ -87,7 +78,7 @@ def evaluate(numbers: tuple[int, int, int], operators: tuple[str, str]) -> int:
 
 
 def split_of(expression: str) -> str:
-    """The one split that may contain `expression`."""
+    """The one split that may hold `expression`."""
     return SPLITS[hashlib.sha256(expression.encode()).digest()[0] % len(SPLITS)]
 
 
@@ -119,7 +110,7 @@ def _draw(rng: random.Random) -> Problem:
 def make_rows(n: int, seed: int, split: str) -> list[Row]:
     """`n` rows of the RL row contract; raises as `make_problems`.
 
-    The calculator needs no `create_kwargs`; it gets the question so that the format is complete.
+    The calculator asks for nothing at its creation; it is given the question so that the format is complete.
     """
     return [_row(problem, split, index) for index, problem in enumerate(make_problems(n, seed, split))]
 
@@ -183,7 +174,7 @@ def guess(problem: Problem) -> str:
 
 
 def misread(rng: random.Random, result: str) -> str:
-    """`result`, an integer as text, with one digit removed or added: another integer without leading zeros."""
+    """`result`, an integer as text, with one digit lost or added: another integer without leading zeros."""
     sign, digits = ("-", result[1:]) if result.startswith("-") else ("", result)
     while True:
         place = rng.randrange(len(digits) + 1)
@@ -206,7 +197,7 @@ def write(
     seed: int,
     habits: Habits = Habits(),
 ) -> dict[str, Path]:
-    """Writes `<split>.parquet` for each split with rows; a count of 0 writes no file. Returns the paths by split.
+    """Writes `<split>.parquet` for each split with rows; a count of 0 leaves its file out. Returns the paths by split.
 
     Raises:
         DataError: a count is out of range or a file cannot be written.
