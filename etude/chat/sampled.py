@@ -1,8 +1,8 @@
 """`SampledTurns`: an assistant's message as the ids that a policy would have sampled for it.
 
 Invariant: after the ids of the generation prompt they are the ids that the template gives the message, up to the token at
-which the policy stops; and they are ids that a policy can sample there, not merged with anything before them. Image tokens are
-not among them: one that the message spells out is encoded as ordinary characters (`placeholders`).
+which the policy stops; and they are ids that a policy can sample there, not merged with anything before them. Image tokens
+are not among them: one that the message spells out is encoded as ordinary characters (`placeholders`).
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Calls written as elements: an opening tag with the function's name, one element for each argument, a closing tag.
 
-Invariant: an argument's text is what is between its tags, read according to the tool's schema. These formats have no escapes:
-an argument ends at its first closing tag, and anything before that tag is text, even tags of calls or blocks. Only if another
-argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at the next tag; if
-that one opens a call or a block, text and markup are indistinguishable: the call is an error, and nothing after it is read,
-so that no text becomes a call.
+Invariant: an argument's text is what is between its tags, read according to the tool's schema. These formats have no
+escapes: an argument ends at its first closing tag, and anything before that tag is text, even tags of calls or blocks. Only
+if another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at the next
+tag; if that one opens a call or a block, text and markup are indistinguishable: the call is an error, and nothing after it
+is read, so that no text becomes a call.
 
 An argument is scanned to the next tag that closes or opens one, and reading goes on at that tag or before it, so that it is
 linear.
