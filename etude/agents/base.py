@@ -1,7 +1,7 @@
-"""`AgentLoopBase`: how one trajectory is rolled out, and what a loop is given to do it with.
+"""`AgentLoopBase`: how one trajectory is rolled out, and what a loop has to work with.
 
-A loop is written against `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)`; what it gets is a
-`TrajectoryClient`. One object rolls out one trajectory, so that a loop may keep state on `self`.
+A loop calls `server_manager.generate(request_id=…, prompt_ids=…, sampling_params=…)`; the object is a `TrajectoryClient`.
+One loop object rolls out one trajectory, so that a loop may keep state on `self`.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ register = AGENT_LOOPS.register
 @dataclass(frozen=True)
 class AgentContext:
     """What the trajectories of one worker share, loaded once, before any model. `config` is the whole resolved
-    configuration, for users' loops; `processor` (Hugging Face's) and `images` are those of a vision model, None where the
-    model reads text only."""
+    configuration, for users' loops; `processor` (Hugging Face's) and `images` are those of a vision model, None for a
+    text-only model."""
 
     config: Any
     options: RolloutOptions
@@ -45,17 +45,17 @@ class AgentContext:
     parser: ToolParser
     tools: Mapping[str, BaseTool] = field(default_factory=dict)
     interactions: Mapping[str, BaseInteraction] = field(default_factory=dict)
-    environment: Any = None  # an `environments.loop.Environment`, which stands above this module
+    environment: Any = None  # an `environments.loop.Environment`, which imports this module
     tracer: Tracer | None = None
     processor: Any = None
     images: ImageReader | None = None
 
 
 class AgentLoopBase(ABC):
-    """Base class of agent loops; one object a trajectory.
+    """Base class of agent loops; one object per trajectory.
 
-    Subclasses registered with `@register("name")` are chosen by a row's `agent_name`. One with an `__init__` of its own
-    hands on what it was given: `super().__init__(trainer_config, **kwargs)`.
+    Subclasses registered with `@register("name")` are chosen by a row's `agent_name`. One with its own `__init__` passes
+    on its arguments: `super().__init__(trainer_config, **kwargs)`.
 
     Attributes:
         context: the shared parts, `context.options` the rollout section among them.
@@ -65,7 +65,7 @@ class AgentLoopBase(ABC):
         tokenizer, chat: for prompts, `chat.initial_ids(messages, tools)`; for what follows an assistant turn,
             `chat.context_ids(messages, after=sampled_ids)`. Neither ever encodes a sampled id again.
         processor: the Hugging Face processor of a vision model, else None.
-        tools: the configured tools by name, unless the class has `tools` of its own.
+        tools: the configured tools by name, unless the class has its own `tools`.
     """
 
     tools: Mapping[str, BaseTool]
@@ -98,7 +98,7 @@ class AgentLoopBase(ABC):
 
     @classmethod  # noqa: B027  (a subclass need not have one)
     def init_class(cls, config: Any, tokenizer: Any, processor: Any = None, **keywords: Any) -> None:
-        """Called before each object is made, as in verl: for what a subclass loads once, into its class attributes.
+        """Called before each object is created, as in verl: for what a subclass loads once, into its class attributes.
 
         `keywords` are those of the loop's entry in `agent_loop_config_path`.
         """
@@ -127,8 +127,8 @@ class AgentLoopBase(ABC):
         videos: Sequence[Any] | None = None,
         remove_system_prompt: bool = False,
     ) -> list[int]:
-        """The ids of a prompt; with `remove_system_prompt`, of tool and user messages after an assistant turn that has
-        ended by itself. verl's name for `chat.initial_ids` and `chat.context_ids`.
+        """The ids of a prompt; with `remove_system_prompt`, of tool and user messages after a complete assistant turn.
+        verl's name for `chat.initial_ids` and `chat.context_ids`.
 
         Raises:
             ConfigError: there are videos.
@@ -141,7 +141,7 @@ class AgentLoopBase(ABC):
         return self.chat.initial_ids(messages, tools, tokens)
 
     async def process_vision_info(self, messages: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        """What verl's loops ask for first: nothing, where no message shows an image.
+        """What verl's loops call first: empty if no message has an image.
 
         Raises:
             ConfigError: one does.
@@ -155,8 +155,8 @@ class AgentLoopBase(ABC):
     process_multi_modal_info = process_vision_info
 
     async def read_images(self, row: Mapping[str, Any]) -> list[ImageInput]:
-        """The images that the row's `raw_prompt` shows. Their `tokens` go to `chat.initial_ids`, all images of the context
-        to every `generate(images=…)`, and to the `Trajectory` or `AgentLoopOutput`.
+        """The images of the row's `raw_prompt`. Their `tokens` go to `chat.initial_ids`, all images of the context to every
+        `generate(images=…)`, and to the `Trajectory` or `AgentLoopOutput`.
 
         Raises:
             DataError: one cannot be decoded; names the row.
@@ -173,8 +173,8 @@ class AgentLoopBase(ABC):
         tools: Sequence[dict[str, Any]] | None = None,
         images: Sequence[ImageInput] = (),
     ) -> list[int]:
-        """The ids of a prompt. A row of the data set brings them along, rendered once for all of its samples; they are
-        taken where they are of these messages and tools, by the same template, and show no image."""
+        """The ids of a prompt. A row of the dataset has them already, rendered once for all of its samples; they are used
+        if they are of these messages and tools, by the same template, and without images."""
         names, known = [tool["function"]["name"] for tool in tools or ()], row.get("raw_prompt_ids")
         same = known is not None and not images and names == row.get("active_tools") and messages == row["raw_prompt"]
         if same and self.chat is self.context.chat and self.tools is self.context.tools:
@@ -187,7 +187,7 @@ class AgentLoopBase(ABC):
         return asyncio.get_running_loop()
 
     def room(self, trajectory: Trajectory) -> int:
-        """Tokens left for the response: of its own budget, and of `rollout.max_model_len`."""
+        """Tokens left for the response, within its own budget and `rollout.max_model_len`."""
         options = self.context.options
         room = options.response_length - trajectory.response_length
         if options.max_model_len is not None:
@@ -205,15 +205,15 @@ class AgentLoopBase(ABC):
         Args:
             sampling_params: `temperature`, `top_p`, `top_k`, `max_tokens`, `stop_token_ids`, `stop`, `seed`.
             row: the dataset row (`raw_prompt`, `tools_kwargs`, `extra_info` …), `request_id`, and `attempt`, 0 unless
-                infrastructure broke an earlier run.
+                an infrastructure failure ended an earlier attempt.
 
         Returns:
-            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be left out; others than
-            the engine's are refused. A `reward_score` counts where `reward_model.enable=false`; otherwise the reward
-            manager's score replaces it. A loop that rewrote its history, so that no one context holds all that was sampled,
-            returns a list of these in time order: the last is the main sequence and alone carries rewards, messages and stop
+            The trajectory, or an `AgentLoopOutput` with the response's ids and mask. Log-probs may be omitted; any other
+            than the engine's are rejected. A `reward_score` counts if `reward_model.enable=false`; otherwise the reward
+            manager's score replaces it. A loop that rewrote its history, so that no single context holds everything sampled,
+            returns a list of these in time order: only the last, the main sequence, carries rewards, messages and stop
             reason.
 
         Raises:
-            InfrastructureError: the world broke; the trajectory is retried from fresh state.
+            InfrastructureError: infrastructure failed; the trajectory is retried from fresh state.
         """

@@ -1,7 +1,7 @@
 """From trajectories to the columns of a training batch.
 
 Prompts are padded on the left, responses on the right, each to the longest of the batch. A dropped row keeps its place
-with an empty response: its mask is all zero, so that it changes no loss, no advantage and no metric.
+with an empty response: its mask is all zeros, so that it affects no loss, no advantage and no metric.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ IMAGES = "multi_modal_inputs"
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `Rollout`s; where a row has images, also `multi_modal_inputs`, a tuple of them a row."""
+    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -48,20 +48,20 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
 
 
 def with_images(batch: DataProto) -> DataProto:
-    """`batch` with the column of images, empty where it has none, so that it can be joined to one that has them."""
+    """`batch` with a column of images, empty if it has none, so that it can be concatenated with one that has them."""
     if IMAGES not in batch.non_tensor_batch:
         batch.non_tensor_batch[IMAGES] = object_array([()] * len(batch))
     return batch
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
-    """The object columns as one mapping a row."""
+    """The object columns as one mapping per row."""
     columns = batch.non_tensor_batch
     return [{name: column[i] for name, column in columns.items()} for i in range(len(batch))]
 
 
 def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: float, score_weight: float) -> Tensor:
-    """(batch, width) rewards where they belong (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
+    """(batch, width) rewards at their tokens (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
     return _padded(rows, 0.0, width=width, kind=np.float64)
 

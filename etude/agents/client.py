@@ -1,6 +1,6 @@
-"""`TrajectoryClient`: one trajectory's door to the engine; it remembers what was drawn through it.
+"""`TrajectoryClient`: one trajectory's access to the engine; it records what the engine drew.
 
-Invariant: `histories` hold every token that the engine drew, after exactly the ids and images that it was shown; what a loop
+Invariant: `histories` hold every token that the engine drew, after exactly the ids and images of its input; what a loop
 returns is checked against them (`etude.agents.validation`).
 """
 
@@ -19,15 +19,15 @@ from etude.trace import TraceSpan, span
 
 
 class TrajectoryClient:
-    """What agent loops call their `server_manager`.
+    """The `server_manager` of agent loops.
 
-    Seeds: request t of a trajectory, counted as they are made, draws with a seed made from the trajectory's seed and t,
-    so that no two turns, branches or sequences share random numbers, and no loop has to think of it. Several requests may be
-    under way at once; the engine then knows each by a name of its own (see `RequestIds`).
+    Seeds: request t of a trajectory, counted in order of submission, draws with a seed derived from the trajectory's seed
+    and t, so that no two turns, branches or sequences share random numbers, and loops need not care. Several requests may
+    be in flight at once; each then has its own id at the engine (see `RequestIds`).
     """
 
     def __init__(self, engine: Engine, request_id: str, decode: Callable[[Sequence[int]], str] | None = None) -> None:
-        """`decode` gives the texts of a traced generation's span; without it, the span has lengths only."""
+        """`decode` gives the texts of a generation's trace span; without it, the span has lengths only."""
         self._engine, self.request_id, self._decode = engine, request_id, decode
         self.histories: list[History] = []
         self._ended = False
@@ -44,23 +44,23 @@ class TrajectoryClient:
         images: Sequence[ImageInput] | None = None,
         **media: Any,
     ) -> TokenOutput:
-        """Samples one turn. Whatever `request_id` a loop made up, the engine knows the trajectory by its own.
+        """Samples one turn. Whatever `request_id` a loop passes, the engine gets the trajectory's own.
 
-        `draw` takes the place of the request's number in its seed: the same draw again gives the same random numbers.
+        `draw` replaces the request's number in its seed: the same draw again gives the same random numbers.
 
         Raises:
             ConfigError: an unknown sampling parameter, or media that engines do not take.
             EtudeError: `prompt_ids` are no token ids.
             EngineError: the engine failed, aborted the request, or drew with a log-prob that is not finite.
-            InfrastructureError: the trajectory is over (a loop that outlived its time limit asks on).
+            InfrastructureError: the trajectory is over (the loop has outlived its time limit).
         """
         if self._ended:
             raise InfrastructureError(f"trajectory {self.request_id} is over: nothing more is sampled for it")
         params = SamplingParams.of(sampling_params)
         seed = request_seed(params.seed, self._asked if draw is None else draw)
-        self._asked += 1  # before the wait: requests under way at once must not draw alike
+        self._asked += 1  # before the await: concurrent requests must not share a seed
         asked, shown = token_ids(prompt_ids, "prompt_ids"), _images(images, media) if images or media else ()
-        given: dict[str, Any] = {"images": shown} if shown else {}  # an engine for text need not know the word
+        given: dict[str, Any] = {"images": shown} if shown else {}  # a text-only engine need not have the parameter
         with span("generation", "generate") as recorded:
             name = self._ids.enter()
             try:
@@ -98,15 +98,15 @@ class TrajectoryClient:
 
 
 class RequestIds:
-    """The names that one trajectory's requests have at the engine, one or several at a time. `own` is the trajectory's id,
-    which somebody else opens before its first request and closes after its last.
+    """The ids of one trajectory's requests at the engine, one or several at a time. `own` is the trajectory's id, which the
+    caller opens before its first request and closes after its last.
 
-    The engine knows a trajectory by one id and serves one request a name; it keeps that id's keys and values from turn to
-    turn, and in its deterministic mode waits for its next request. A request made while another is under way gets a name of
-    the moment, which is closed with its answer.
+    The engine serves one request per id at a time; it keeps an id's keys and values from turn to turn, and in its
+    deterministic mode waits for its next request. A request made while another is in flight gets a temporary id, which is
+    closed with its answer.
 
-    Invariant: no name has two requests under way. Nobody waits for a trajectory that waits itself: while only names of the
-    moment are under way the trajectory's own is closed, and it is open again when none is.
+    Invariant: no id has two requests in flight. The engine never waits for a trajectory that is itself waiting: while only
+    temporary ids are in flight the trajectory's own is closed, and it is reopened when none is.
     """
 
     def __init__(self, engine: Engine, own: str) -> None:
@@ -117,11 +117,11 @@ class RequestIds:
         self._ended = False
 
     def end(self) -> None:
-        """The own id is not opened again."""
+        """The own id is not reopened."""
         self._ended = True
 
     def enter(self) -> str:
-        """A name for one request, which ends with `leave`."""
+        """An id for one request, which ends with `leave`."""
         if not self._under_way:
             name = self.own
         else:
@@ -132,7 +132,7 @@ class RequestIds:
         return name
 
     def leave(self, name: str) -> None:
-        """The request of that name has ended, well or not."""
+        """The request with that id has ended, successfully or not."""
         self._under_way.discard(name)
         if name != self.own:
             self._engine.close(name)
@@ -145,8 +145,8 @@ class RequestIds:
 
 
 class History:
-    """A context that grew turn by turn: its ids, and where in it the engine drew with which log-probs, having been shown
-    the images of which digests."""
+    """A context that grew turn by turn: its ids, and where in it the engine drew, with which log-probs and after the images
+    of which digests."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
@@ -176,7 +176,7 @@ def token_ids(given: Any, name: str) -> list[int]:
         ids = ids[0]
     if isinstance(ids, list | tuple):
         try:
-            whole = array("I", ids)  # the quickest way to see that all are whole numbers and none is negative
+            whole = array("I", ids)  # the fastest check that all are non-negative integers
             return list(ids) if set(map(type, ids[:1])) <= {int} else whole.tolist()
         except (TypeError, OverflowError):
             wrong = next(each for each in ids if not (hasattr(each, "__index__") and 0 <= int(each) < 1 << 32))
@@ -190,8 +190,8 @@ def token_ids(given: Any, name: str) -> list[int]:
 
 
 def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Sequence[ImageInput]:
-    """Images as engines take them; loops written for verl say `image_data`, and hand on None, or something empty, for what
-    there is not."""
+    """Images as engines take them; loops written for verl say `image_data`, and pass None or something empty if there are
+    none."""
     others = {name: value for name, value in media.items() if name == "image_data" or not is_empty(value)}
     shown: Sequence[ImageInput] = others.pop("image_data", images) or ()
     if others:
@@ -203,7 +203,7 @@ def _images(images: Sequence[ImageInput] | None, media: Mapping[str, Any]) -> Se
 
 
 def is_empty(value: Any) -> bool:
-    """Whether `value` is nothing: None, 0, or a container of such alone, as `{"images": None}` is."""
+    """Whether `value` is empty: None, 0, or a container of only such values, like `{"images": None}`."""
     if isinstance(value, Mapping):
         return all(map(is_empty, value.values()))
     if isinstance(value, list | tuple):
@@ -212,5 +212,5 @@ def is_empty(value: Any) -> bool:
 
 
 def image_digests(images: Sequence[ImageInput]) -> tuple[int, ...]:
-    """What the images are known by."""
+    """The images' digests."""
     return tuple([image.digest for image in images])

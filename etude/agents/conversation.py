@@ -1,8 +1,8 @@
-"""What one run of an agent loop knows: the states (`AgentState`); `Conversation`, which the handlers and tools of
-`tool_agent` are handed as `agent_data`; and `AgentData`, plain data of the same names for a loop of one's own.
+"""The state of one run of an agent loop: the states (`AgentState`); `Conversation`, which the handlers and tools of
+`tool_agent` get as `agent_data`; and `AgentData`, plain data with the same field names for custom loops.
 
-Invariant: what a `Conversation` says of tokens, messages, turns and rewards is a view of the trajectory, which alone is
-trained on. `AgentData` does nothing: keeping its lists in step with what was sampled is its loop's business.
+Invariant: the tokens, messages, turns and rewards of a `Conversation` are views of the trajectory, and only that is trained
+on. `AgentData` does nothing: keeping its lists in sync with what was sampled is up to its loop.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class AgentState(Enum):
     INTERACTING = "interacting"
     TERMINATED = "terminated"
 
-    __hash__ = object.__hash__  # that of an `Enum` is written in Python, and every state looks its successor up
+    __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every transition is a dict lookup
 
 
 @dataclass
@@ -40,7 +40,7 @@ class AgentData:
     """What a loop keeps between its states.
 
     `prompt_ids` is usually the whole context so far, and `response_mask`, `response_logprobs` grow with what follows the
-    first prompt; `response_ids` are those of the turn in hand, and `tool_calls` its calls.
+    first prompt; `response_ids` are those of the current turn, and `tool_calls` its calls.
     """
 
     messages: list[dict[str, Any]]
@@ -61,7 +61,7 @@ class AgentData:
 
 
 def _view(read: Callable[[Conversation], Any], instead: str) -> Any:
-    """A property of `Conversation` that says what to change instead of it."""
+    """A read-only property of `Conversation`; its error says what to change instead."""
 
     def refuse(data: Conversation, value: object) -> None:
         raise EtudeError(f"what agent_data says of its tokens and turns is read only here: {instead}")
@@ -75,11 +75,11 @@ _BY_REWARD = "add a reward with  agent_data.trajectory.add_step_reward(source, v
 
 @dataclass
 class Conversation:
-    """What one run knows: the growing trajectory, and the turn in hand.
+    """The state of one run: the growing trajectory, and the current turn.
 
-    Handlers and tools of verl's manner know it as `agent_data`, by the names of `AgentData`. What these say of tokens,
-    messages and rewards are copies, as tuples: they change with the trajectory alone. `extra_fields` is for a subclass or
-    a tool to keep things in, for as long as the trajectory lives.
+    verl-style handlers and tools get it as `agent_data`, with the field names of `AgentData`. Its tokens, messages and
+    rewards are copies, as tuples: they change only with the trajectory. A subclass or tool may keep its own state in
+    `extra_fields`, for the lifetime of the trajectory.
     """
 
     trajectory: Trajectory
@@ -89,11 +89,11 @@ class Conversation:
     tools_kwargs: Mapping[str, Any] = field(default_factory=dict)
     extra_fields: dict[str, Any] = field(default_factory=dict)
     user: InteractionSession | None = None
-    token_limit: TokenLimit | None = None  # cuts the tools' answers further, where they leave too little room
+    token_limit: TokenLimit | None = None  # cuts tool answers further if they leave too little room
     started: float = field(default_factory=time.perf_counter)
     parsed: ParsedResponse = field(default_factory=lambda: ParsedResponse("", [], []))
-    spoken: dict[int, str] = field(default_factory=dict)  # by the number of the message: what a user hears of a turn
-    tool_answers: set[int] = field(default_factory=set)  # numbers of messages that answer calls, whatever their role
+    spoken: dict[int, str] = field(default_factory=dict)  # by message index: the part of a turn that a user sees
+    tool_answers: set[int] = field(default_factory=set)  # indices of messages that answer calls, whatever their role
     sampled: Sequence[int] = ()  # the last turn's ids
 
     request_id = _view(lambda data: data.trajectory.request_id, "it names the trajectory")
@@ -111,7 +111,7 @@ class Conversation:
 
     @property
     def tool_calls(self) -> list[FunctionCall]:
-        """The calls of the turn in hand; a handler may replace them before they run."""
+        """The calls of the current turn; a handler may replace them before they run."""
         return self.parsed.calls
 
     @tool_calls.setter
@@ -142,7 +142,7 @@ def add_time(trajectory: Trajectory, name: str, started: float) -> None:
 def append_to_last_user(messages: list[dict[str, Any]], text: str, images: int = 0) -> int:
     """DESIGN: a non-empty initial response is appended to the last user message, its images in front of its text.
 
-    Returns the number of images that stand before those.
+    Returns the number of images before those.
     """
     last = next((n for n in reversed(range(len(messages))) if messages[n]["role"] == "user"), None)
     if last is None:

@@ -1,12 +1,12 @@
-"""Python's garbage collector while many trajectories are under way.
+"""Python's garbage collector while many trajectories are in flight.
 
-A thousand trajectories keep millions of objects alive, and a pass of the collector looks at all of them, at those of
-torch and transformers too: most of what a rollout of that size costs in Python. Meanwhile only what is made during the
-rollout is looked at, and less often. When it ends, its results are handed to the oldest generation unseen: nearly all of
-them are freed by their last reference once the step is over, and a pass at that moment would find them all alive.
+A thousand trajectories keep millions of objects alive, and a collector pass traverses all of them, plus those of torch and
+transformers: most of the Python cost of a rollout of that size. So during a rollout only objects created in it are
+traversed, and less often. When it ends, its results move to the oldest generation untraversed: nearly all of them are freed
+by their last reference once the step is over, and a pass at that moment would find them all alive.
 
-Invariant: when the last block ends, the collector is as it was found; a program that froze objects itself is left alone.
-Garbage in cycles does not pile up: before a rollout there is a whole pass, if those before it left many objects unseen.
+Invariant: when the last block ends, the collector is as before; a program that froze objects itself is left alone. Garbage
+in cycles does not pile up: a rollout starts with a full pass if earlier ones left many objects untraversed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from contextlib import contextmanager
 
 _THRESHOLDS = (300_000, 20, 20)  # Python's own are 700, 10, 10: passes over young, middle-aged and all objects
 _FROZEN_BY_PYTHON = 1_000  # at most: 3.12 starts with some 400 objects frozen; a program that freezes has 100,000
-_UNSEEN = 500_000  # objects that may stay unseen: those of several rollouts of a thousand trajectories
+_UNSEEN = 500_000  # max untraversed objects: those of several rollouts of a thousand trajectories
 _lock = threading.Lock()
 _blocks = 0
 _found: tuple[int, int, int] | None = None

@@ -1,8 +1,8 @@
-"""Images on their way to the model: those of a row's prompt, and those that tools answer with.
+"""Images on their way to the model: those of a row's prompt, and those in tool responses.
 
-Invariant: an image is decoded within limits, in a thread; it is read, patch by patch, only when its place in the context
-is certain. What cannot be shown is said in a few words, which count as the answer's own, and the trajectory goes on: a
-tool's broken image is the tool's. What the system cannot read now is infrastructure.
+Invariant: an image is decoded within limits, in a thread; its patches are computed only once its position in the context is
+certain. Media that cannot be shown are replaced by a short note, which counts as part of the answer, and the trajectory goes
+on: a corrupt image is the tool's fault. One that the system cannot read at the moment is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _threads = BlockingCalls("etude-images", limit=4)
 
 @dataclass(frozen=True)
 class ShownResponse:
-    """What the model is shown of a tool's response: images, how many tokens each stands for, and words."""
+    """A tool's response as the model sees it: images, the tokens of each, and text."""
 
     text: str
     images: tuple[Image, ...] = ()
@@ -70,7 +70,7 @@ async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageIn
 
 
 async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLimit | None = None) -> ShownResponse:
-    """What a model that sees images is shown of `response`, whose text the session has cut to `limit`.
+    """`response` as a vision model sees it; the session has cut its text to `limit`.
 
     Raises:
         InfrastructureError: the system cannot read an image now.
@@ -96,12 +96,12 @@ async def answer_of(response: ToolResponse, reader: ImageReader, limit: TokenLim
 
 
 def shown_text(response: ToolResponse, limit: TokenLimit | None = None) -> str:
-    """What a model that is shown no images reads of `response`, whose text the session has cut to `limit`."""
+    """`response` as a text-only model sees it; the session has cut its text to `limit`."""
     return noted(response.text, [_MEDIA], limit) if response.image or response.video else response.text or ""
 
 
 def noted(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> str:
-    """`text` with a line for each note; where both are too long, the text is cut, and the notes as far as they must be."""
+    """`text` with a line for each note; if both are too long, the text is cut, and the notes only if they must be."""
     told = "\n".join(notes).encode("utf-8", "replace").decode()
     whole = "\n".join(part for part in (text, told) if part)
     if not told or limit is None or (cut := _bounded(whole, limit)) == whole:

@@ -2,9 +2,9 @@
 
     - name: my_agent
       _target_: package.module.MyAgentLoop     # or path/to/file.py:MyAgentLoop
-      max_steps: 5                             # further keys are handed to the class
+      max_steps: 5                             # other keys are passed to the class
 
-Invariant: whatever is wrong is one `ConfigError` that names file and entry; reading a file again changes nothing.
+Invariant: every mistake is one `ConfigError` that names file and entry; reading a file twice has no further effect.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.tools.config_file import read_data_file
 
 @dataclass(frozen=True)
 class ConfiguredLoop:
-    """A loop's class with the keywords that the file gives it."""
+    """A loop's class with its keyword arguments from the file."""
 
     loop_class: type[AgentLoopBase]
     keywords: Mapping[str, Any]
@@ -36,7 +36,7 @@ def register_agent_loops(path: str | Path) -> list[str]:
     """Registers the loops of a file and returns their names.
 
     Raises:
-        ConfigError: the file is missing or malformed, a class is missing or no agent loop, or a name is taken.
+        ConfigError: the file is missing or malformed, a class is missing or not an agent loop, or a name is taken.
     """
     path = Path(path).expanduser()
     if not path.is_file():

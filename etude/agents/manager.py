@@ -1,14 +1,14 @@
-"""`AgentLoopManager`: rolls out a batch of rows, each trajectory on its own, and scores each the moment it ends.
+"""`AgentLoopManager`: rolls out a batch of rows, each trajectory independently, and scores each as soon as it ends.
 
 There is no barrier between trajectories: one waits for a tool while others decode and others are being scored.
 
-Failures (DESIGN, "Wrong is not broken"): a trajectory that infrastructure broke, or that took longer than
-`trajectory_timeout`, is run again from fresh state under a new request id up to `infrastructure_retries` times, then
-dropped; a scorer that infrastructure broke is asked again as often. Any other exception is a bug of the user's or ours:
-everything is cancelled, tools are released, and it is raised. A group that such losses have left without enough survivors
-to learn from (`least_group`) is given up: what still runs or waits of it is cancelled and its tools are released.
+Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
+`trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
+scoring is retried as often. Any other exception is a bug of the user's or ours: everything is cancelled, tools are
+released, and it is raised. A group that is left with too few survivors to learn from (`least_group`) is dropped: its
+running and waiting rows are cancelled and their tools released.
 
-Invariant: one rollout a row, in row order, whatever happened; a dropped one has no sequences. Every trajectory that was
+Invariant: one rollout per row, in row order, whatever happened; a dropped one has no sequences. Every trajectory that was
 opened at the engine is closed, in every ending.
 """
 
@@ -55,7 +55,7 @@ class Sampling:
     seed: int
 
     def params(self, index: int, max_tokens: int, stops: Sequence[int]) -> dict[str, Any]:
-        """What a loop's `run` receives."""
+        """The arguments of a loop's `run`."""
         return {
             "temperature": self.temperature,
             "top_p": self.top_p,
@@ -67,13 +67,13 @@ class Sampling:
 
 
 class AgentLoopManager:
-    """Runs agent loops over rows; `scorer` (from the rewards room) is handed in from above."""
+    """Runs agent loops over rows; `scorer` (from the rewards room) is injected by the caller."""
 
     def __init__(
         self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
-        self.progress = (0, 0)  # (ended, all) of the batch under way; may be read from another thread
+        self.progress = (0, 0)  # (ended, total) of the current batch; may be read from another thread
         self.deterministic = deterministic
         self._logged = False
         slowest = max(
@@ -84,9 +84,9 @@ class AgentLoopManager:
     async def generate(
         self, rows: Sequence[Mapping[str, Any]], sampling: Sampling, *, least_group: int = 1
     ) -> list[Rollout]:
-        """Rolls out every row; a row may carry `rollout_index` (its number in the whole step's batch) and `active_tools`
-        (names of those configured tools that it may use; default all). `least_group`: survivors among the rows of one
-        `uid` below which none of them is of use.
+        """Rolls out every row; a row may carry `rollout_index` (its index in the whole step's batch) and `active_tools`
+        (names of the configured tools that it may use; default all). `least_group`: minimum survivors among the rows of one
+        `uid`; with fewer, none of them is of use.
 
         Raises:
             ConfigError: a row names an agent loop that does not exist (before any work).
@@ -123,7 +123,7 @@ class AgentLoopManager:
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
 
     def log_failure(self, request_id: str, error: BaseException) -> None:
-        """The first failure as a warning; the others are counted in the metrics, and seen at INFO."""
+        """The first failure as a warning; the others are counted in the metrics and logged at INFO."""
         logger.log(
             logging.INFO if self._logged else logging.WARNING,
             "trajectory %s broken by infrastructure: %s",
@@ -140,7 +140,7 @@ class _Batch:
     def __init__(
         self, manager: AgentLoopManager, rows: list[dict[str, Any]], sampling: Sampling, least_group: int
     ) -> None:
-        """Raises ConfigError where a row names an agent loop that does not exist: that must not cost a rollout."""
+        """Raises ConfigError if a row names an agent loop that does not exist, before any rollout."""
         self._manager, self._rows, self._sampling = manager, rows, sampling
         self._engine, self._options = manager.engine, manager.context.options
         self.rollouts = [Rollout() for _ in rows]
@@ -164,7 +164,7 @@ class _Batch:
             self._decode = manager.context.tokenizer.decode if tracer.token2text else None
 
     def request_id(self, index: int, attempt: int) -> str:
-        """The name at the engine of a row's attempt."""
+        """The engine's request id of a row's attempt."""
         return f"{self._rows[index]['request_id']}/{attempt}"
 
     def open(self, request_ids: Sequence[str]) -> None:
@@ -173,19 +173,19 @@ class _Batch:
         self._opened.update(request_ids)
 
     def _close(self, request_id: str, then_open: str | None = None) -> None:
-        """Closes a trajectory and, with no await between (see `NativeEngine`), opens the one that follows it."""
+        """Closes a trajectory and, with no await in between (see `NativeEngine`), opens the next one."""
         self._opened.discard(request_id)
         self._engine.close(request_id)
         if then_open is not None:
             self.open([then_open])
 
     def close_all(self) -> None:
-        """Closes whatever an exception left open."""
+        """Closes trajectories that an exception left open."""
         for request_id in sorted(self._opened):
             self._close(request_id)
 
     async def lane(self, first: int, following: Iterator[int]) -> None:
-        """Rolls out the row `first`, then those that `following` names."""
+        """Rolls out the row `first`, then those of `following`."""
         index: int | None = first
         while index is not None:
             last_id = await self._roll_out(index)
@@ -195,7 +195,7 @@ class _Batch:
             self.tasks.start(self._finish(done))
 
     async def _roll_out(self, index: int) -> str:
-        """Runs a row until it succeeds or its retries are spent; returns the last request, which the lane closes."""
+        """Runs a row until it succeeds or is out of retries; returns the last request, which the lane closes."""
         rollout, options, context = self.rollouts[index], self._options, self._manager.context
         row, request_id = self._rows[index], ""
         name, number = self._manager.loop_name(row), int(row.get("rollout_index", index))
@@ -260,7 +260,7 @@ class _Batch:
         return tracer.trajectory(request_id, {"request_id": request_id, **named})
 
     async def _finish(self, index: int) -> None:
-        """Scores a finished rollout, where there is a scorer, and reports it."""
+        """Scores a finished rollout, if there is a scorer, and reports it."""
         manager = self._manager
         if manager.scorer is not None:
             await score_rollout(
@@ -276,7 +276,7 @@ class _Batch:
         manager.progress = (self._done, len(self._rows))
 
     def _give_up_group_of(self, index: int) -> None:
-        """Where infrastructure took the row and its group is of no use without it, gives up the group's other rows."""
+        """If infrastructure failed the row and its group is of no use without it, drops the group's other rows."""
         if self.rollouts[index].dropped is StopReason.INFRASTRUCTURE:
             for other in self._groups.lost(index):
                 self._given_up.add(other)
@@ -287,8 +287,8 @@ class _Batch:
 class Groups:
     """Rows that share a `uid` are a group; an estimator learns nothing from fewer than `least` survivors of one.
 
-    Invariant: a group is given up once, when fewer than `least` of its rows can still survive; rows that are lost already
-    are never named.
+    Invariant: a group is dropped once, when fewer than `least` of its rows can still survive; rows that are already dropped
+    are never returned.
     """
 
     def __init__(self, uids: Sequence[Hashable], least: int) -> None:
@@ -298,7 +298,7 @@ class Groups:
             self._left[uid].add(row)
 
     def lost(self, row: int) -> set[int]:
-        """Takes note of a lost row; returns the other rows of its group if that has now become useless."""
+        """Records a dropped row; returns the other rows of its group if that has now become useless."""
         left = self._left[self._uids[row]]
         could = len(left) >= self._least
         left.discard(row)
@@ -306,7 +306,7 @@ class Groups:
 
 
 def _describe(whole: TraceSpan, returned: object) -> None:
-    """What a trajectory's span says of its end, where the loop returned one."""
+    """The ending recorded in a trajectory's span, if the loop returned one."""
     trajectory = returned[-1] if isinstance(returned, list) and returned else returned
     if isinstance(trajectory, AgentLoopOutput):
         trajectory = trajectory.trajectory

@@ -1,7 +1,7 @@
-"""`TaskGroup`: tasks that may start further ones, and that succeed or end together.
+"""`TaskGroup`: tasks that may start further ones, and that succeed or fail together.
 
-Invariant: `finish` returns once every task has ended well; on the first exception, or when its caller is cancelled, all
-others are cancelled, have had time to clean up, and nothing is left running unobserved.
+Invariant: `finish` returns once every task has succeeded; on the first exception, or when its caller is cancelled, all
+others are cancelled, get time to clean up, and nothing is left running unobserved.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from etude.bounded import settle
 
 
 class TaskGroup:
-    """Made and used inside one event loop."""
+    """Created and used inside one event loop."""
 
     def __init__(self) -> None:
         self._tasks: set[asyncio.Task[None]] = set()
         self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def start(self, work: Coroutine[Any, Any, None]) -> None:
-        """Starts a task; a group that is over starts nothing more."""
+        """Starts a task; a finished group starts no more."""
         if self._over.done():
             work.close()
             return
@@ -33,7 +33,7 @@ class TaskGroup:
         """Waits for all tasks; cancelled ones have `grace` seconds to clean up.
 
         Raises:
-            Exception: the first one that a task raised.
+            Exception: the first that a task raised.
         """
         try:
             if self._tasks:

@@ -1,4 +1,4 @@
-"""`tool_agent`: generate, run the tools the model called, generate again, until an ending is reached.
+"""`tool_agent`: generate, run the tools the model called, generate again, until the trajectory ends.
 
     state              goes to
     PENDING            GENERATING, or TERMINATED where the prompt does not fit
@@ -13,16 +13,16 @@ answer, ends the trajectory (`PROMPT_TOO_LONG`). The order in which endings are 
 1. the response budget is used up, or the engine stopped for length → `RESPONSE_LENGTH`;
 2. the turn holds neither a call nor a malformed one, and no interaction answers it → `COMPLETED`;
 3. the turn holds a malformed call and `malformed_calls` is `end` → `MALFORMED_CALL`;
-4. the turn's tools run, or the interaction answers (in the last allowed turn too: what they say is not shown any more,
+4. the turn's tools run, or the interaction answers (in the last allowed turn too: the model no longer sees their answers,
    but their rewards count); the interaction may end the conversation → `COMPLETED`;
 5. `max_assistant_turns` reached → `MAX_ASSISTANT_TURNS`; `max_user_turns` reached → `MAX_USER_TURNS`; `max_seconds`
    have passed → `TIME_LIMIT`;
-6. the chat template does not write the answers, nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
-7. the answers, with room for `min_answer_tokens` more, do not fit, though the tools' texts are cut as far as they may be →
+6. the chat template renders neither the answers nor a line in their place → `CONTEXT_REFUSED` (the row is dropped);
+7. the answers, with room for `min_answer_tokens` more, do not fit even with the tools' texts cut to the minimum →
    `TOOL_RESPONSE_OVERFLOW`.
 
-A subclass may override the handlers of the states, `_handle_*_state`, and `_call_tool`, under the names and with the
-arguments that they have in verl. `agent_data` is a `Conversation`; its token lists are read only.
+A subclass may override the state handlers, `_handle_*_state`, and `_call_tool`, with verl's names and arguments.
+`agent_data` is a `Conversation`; its token lists are read-only.
 
 Invariant: the context that the model sees is the prompt followed by the trajectory's segments, token for token, and
 tools and interactions are released in every ending.
@@ -59,7 +59,7 @@ from etude.tools import BaseTool, TokenLimit, ToolOutcome, ToolSession
 from etude.tools.outcome import read_execution
 from etude.trajectory import Provenance, StopReason, Trajectory
 
-INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards that no tool gave
+INTERACTION, MALFORMED = "interaction", "malformed"  # sources of step rewards other than tools
 logger = logging.getLogger(__name__)
 
 
@@ -68,7 +68,7 @@ class ToolAgentLoop(AgentLoopBase):
     """See the module's docstring.
 
     A subclass may also set `max_user_turns`, `max_assistant_turns`, `max_parallel_calls`, `max_tool_response_length`,
-    `tool_response_truncate_side` and `tool_parser`, on the class or the object; without, they are the configuration's.
+    `tool_response_truncate_side` and `tool_parser`, on the class or the object; the defaults are the configuration's.
     """
 
     max_user_turns: int | None
@@ -105,8 +105,8 @@ class ToolAgentLoop(AgentLoopBase):
             tool_response_truncate_side=limits.tool_response_truncate_side,
             tool_parser=trainer_config.parser,
         )
-        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` hands on, by their id()
-        self._broken: InfrastructureError | None = None  # what broke one of them
+        self._outcomes: dict[int, ToolOutcome] = {}  # of calls that a subclass's `_call_tool` passes on, by id()
+        self._broken: InfrastructureError | None = None  # the failure of one of them
 
     @property
     def prompt_length(self) -> int:
@@ -119,10 +119,10 @@ class ToolAgentLoop(AgentLoopBase):
         return self.context.options.response_length
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> Trajectory:
-        """See `AgentLoopBase.run`; the row's `active_tools` (default: all) are those the model is shown.
+        """See `AgentLoopBase.run`; the model sees the row's `active_tools` (default: all).
 
         Raises:
-            DataError: the row selects a tool that is not configured, or hands arguments to one that it does not select.
+            DataError: the row selects a tool that is not configured, or has arguments for one that it does not select.
         """
         self._row, active, user = row, self._active_tools(row), self._interaction(row)
         trajectory = Trajectory(row["request_id"], [], messages=[dict(m) for m in row["raw_prompt"]])
@@ -157,7 +157,7 @@ class ToolAgentLoop(AgentLoopBase):
         return trajectory
 
     def surroundings(self, data: Conversation, row: dict[str, Any]) -> AbstractAsyncContextManager[None]:
-        """What is open while the states follow one another."""
+        """The sessions that are open while the states run."""
         return nullcontext()
 
     def _token_limit(self) -> TokenLimit:
@@ -167,7 +167,7 @@ class ToolAgentLoop(AgentLoopBase):
         return TokenLimit(tokens, self.tool_response_truncate_side, self.tokenizer, self._tool_tokens, chars)
 
     def _active_tools(self, row: dict[str, Any]) -> dict[str, BaseTool]:
-        own = [name for name in self.tools if name not in self.context.tools]  # those of a subclass's class attribute
+        own = [name for name in self.tools if name not in self.context.tools]  # from a subclass's class attribute
         names: Sequence[str] = [*row.get("active_tools", self.context.tools), *own]
         for name in names:
             if name not in self.tools:
@@ -210,7 +210,7 @@ class ToolAgentLoop(AgentLoopBase):
         trajectory.images[place:place] = images
 
     def _reader_for(self, role: str) -> ImageReader | None:
-        """What reads images for messages of `role`, where model and template show them there."""
+        """The image reader for messages of `role`, if model and template support images there."""
         return self.context.images if role in self.chat.image_roles else None
 
     async def _handle_generating_state(
@@ -222,7 +222,7 @@ class ToolAgentLoop(AgentLoopBase):
         data.parsed = await self.tool_parser.parse_ids(output.token_ids, data.tool_schemas or None)
         data.spoken[len(trajectory.messages) - 1] = data.parsed.spoken
         if output.stop_reason != "stop" or self.room(trajectory) < 1:
-            self._note_malformed(data)  # a call cut off by the length limit is no habit worth answering
+            self._note_malformed(data)  # a call cut off by the length limit needs no answer
             return end(data, StopReason.RESPONSE_LENGTH)
         if data.parsed.errors and self.context.options.multi_turn.malformed_calls == "end":
             self._note_malformed(data)
@@ -232,7 +232,7 @@ class ToolAgentLoop(AgentLoopBase):
         return end(data, StopReason.COMPLETED) if data.user is None else AgentState.INTERACTING
 
     def set_sampling(self, data: Conversation, given: Mapping[str, Any], ignore_termination: bool) -> None:
-        """Takes what a handler of generation was called with, by a subclass perhaps.
+        """Checks the arguments that a generation handler was called with, perhaps by a subclass.
 
         Raises:
             EtudeError: `ignore_termination` is true.
@@ -281,7 +281,7 @@ class ToolAgentLoop(AgentLoopBase):
         state = self.feed_back(
             data, answers.messages(), answers.image_tokens, partial(answers.shorter, data.token_limit)
         )
-        if state is AgentState.GENERATING and self.context.images is not None:  # pixels are read only where answers fit
+        if state is AgentState.GENERATING and self.context.images is not None:  # read pixels only if the answers fit
             for answer in with_images.values():
                 trajectory.images += await read_all(self.context.images, answer.images)
         trajectory.tool_calls += answers.records(turn)
@@ -307,8 +307,8 @@ class ToolAgentLoop(AgentLoopBase):
         """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.
 
         Raises:
-            InfrastructureError: the call was broken, whatever the subclass made of that.
-            EtudeError: it returned something else than response, reward and metrics.
+            InfrastructureError: the call had an infrastructure failure, however the subclass handled it.
+            EtudeError: it returned something other than response, reward and metrics.
         """
         arguments: tuple[Any, ...] = (call, data.tools_kwargs, data)
         kinds = [p.kind for p in inspect.signature(self._call_tool).parameters.values()]
@@ -332,7 +332,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _call_tool(
         self, tool_call: FunctionCall, tools_kwargs: Mapping[str, Any] | None = None, agent_data: Any = None
     ) -> tuple[ToolResponse, float, dict[str, Any]]:
-        """Runs one call of the turn in hand: (response, step reward, metrics). A subclass may override it.
+        """Runs one call of the current turn: (response, step reward, metrics). A subclass may override it.
 
         Raises:
             InfrastructureError: as `ToolSession.execute`.
@@ -349,7 +349,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _answers_with_images(
         self, data: Conversation, outcomes: Sequence[ToolOutcome]
     ) -> dict[int, ShownResponse]:
-        """The outcomes that are not text alone, by their number; none where the model is not shown images here."""
+        """The outcomes with media, by index; empty if the model takes no images here."""
         reader = self._reader_for("tool" if data.parsed.result_tag is None else "user")
         if reader is None:
             return {}
@@ -378,9 +378,9 @@ class ToolAgentLoop(AgentLoopBase):
         image_tokens: Sequence[int] = (),
         shorter: Callable[[int], list[dict[str, Any]] | None] | None = None,
     ) -> AgentState:
-        """Checks endings 5 to 7; otherwise adds what tools or the user said to the context.
+        """Checks endings 5 to 7; otherwise adds the messages of tools or the user to the context.
 
-        `shorter` gives the messages in so many tokens fewer, or None where there is not enough to cut.
+        `shorter` returns the messages in that many tokens fewer, or None if there is not enough to cut.
         """
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         trajectory.messages += messages
@@ -407,7 +407,7 @@ class ToolAgentLoop(AgentLoopBase):
         return AgentState.GENERATING
 
     def _end_unseen(self, data: Conversation, messages: int, reason: StopReason) -> AgentState:
-        """Ends the trajectory before its last messages were shown."""
+        """Ends the trajectory without showing its last messages."""
         first = len(data.trajectory.messages) - messages
         data.trajectory.messages[first:] = map(unseen, data.trajectory.messages[first:])
         return end(data, reason)
@@ -415,11 +415,11 @@ class ToolAgentLoop(AgentLoopBase):
     def _context_of(
         self, data: Conversation, messages: Sequence[dict[str, Any]], image_tokens: Sequence[int]
     ) -> list[Run] | None:
-        """The ids of the last messages; where the template does not write them, of lines that say so, or None."""
+        """The ids of the last messages; if the template does not render them, of lines that say so, or None."""
         trajectory = data.trajectory
         try:
             return self.chat.context_ids(messages, after=data.sampled, image_tokens=image_tokens)
-        except ConfigError as error:  # start-up has seen that it writes such messages: it is what these say
+        except ConfigError as error:  # start-up checked the template: it is the text of these
             logger.info("trajectory %s: %s", trajectory.request_id, one_line(error))
             trajectory.metrics["unwritable_answers"] = trajectory.metrics.get("unwritable_answers", 0.0) + 1
             told = written(self.chat, messages, image_tokens)
@@ -429,7 +429,7 @@ class ToolAgentLoop(AgentLoopBase):
             return self.chat.context_ids(told, after=data.sampled, image_tokens=image_tokens)
 
     def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
-        """`sampling` that also ends turns where the format of calls does."""
+        """`sampling` with the stops of the tool-call format added."""
         parser = self.tool_parser
         ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
         texts = sampling.stop if sampling.stop or self.context.options.stop is not None else tuple(parser.stop_texts)
@@ -441,7 +441,7 @@ class ToolAgentLoop(AgentLoopBase):
         role = "tool" if self.chat.answers_tools else "user"
         try:
             context = self.chat.context_ids([{"role": role, "content": text}])
-        except ConfigError:  # the answer as a whole will be told so; see `feed_back`
+        except ConfigError:  # reported for the answer as a whole; see `feed_back`
             return len(self.tokenizer(text, add_special_tokens=False)["input_ids"])
         return sum(len(ids) for ids, provenance in context if provenance is not Provenance.TEMPLATE)
 
@@ -454,7 +454,7 @@ class ToolAgentLoop(AgentLoopBase):
 
 
 def _is_json(value: object) -> bool:
-    """Whether what a tool or subclass keeps may leave the process, to the scorer and the dump."""
+    """Whether a value that a tool or subclass keeps may leave the process, to the scorer and the dump."""
     try:
         json.dumps(value)
     except (TypeError, ValueError, RecursionError):

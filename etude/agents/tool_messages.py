@@ -1,9 +1,9 @@
-"""What tools and users say, as messages that the chat template writes.
+"""Tool and user responses as messages that the chat template renders.
 
-Invariant: nothing that a model, a tool or a user says ends a run. That the template writes their messages at all is checked
-at start-up (`etude.chat.check.require_answers`); there may still be contents that it takes apart, such as a tool's answer
-with a `</think>` in it under a template that cuts there. A line stands in place of these, beside their images, and tells
-the model. Answers that leave too little room for the next turn are cut further, as long as something of each is left.
+Invariant: no text of a model, a tool or a user ends a run. That the template renders their messages at all is checked at
+start-up (`etude.chat.check.require_answers`); it may still split some contents, such as a tool's answer with a `</think>`
+in it. The text of these is replaced by a line that says so; their images stay. Answers that leave too little room for the
+next turn are cut further, as long as something of each is left.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from etude.tools import TokenLimit, ToolOutcome
 from etude.trajectory import ToolCallRecord
 
 NOT_EXECUTED = "not_executed"  # the error of a call beyond `max_parallel_calls`
-LEAST_TOKENS = 16  # of a cut answer: with less, its mark would be most of it
+LEAST_TOKENS = 16  # minimum of a cut answer: with fewer, the truncation mark would be most of it
 UNWRITABLE = "(this answer cannot be shown: the chat template does not write it as it is)"
 
 
 @dataclass
 class ToolMessages:
-    """The answers to one turn's calls, a message each: those that ran (`outcomes`), those beyond
-    `max_parallel_calls`, and the errors of those that could not be read.
+    """The answers to one turn's calls, one message each: those that ran (`outcomes`), those beyond
+    `max_parallel_calls`, and the errors of malformed ones.
 
-    `texts` are the words of the messages, `with_images` what goes with them by their number, and `names_calls` says whether
-    the template writes whom a message answers.
+    `texts` are the messages' texts, `with_images` the images that go with them by index, and `names_calls` says whether the
+    template writes the name of the tool that a message answers for.
     """
 
     parsed: ParsedResponse
@@ -43,7 +43,7 @@ class ToolMessages:
 
     @property
     def image_tokens(self) -> list[int]:
-        """Of each image, in order."""
+        """Tokens of each image, in order."""
         return [tokens for answer in self.with_images.values() for tokens in answer.tokens]
 
     def messages(self) -> list[dict[str, Any]]:
@@ -58,7 +58,7 @@ class ToolMessages:
         return made
 
     def shorter(self, limit: TokenLimit | None, excess: int) -> list[dict[str, Any]] | None:
-        """The messages in `excess` tokens fewer; None where there is not enough to cut."""
+        """The messages in `excess` tokens fewer; None if there is not enough to cut."""
         cut = None if limit is None else shortened(self.texts, excess, limit)
         if cut is None:
             return None
@@ -66,7 +66,7 @@ class ToolMessages:
         return self.messages()
 
     def records(self, turn: int) -> list[ToolCallRecord]:
-        """What is kept of each call: its answer as the model saw it."""
+        """The record of each call, with its answer as the model saw it."""
         ran = [outcome.to_record(text) for outcome, text in zip(self.outcomes, self.texts)]
         beyond = zip(self._calls[len(ran) :], self.texts[len(ran) :])
         refused = [ToolCallRecord(turn, call.name, call.arguments, text, error=NOT_EXECUTED) for call, text in beyond]
@@ -78,14 +78,14 @@ class ToolMessages:
 
 
 def malformed_record(turn: int, error: str) -> ToolCallRecord:
-    """The record of a call that could not be read."""
+    """The record of a malformed call."""
     return ToolCallRecord(turn, "", "", error, error="malformed")
 
 
 def written(
     chat: ChatTemplate, messages: Sequence[Mapping[str, Any]], image_tokens: Sequence[int] = ()
 ) -> list[dict[str, Any]]:
-    """`messages`, `UNWRITABLE` in place of texts that the template does not write; none where that does not help.
+    """`messages`, with `UNWRITABLE` for texts that the template does not render; none if that does not help.
 
     `image_tokens` are those of each image in the messages, which all stay.
     """
@@ -98,12 +98,12 @@ def written(
 
 
 def unseen(message: dict[str, Any]) -> dict[str, Any]:
-    """A message that the model was never shown: in words, so that a trajectory's messages have the images of its context."""
+    """A message that the model never saw, as text only: a trajectory's messages have exactly the images of its context."""
     return {**message, "content": text_of(message["content"])} if image_count(message) else message
 
 
 def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str] | None:
-    """`texts` in `excess` tokens fewer, the longest cut to one length; None where that is less than `LEAST_TOKENS`."""
+    """`texts` in `excess` tokens fewer, the longest cut to one length; None if that is less than `LEAST_TOKENS`."""
     sizes = [limit.count(text) for text in texts]
     left, cap = sum(sizes) - excess, 0
     for shorter, size in enumerate(sorted(sizes)):
@@ -117,7 +117,7 @@ def shortened(texts: Sequence[str], excess: int, limit: TokenLimit) -> list[str]
 
 
 def naming(message: dict[str, Any], name: str | None) -> dict[str, Any]:
-    """A tool's message that says which function it answers for, where that is known; another's as it is."""
+    """A tool message with the name of the function it answers for, if known; any other unchanged."""
     return {**message, "name": name} if name and message.get("role") == "tool" else message
 
 

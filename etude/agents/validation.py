@@ -2,8 +2,8 @@
 
 Invariant: in a trajectory that passes, a token marked as sampled was drawn by the engine as the continuation of exactly the
 ids and images before it, and no draw is claimed twice; its log-probs are the engine's; every sequence fits
-`data.max_response_length`; only the last one carries rewards. Training on tokens nobody sampled, or sampled after something
-else, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
+`data.max_response_length`; only the last one carries rewards. Training on tokens that were not sampled, or were sampled in
+another context, is a bug of the loop, never a warning. A loop may still drop a turn or mask one out.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from etude.trajectory import AgentLoopOutput, Provenance, Trajectory
 
 
 class Draw(NamedTuple):
-    """A run of tokens that the engine drew where a sequence has them: from response position `place` on, which is position
-    `start` of the client's history number `history`."""
+    """A run of sampled tokens of a sequence, matched to the engine's draws: from response position `place` on, which is
+    position `start` of the client's history with index `history`."""
 
     place: int
     log_probs: list[float]
@@ -32,8 +32,8 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
     """The sequences that the loop `name` returned, one or several in time order; the last is the main one.
 
     Raises:
-        EtudeError: it is not what loops return, claims tokens that were not sampled or are claimed already, or other
-            log-probs than the engine's, or rewards a sequence that is not the last.
+        EtudeError: it is of the wrong type, claims tokens that were not sampled or are already claimed, has log-probs
+            other than the engine's, or rewards a sequence that is not the last.
         ConfigError: a sequence is longer than `data.max_response_length`.
     """
     given = returned if isinstance(returned, list) else [returned]
@@ -64,7 +64,7 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
 
 
 def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:
-    """With ids as plain lists; raises EtudeError for what are none, and for media that are not handed over as `images`."""
+    """With ids as plain lists; raises EtudeError for invalid ids, and for media that are not passed as `images`."""
     where = f"the agent loop '{name}' returned a wrong {type(output).__name__}:"
     output.prompt_ids = token_ids(output.prompt_ids, f"{where} prompt_ids")
     response_ids = token_ids(output.response_ids, f"{where} response_ids")
@@ -105,7 +105,7 @@ def check_sampled(sequences: Sequence[Trajectory], client: TrajectoryClient) -> 
 
 
 def _check_claimed_once(sequences: Sequence[Trajectory], all_draws: Sequence[list[Draw]], request_id: str) -> None:
-    """A token may be in as many sequences as the engine drew it, after the same ids: once, unless it drew twins."""
+    """A token may be in as many sequences as the engine drew it after the same ids: once, unless it drew it repeatedly."""
     claimed: set[tuple[int, int]] = set()
     for number, (sequence, draws) in enumerate(zip(sequences, all_draws)):
         missing = {i for i, sampled in enumerate(sequence.response_mask) if sampled}
@@ -138,7 +138,7 @@ def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
 
 
 def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
-    """Gives every sampled token the engine's log-prob; raises EtudeError where the loop says another."""
+    """Gives every sampled token the engine's log-prob; raises EtudeError if the loop's differs."""
     ours = [0.0] * trajectory.response_length
     for draw in draws:
         ours[draw.place : draw.place + len(draw.log_probs)] = draw.log_probs
@@ -153,8 +153,8 @@ def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
 
 
 def _engines(draws: Sequence[Draw], position: int, claimed: float, trajectory: Trajectory) -> float:
-    """The engine's log-prob of the token at a response position, of which the loop says `claimed`: but for rounding to
-    float32 they must be equal. Where it drew the same token after the same ids several times, the draw that is meant."""
+    """The engine's log-prob of the token at a response position, where the loop has `claimed`: they must be equal up to
+    rounding to float32. If the engine drew the same token after the same ids several times, the matching draw's."""
     drawn = [d.log_probs[position - d.place] for d in draws if 0 <= position - d.place < len(d.log_probs)]
     ours = next((each for each in drawn if math.isclose(each, claimed, rel_tol=1e-5, abs_tol=1e-6)), None)
     if ours is None:

@@ -1,4 +1,4 @@
-"""`LRUCache`, and the key under which what was rendered of messages is kept."""
+"""`LRUCache`, and the cache key of rendered messages."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ T = TypeVar("T")
 
 
 class LRUCache(Generic[T]):
-    """The `limit` values that were put or found last."""
+    """Holds the `limit` most recently used values."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -28,7 +28,7 @@ class LRUCache(Generic[T]):
         return self._held[key]
 
     def put(self, key: str | None, value: T) -> None:
-        """Keeps `value`, unless the key is None."""
+        """Stores `value`, unless the key is None."""
         if key is None:
             return
         self._held[key] = value
@@ -39,7 +39,7 @@ class LRUCache(Generic[T]):
 def rendering_key(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
 ) -> str | None:
-    """Everything that a rendering sees of messages and tools; None where they are not plain JSON."""
+    """A key of all that a rendering depends on in messages and tools; None if they are not JSON."""
     try:
         return json.dumps([messages, tools])
     except (TypeError, ValueError, RecursionError):

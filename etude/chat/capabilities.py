@@ -1,7 +1,7 @@
-"""`TemplateCapabilities`: which messages a template can write after an assistant turn, tried at start-up.
+"""`TemplateCapabilities`: which messages a template can render after an assistant turn, tested at start-up.
 
-Invariant: what is said to be possible was rendered and encoded after a stub turn, and its ids compared with those of the
-whole conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user's message is refused.
+Invariant: each reported capability was rendered and encoded after a stub turn, and its ids compared with those of the whole
+conversation (`IncrementalRenderer.check`). A template that cannot even be continued by a user message is rejected.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ _TOOL: Message = {"role": "tool", "content": PROBE}
 
 @dataclass(frozen=True)
 class TemplateCapabilities:
-    """What was found.
+    """The capabilities found.
 
     Attributes:
-        repeats_users: it takes several users' messages in a row.
-        tool_stub: the stub turn that tools' messages may follow; None where they may follow none.
-        tool_problem: why they may follow none, or not two of them at once.
-        names_calls: what a tool's answer looks like depends on the function that was called.
-        image_roles: of the messages that may have images.
+        repeats_users: it takes several user messages in a row.
+        tool_stub: the stub turn that tool messages may follow; None if they may follow none.
+        tool_problem: why they may follow none, or not two at once.
+        names_calls: the rendering of a tool's answer depends on the called function.
+        image_roles: roles of the messages that may have images.
     """
 
     repeats_users: bool
@@ -38,10 +38,10 @@ class TemplateCapabilities:
 
     @classmethod
     def of(cls, incremental: IncrementalRenderer, images: Placeholders | None) -> TemplateCapabilities:
-        """Those of one template; `images` is None for a text model.
+        """The capabilities of one template; `images` is None for a text model.
 
         Raises:
-            ConfigError: it cannot be continued by a user's message.
+            ConfigError: it cannot be continued by a user message.
         """
         incremental.check(Stub.ANSWER, [_USER])
         tool_stub, problem = _tool_stub(incremental)
@@ -64,9 +64,9 @@ def _repeats_users(incremental: IncrementalRenderer) -> bool:
 
 
 def _tool_stub(incremental: IncrementalRenderer) -> tuple[Stub | None, str]:
-    """The stub turn that tool messages may follow, best two of them at once, or None and the reason why there is none.
+    """The stub turn that tool messages may follow, preferably two at once, or None and the reason why there is none.
 
-    Some templates want each to answer a call of its own, some write one call at most, others cannot write calls.
+    Some templates require each to answer its own call, some render at most one call, others cannot render calls.
     """
     found, reason = None, ""
     for stub in (Stub.CALLS, Stub.CALL, Stub.ANSWER):

@@ -1,7 +1,7 @@
-"""`check_template`: whether a tokenizer's chat template is safe for training on several turns, with the evidence.
+"""`check_template`: whether a tokenizer's chat template is safe for multi-turn training, with the evidence.
 
-Invariant: a statement that holds was tried on the template, not read from its name: conversations are rendered whole and
-piece by piece, and their ids compared. What `ChatTemplate` refuses at start-up is refused here with the same sentence.
+Invariant: every finding was tested on the template, not inferred from its name: conversations are rendered whole and piece
+by piece, and their ids compared. What `ChatTemplate` rejects at start-up is rejected here with the same message.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ _TURNS: dict[str, dict[str, Any]] = {
     "words beside a call": {"content": "I look.", "tool_calls": [{"id": "call00001", **_CALL}]},
     "reasoning_content": {"content": "It is 19.", "reasoning_content": _THOUGHT},
 }
-"""What demonstrations and histories in prompts may have, and templates may leave out."""
+"""Message parts that demonstrations and histories in prompts may have, and templates may leave out."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A statement about a template. `holds` is None where it decides nothing and is only good to know."""
+    """A statement about a template. `holds` is None if it is only informational."""
 
     statement: str
     holds: bool | None
@@ -43,7 +43,7 @@ class Finding:
 
 @dataclass(frozen=True)
 class TemplateReport:
-    """All findings, and a small conversation as it is trained on; empty where the template was refused."""
+    """All findings, and a small conversation as it is trained on; empty if the template was rejected."""
 
     findings: list[Finding]
     example: list[Run]
@@ -52,13 +52,13 @@ class TemplateReport:
 
     @property
     def safe(self) -> bool:
-        """Whether nothing that matters failed."""
+        """Whether no required finding failed."""
         return all(finding.holds is not False for finding in self.findings)
 
 
 def check_template(tokenizer: PreTrainedTokenizerBase, **options: Any) -> TemplateReport:
-    """Tries a tokenizer's chat template; `options` are those of `ChatTemplate`: `data.apply_chat_template_kwargs`, and
-    the `processor` of a vision model."""
+    """Tests a tokenizer's chat template; `options` are those of `ChatTemplate`: `data.apply_chat_template_kwargs`, and the
+    `processor` of a vision model."""
     try:
         chat = ChatTemplate(tokenizer, **options)
     except EtudeError as error:
@@ -92,8 +92,8 @@ def _lost(chat: ChatTemplate, turn: dict[str, Any]) -> bool:
 
 
 def require_answers(chat: ChatTemplate, role: str) -> None:
-    """Refuses a template that does not write what a rollout shows the model between its turns: a message of `role`, and
-    two of them where the model has called twice.
+    """Rejects a template that cannot render what a rollout adds between the model's turns: a message of `role`, or two
+    after two calls.
 
     Raises:
         ConfigError: it cannot; one line that says why.
@@ -122,7 +122,7 @@ def _context(chat: ChatTemplate, role: str, count: int) -> list[Run]:
 def _continues(chat: ChatTemplate, role: str, count: int) -> tuple[bool, str]:
     """Whether the pieces are the last ids of the conversation rendered at once.
 
-    `ChatTemplate` has compared them for one message at start-up; here it is done for `count`, by the ids.
+    `ChatTemplate` compared them for one message at start-up; here for `count`, by the ids.
     """
     pieces = [token for ids, _ in _context(chat, role, count) for token in ids]
     whole = chat.continued_whole([{"role": role, "content": str(19 + n)} for n in range(count)])
@@ -163,7 +163,7 @@ def _format(tokenizer: PreTrainedTokenizerBase) -> Finding:
 
 
 def _earlier_reasoning(chat: ChatTemplate) -> Finding:
-    """Templates that drop earlier thoughts show later turns another context than the one that was sampled in."""
+    """With a template that drops earlier thoughts, later turns see another context than the sampled one."""
     thoughtful = {"role": "assistant", "content": f"<think>\n{_THOUGHT}\n</think>\n\nThe answer is 19."}
     try:
         text = chat.rendered([_USER, thoughtful, _USER])

@@ -1,7 +1,7 @@
 """`ControlTokens`: the tokens that only the template or the policy may write.
 
 They are every special token, and every other added token that the template itself writes, such as a tool-response tag.
-Keeping them out of contents is left to `provenance` and, in prompts, to whoever puts the words of others there
+Keeping them out of contents is left to `provenance` and, in prompts, to the caller that inserts third-party text
 (`disarm`).
 """
 
@@ -24,7 +24,7 @@ class ControlTokens:
         self._pattern = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
 
     def spelled(self, text: str) -> list[str]:
-        """The control tokens that `text` spells out, one after the other."""
+        """The control tokens that `text` spells out, in order."""
         return self._pattern.findall(text)
 
     def disarm(self, text: str) -> str:

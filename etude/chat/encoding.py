@@ -1,11 +1,11 @@
 """`Encoder` and `Decoder`: text to token ids and back, one text at a time.
 
-Invariant: ids and offsets are those of `tokenizer(text, add_special_tokens=False)`. In decoded text structural special
-tokens (ends of turns, padding) are left out, and the tags a model writes on purpose (tool calls, tool responses, thoughts)
-stay, also under a tokenizer that declares them special. Decoded text is for reading: no ids are ever made from it.
+Invariant: ids and offsets are those of `tokenizer(text, add_special_tokens=False)`. Decoded text omits structural special
+tokens (ends of turns, padding), and keeps the tags a model writes on purpose (tool calls, tool responses, thoughts), even
+if the tokenizer declares them special. Decoded text is for reading: it is never encoded again.
 
-Where the tokenizer's class does nothing of its own, its Rust backend is called directly: a call through the Python class
-costs several times as much, and its batch call wakes a pool of threads for a single short text.
+If the tokenizer's class adds nothing of its own, its Rust backend is called directly: a call through the Python class costs
+several times as much, and its batch call wakes a thread pool for a single short text.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _TAG = re.compile(r"</?(?:tool_call|tool_response|tool_calls|think)>")
 
 
 def plain_backend(tokenizer: PreTrainedTokenizerBase, *methods: str) -> Any:
-    """The Rust tokenizer behind a fast one, or None where its class (or a user's) has its own idea of `methods`."""
+    """The Rust backend of a fast tokenizer, or None if its class (or a user's) overrides `methods`."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     for method in methods:
         owner = next((cls for cls in type(tokenizer).__mro__ if method in vars(cls)), None)
@@ -48,7 +48,7 @@ class Encoder:
         return list(self._tokenizer(text, add_special_tokens=False)["input_ids"])
 
     def with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """The ids of `text`, and where in it (characters, start and end) each stands."""
+        """The ids of `text`, and the (start, end) characters of each."""
         backend = self._ready()
         if backend is not None:
             encoded = backend.encode(text, add_special_tokens=False)
@@ -66,11 +66,11 @@ _shared: WeakKeyDictionary[PreTrainedTokenizerBase, dict[frozenset[int], Decoder
 
 
 class Decoder:
-    """Decodes with one tokenizer and knows its last text: a turn is read by several, one after the other."""
+    """Decodes with one tokenizer and caches the last text: a turn has several readers in succession."""
 
     @staticmethod
     def of(tokenizer: PreTrainedTokenizerBase, shown: Collection[str] = ()) -> Decoder:
-        """The one of this tokenizer in whose texts the special tokens among `shown` stay, too."""
+        """The decoder of this tokenizer that also keeps the special tokens in `shown`."""
         special = zip(tokenizer.all_special_ids, tokenizer.all_special_tokens)
         hidden = frozenset(number for number, token in special if not _TAG.fullmatch(token) and token not in shown)
         known = _shared.setdefault(tokenizer, {})
@@ -86,7 +86,7 @@ class Decoder:
 
     @property
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """What it decodes with, as long as that lives."""
+        """Its tokenizer, as long as that is alive."""
         return self._tokenizer()
 
     def decode(self, ids: Sequence[int]) -> str:
@@ -107,8 +107,8 @@ class Decoder:
 
 
 def common_beginning(a: Sequence[object], b: Sequence[object]) -> int:
-    """Length of the longest common beginning of two texts, or of two lists of ids, found by halving: slices compare far
-    faster than their elements do."""
+    """Length of the longest common prefix of two texts, or of two lists of ids, by bisection: slices compare far faster
+    than elements."""
     low, high = 0, min(len(a), len(b))
     if a[:high] == b[:high]:
         return high

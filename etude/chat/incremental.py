@@ -1,14 +1,14 @@
-"""`IncrementalRenderer`: what a template writes after an assistant turn, and where in it the contents stand.
+"""`IncrementalRenderer`: what a template writes after an assistant turn, and where in it the contents are.
 
 A short stub conversation is rendered with the new messages, and what follows the stub's end of turn is kept: the cost is
 that of the new messages, however long the rollout is. What the template writes *around* contents is cached by the messages'
 shape (everything but their texts), from one rendering with probes in their place. If that glue with the contents between it
-is the rendered text, they stand there verbatim. If not (the template trims, escapes or looks at a content), each content is
+is the rendered text, they are in it verbatim. If not (the template trims, escapes or inspects a content), each content is
 rendered once more between marks.
 
-Invariant: the text is the template's own for these very messages, whatever the cache holds; only the places of contents are
-inferred, and a content of which the place is not certain is an error. That the ids are those of the whole conversation
-holds since the boundary is a special token, and is tried by `check`.
+Invariant: the text is the template's own for exactly these messages, whatever is cached; only the positions of contents are
+inferred, and a content whose position is ambiguous is an error. The ids are those of the whole conversation because the
+boundary is a special token; `check` tests that.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class IncrementalRenderer:
         No control token comes out of a message's content (`provenance`).
 
         Raises:
-            ConfigError: the template refuses the messages, or does not write each content exactly once.
+            ConfigError: the template rejects the messages, or does not write each content exactly once.
         """
         answers = [clean_message(message) for message in stub.answers_to(messages)]
         text = self._tail(stub, answers)
@@ -77,7 +77,7 @@ class IncrementalRenderer:
         return self._encoder.ids(self._renderer.stub_text([*stub.before(answers), *answers], generate=True))
 
     def check(self, stub: Stub, messages: Sequence[Message]) -> None:
-        """Tries that the ids of `runs` are the last ids of the whole, and hold nothing of the stub turn.
+        """Checks that the ids of `runs` are the last ids of the whole, and contain nothing of the stub turn.
 
         Raises:
             ConfigError: they are not, or the template refuses the messages.
@@ -125,7 +125,7 @@ class IncrementalRenderer:
             glue, probes = [], [f"Words of probe number {n}." for n in range(count)]
             try:
                 rest = self._tail(stub, with_texts(answers, probes))
-            except ConfigError:  # the contents at hand may be others that it takes
+            except ConfigError:  # it may still accept the actual contents
                 rest = ""
             if all(rest.count(probe) == 1 for probe in probes):
                 for probe in probes:
@@ -147,7 +147,7 @@ class IncrementalRenderer:
         within, *after = more[0].split(CLOSE) if len(more) == 1 else [""]
         if len(after) != 1:
             raise ConfigError(f"{_UNWRITTEN}: it does not write the content of every message exactly once")
-        if f"{before}{within}{after[0]}" != text:  # it asks what the content begins or ends with
+        if f"{before}{within}{after[0]}" != text:  # it depends on what the content begins or ends with
             return None
         # White space that the template kept around the words, as it is or as JSON, is the content's too.
         leads = (len(each) for each in (lead, _escape(lead)) if before.endswith(each))

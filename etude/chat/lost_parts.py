@@ -1,10 +1,10 @@
 """`LostParts`: which part of a message a chat template leaves out of the text.
 
-A template that knows no tool calls writes an assistant's call as an empty turn, and says nothing; so it may be with words
-beside a call, or with reasoning. Whether a part reaches the text is tried: the part is changed, and the text must change.
+A template without tool calls silently renders an assistant's call as an empty turn; the same can happen to text next to a
+call, or to reasoning. Whether a part reaches the text is tested: the part is changed, and the text must change.
 
-Invariant: a part that is said to be lost has no effect on the text; conversations of one shape (roles, the parts of each
-message, the names of calls' arguments) are tried once. Reasoning that the template drops for its place alone, as many do
+Invariant: a part reported as lost has no effect on the text; conversations of one shape (roles, the parts of each message,
+the names of calls' arguments) are tested once. Reasoning that the template drops only because of its position, as many do
 before the last question, is the template's policy and not lost.
 """
 
@@ -77,7 +77,7 @@ class LostParts:
             return True
 
     def _is_policy(self, name: str, message: Message, changed: Message, tools: Sequence[dict[str, Any]] | None) -> bool:
-        """Whether the template drops reasoning for its place alone: it writes it in a last turn."""
+        """Whether the template drops reasoning only because of its position: it renders it in a last turn."""
         if name not in _REASONING or message["role"] != "assistant":
             return False
         with suppress(ConfigError):
@@ -91,7 +91,7 @@ def _shape(message: Message) -> list[Any]:
 
 
 def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
-    """The parts of a message that say something, each with the message in which it says something else."""
+    """The non-empty parts of a message, each with a copy of the message in which that part is changed."""
     for name in _OTHERS:
         if (changed := _changed(message.get(name))) is not None:
             yield name, {**message, name: changed}
@@ -112,7 +112,7 @@ def _changes(message: Message) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def _changed(value: Any) -> Any:
-    """None for what says nothing."""
+    """A changed value; None for an empty one."""
     if isinstance(value, str):
         return value.rstrip() + _CHANGE if value.strip() else None
     if isinstance(value, list):  # parts: the last text

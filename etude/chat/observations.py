@@ -1,7 +1,7 @@
 """`ObservationEncoder`: new tool and user messages to the ids that a policy reads between two of its turns.
 
-Invariant: the ids and labels are those of `IncrementalRenderer.runs`, which are kept for messages that come again, such as
-an answer whose tokens were counted before it is shown.
+Invariant: the ids and labels are those of `IncrementalRenderer.runs`, cached for repeated messages, such as an answer whose
+tokens are counted before it is added.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
-"""`Placeholders`: where images stand in token ids.
+"""`Placeholders`: where images are in token ids.
 
-A chat template writes the image part of a message as one placeholder token, usually between two others; a model wants as
-many placeholders as the image has tokens. Content that has images is a list of parts, `{"type": "image"}` and
-`{"type": "text", "text": …}`; the pictures themselves travel beside the messages, in the order of their parts.
+A chat template renders the image part of a message as one placeholder token, usually between two others; a model needs as
+many placeholders as the image has tokens. Content with images is a list of parts, `{"type": "image"}` and
+`{"type": "text", "text": …}`; the images themselves are passed separately, in the order of their parts.
 
-Invariant: a placeholder in the ids comes from an image part and from nothing else. In a text the tokens of images stay
-the plain characters they are spelled with, in prompts too: such a token without an image would be an image that is not
-there. How many tokens an image has is left to `etude.models.reader`.
+Invariant: a placeholder in the ids always comes from an image part. Image tokens spelled out in a text are encoded as
+ordinary characters, in prompts too: such a token would have no image. How many tokens an image has is left to
+`etude.models.reader`.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ def image_count(message: Message) -> int:
 
 
 def content_of(text: str, images: int) -> str | list[dict[str, Any]]:
-    """A message's content: `images` images, and then `text`; the text alone where there is no image."""
+    """A message's content: `images` images, then `text`; only the text if there are no images."""
     if not images:
         return text
     return [{"type": "image"}] * images + ([{"type": "text", "text": text}] if text else [])
 
 
 def text_of(content: Any) -> str:
-    """The words of a message's content, for readers that are shown no images: each is `[image]`."""
+    """The text of a message's content, for text-only readers: each image is `[image]`."""
     if isinstance(content, str) or not isinstance(content, Sequence):
         return str(content or "")
     return "".join("[image]" if is_image(part) else str(part.get("text") or "") for part in content)
@@ -88,11 +88,11 @@ class Placeholders:
         return cls(number, tokens | set(within - without))
 
     def guard(self, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """`messages` with a `CUT` inside every token of images that a text in them spells out, wherever it stands."""
+        """`messages` with a `CUT` inside every image token that a text in them spells out, at any depth."""
         return [self._guard(plain_message(message)) for message in messages]
 
     def guard_tools(self, tools: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-        """Tool dictionaries likewise."""
+        """The same for tool dictionaries."""
         return [self._guard(tool) for tool in tools]
 
     def _guard(self, value: Any) -> Any:
@@ -121,7 +121,7 @@ class Placeholders:
         return whole
 
     def expand_runs(self, runs: Sequence[Run], owners: Sequence[Provenance], image_tokens: Sequence[int]) -> list[Run]:
-        """`runs` likewise; the n-th image's placeholders are a run of their own, with the provenance `owners[n]`.
+        """The same for `runs`; the n-th image's placeholders become their own run, with the provenance `owners[n]`.
 
         Raises:
             DataError: there are more placeholders than images, or fewer.

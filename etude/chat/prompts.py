@@ -1,8 +1,8 @@
 """`Prompts`: the messages and tools of a row to the ids that a rollout begins with.
 
-Invariant: the ids are those of the rendered prompt encoded at once. A prompt is encoded in two parts, of which the first is
-kept, only where the parts' ids are those of the whole for a probe. Prompts are the data set's own: a control token that is
-spelled out in one becomes that token, but for those of images (`placeholders`).
+Invariant: the ids are those of the rendered prompt encoded at once. A prompt is encoded in two parts, the first of them
+cached, only if for a probe the parts' ids are those of the whole. Prompts are trusted as part of the dataset: a control
+token that is spelled out in one becomes that token, except those of images (`placeholders`).
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ class Prompts:
         return list(found) if self._images is None else self._images.expand(found, image_tokens)
 
     def _encoded(self, text: str) -> list[int]:
-        """The ids of a text that begins a prompt. What stands before its first end of turn, usually the system message and
-        the tools, is the same in most rows: it is encoded once."""
+        """The ids of a text that begins a prompt. The part before its first end of turn, usually the system message and the
+        tools, is the same in most rows and encoded once."""
         head, stop, rest = text.partition(self._end.text)
         if not self.splits or not stop:
             return self._encoder.ids(text)

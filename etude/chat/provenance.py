@@ -1,8 +1,8 @@
 """`ProvenanceEncoder`: the text that follows an end of turn, as runs of ids of one provenance.
 
-Invariant: the ids are those that the text has after the end of turn, but for one thing: no control token overlaps a span
-of contents. Where one would, the text is cut inside it, so that it comes out as the plain characters it consists of. A
-token that overlaps a span is its owner's (of two, the first's); all others are TEMPLATE.
+Invariant: the ids are those that the text has after the end of turn, with one exception: no control token overlaps a span
+of contents. Where one would, the text is cut inside it, so that it is encoded as ordinary characters. A token that overlaps
+a span is its owner's (of two, the first's); all others are TEMPLATE.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Run = tuple[list[int], Provenance]
 
 
 class ContentSpan(NamedTuple):
-    """Characters [start, end) of a text, which belong to somebody else than the template."""
+    """Characters [start, end) of a text that are not the template's."""
 
     start: int
     end: int

@@ -1,12 +1,12 @@
 """`Renderer`: messages to the text that a tokenizer's chat template writes for them.
 
-Invariant: every rendering has the same options, and messages as templates expect them (`plain_message`). Whatever goes
-wrong in a template is one line that says so.
+Invariant: every rendering has the same options, and messages as templates expect them (`plain_message`). Any failure in a
+template is a one-line error.
 
-A tokenizer may have a template of its own for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
-template may want tools at all times. What follows a turn is rendered after a stub, without the row's tools: there one tool
-stands in for them where tools answer, or are wanted (`stub_text`). Its name in what follows a turn would be shown to the
-model: `IncrementalRenderer` refuses that.
+A tokenizer may have a separate template for conversations with tools (`tool_use`, as Hermes' and Command R's have), and a
+template may always require tools. What follows a turn is rendered after a stub, without the row's tools: there one tool
+stands in for them if tools answer, or are required (`stub_text`). If its name appeared in what follows a turn, the model
+would see it: `IncrementalRenderer` rejects that.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class Renderer:
         plain = [plain_message(message) for message in messages]
         try:
             return self.text_as_given(plain, tools, generate=generate)
-        except Exception as error:  # a template raises whatever its expressions raise
+        except Exception as error:  # a template may raise anything
             with_texts = [with_text_arguments(message) for message in plain]
             if with_texts != plain:
                 with suppress(Exception):
@@ -70,7 +70,7 @@ class Renderer:
     def text_as_given(
         self, messages: list[dict[str, Any]], tools: Sequence[dict[str, Any]] | None, *, generate: bool
     ) -> str:
-        """`text` of messages that are handed to the template just so; raises whatever its expressions raise."""
+        """`text` of messages that are passed to the template unchanged; raises whatever its expressions raise."""
         return self.tokenizer.apply_chat_template(
             messages,
             tools=list(tools) if tools else None,
@@ -88,7 +88,7 @@ class Renderer:
         return self.text(messages, self.stand_in_for(messages), generate=generate)
 
     def stand_in_for(self, messages: Sequence[Message]) -> list[dict[str, Any]] | None:
-        """The tools of such a conversation: one, `STAND_IN`, where its template is the one for tools, or wants some."""
+        """The tools of such a conversation: one, `STAND_IN`, if its template is the one for tools, or requires some."""
         if self._wants_tools or (self._has_template_for_tools and any(map(_has_to_do_with_tools, messages))):
             return [PROBE_TOOL]
         return None

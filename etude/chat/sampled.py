@@ -1,8 +1,8 @@
 """`SampledTurns`: an assistant's message as the ids that a policy would have sampled for it.
 
 Invariant: after the ids of the generation prompt they are the ids that the template gives the message, up to the token at
-which the policy stops; and they are ids that a policy can sample there, merged with nothing in front of them. A token of
-images is not among them: one that the message spells out stays the plain characters it consists of (`placeholders`).
+which the policy stops; and they are ids that a policy can sample there, not merged with anything before them. Image tokens
+are not among them: one that the message spells out is encoded as ordinary characters (`placeholders`).
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ class SampledTurns:
         return written
 
     def check(self) -> None:
-        """Tries that the generation prompt leads to where the template puts an assistant's words.
+        """Checks that the generation prompt ends where the template puts an assistant's text.
 
-        It may stop short of them or go on (a thought that the template opens and closes itself), or open a thought that a
-        turn without one begins by closing; only where it leads there exactly can the ids be compared.
+        It may stop short of it or go on (a thought that the template opens and closes itself), or open a thought that a
+        turn without one begins by closing; only if it ends exactly there can the ids be compared.
 
         Raises:
             ConfigError: it leads elsewhere, or a token reaches across the start of the words.
@@ -72,15 +72,15 @@ class SampledTurns:
                 raise ConfigError("the chat template's generation prompt is not how it begins an assistant turn")
 
     def _prompts_always(self) -> bool:
-        """Whether the template writes a generation prompt that nobody asked for: after a user's last message stands more
-        than what closes one that another follows."""
+        """Whether the template writes an unrequested generation prompt: more follows a user's last message than what
+        closes one followed by another."""
         first, last = "First question.", "Second question."
         try:
             text = self._renderer.stub_text([{"role": "user", "content": c} for c in (first, last)], generate=False)
-        except ConfigError:  # then it says nothing
+        except ConfigError:  # then this is undecided
             return False
         followed, _, after = text.partition(first)[2].partition(last)
-        if not self._turns.has_token(followed, beyond=0):  # it makes one message of two
+        if not self._turns.has_token(followed, beyond=0):  # it merges the two messages
             return False
         return self._turns.has_token(after, beyond=common_beginning(followed, after))
 

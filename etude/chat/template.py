@@ -1,14 +1,14 @@
 """`ChatTemplate`: messages to token ids, one turn at a time and never twice.
 
 Invariant: ids that were sampled are never decoded and encoded again, and earlier turns are never rendered again. What
-follows an assistant turn is rendered after a stub turn (`incremental`), which gives the very ids that encoding the whole
-conversation gives; the constructor proves that on a probe for the tokenizer at hand. A template that rewrites earlier
-assistant turns (one that drops old reasoning) is therefore used without harm.
+follows an assistant turn is rendered after a stub turn (`incremental`), which gives exactly the ids that encoding the whole
+conversation gives; the constructor checks that on a probe for this tokenizer. A template that rewrites earlier assistant
+turns (one that drops old reasoning) is therefore safe to use.
 
 Untrusted text: in `context_ids` a control token (every special token, and every other added token that the template
 itself writes, such as a tool-response tag) never comes out of a message's content. Such a string in a tool's answer
-is encoded as the plain characters it consists of, so that it decodes to the same text. `initial_ids` makes no such
-difference: prompts are the data set's own, and a control token spelled out in one becomes that token.
+is encoded as ordinary characters, so that it decodes to the same text. `initial_ids` does not do that: prompts are trusted
+as part of the dataset, and a control token spelled out in one becomes that token.
 
 Images: with the processor of a vision model, contents may have image parts; see `placeholders`.
 """
@@ -95,8 +95,8 @@ class ChatTemplate:
     def disarm(self, text: str) -> str:
         """`text` with a zero-width space inside every spelled-out control token.
 
-        For text that others wrote and that becomes part of a prompt: `initial_ids` trusts the prompt's messages, and a
-        control token spelled out there would become that token.
+        For third-party text that becomes part of a prompt: `initial_ids` trusts the prompt's messages, and a control token
+        spelled out there would become that token.
         """
         return self._control.disarm(text)
 
@@ -124,8 +124,8 @@ class ChatTemplate:
         return len(self.initial_ids(messages, tools, image_tokens))
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> None:
-        """Refuses a prompt of which the template leaves a part out: a call, words beside one, reasoning. Earlier reasoning
-        that it drops for its place is its policy.
+        """Rejects a prompt if the template leaves out a part of it: a call, text next to one, reasoning. Earlier reasoning
+        that it drops because of its position is its policy.
 
         Raises:
             DataError: names the message and the part.
@@ -144,7 +144,7 @@ class ChatTemplate:
         Users' messages are joined by a line break where the template does not take several in a row.
 
         A token that overlaps a tool's content is TOOL, one that overlaps another message's content is USER, the rest is
-        TEMPLATE. An image's placeholders, as many as `image_tokens` says of it, belong to its message likewise.
+        TEMPLATE. An image's placeholders, as many as its `image_tokens`, belong to its message in the same way.
 
         Raises:
             ConfigError: the template cannot render the messages here, for example because it knows no tool role.

@@ -1,6 +1,6 @@
 """How an assistant turn ends, and the stub turns after which a rollout's new messages are rendered.
 
-It is found by difference, from a stub turn rendered as the last message and with another message after it:
+It is found by comparing a stub turn rendered as the last message with one that another message follows:
 
     the turn as the last one        the turn in a history       the policy stops at     what follows is taken from after
     closed by a token               closed by the same          that token              that token
@@ -11,9 +11,9 @@ It is found by difference, from a stub turn rendered as the last message and wit
 (ChatML; gpt-oss, where `<|return|>` becomes `<|end|>`; templates that close the last turn alone; GLM.) A turn that calls
 may end with another token than one that answers (gpt-oss: `<|call|>`): either closes a turn of any kind.
 
-Invariant: sampled ids stay as they are. A token that ends a turn is put in front of what follows only where the sampled
-ids do not end with it, nor with one that the template would have replaced by it. After any other stop (a limit, the eos
-of a model that has another end of turn, the first token of a message that does not come) it is written.
+Invariant: sampled ids are never changed. A token that ends a turn is put before what follows only if the sampled ids do not
+end with it, nor with one that the template would have replaced by it. After any other stop (a limit, the eos of a model that
+has another end of turn, the first token of a message that does not follow) it is written.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Stub(Enum):
     CALL = "one call"
     CALLS = "a call for each tool message"
 
-    __hash__ = object.__hash__  # that of an `Enum` is written in Python, and every turn looks one up
+    __hash__ = object.__hash__  # `Enum`'s own is written in Python, and every turn does a dict lookup
 
     def before(self, answers: Sequence[Message]) -> tuple[Message, Message]:
         """The stub conversation that `answers`, as `answers_to` gives them, follow."""
@@ -65,8 +65,8 @@ class Stub(Enum):
     def answers_to(self, messages: Sequence[Message]) -> list[Message]:
         """`messages`, tool messages naming the call that they answer where the stub makes one.
 
-        A function's name or a call's identifier is the model's, and stands among the template's words: one that is not
-        made of plain characters is not written.
+        A function's name or a call's id comes from the model, and becomes part of the template's text: one with other than
+        plain characters is not written.
         """
         if self is Stub.ANSWER:
             return list(messages)
@@ -86,7 +86,7 @@ def _is_plain(value: object) -> bool:
 
 
 def _call_id(number: int) -> str:
-    """Nine letters and digits, as Mistral's templates want them."""
+    """Nine letters and digits, as Mistral's templates require."""
     return f"stub{number:05d}"
 
 
@@ -124,7 +124,7 @@ class Turns:
 
     @property
     def stops(self) -> tuple[int, ...]:
-        """What the policy ends its turns with, that of an answer first."""
+        """The tokens that the policy ends its turns with, that of an answer first."""
         return tuple(self._stops)
 
     def use(self, stub: Stub, role: str) -> TurnEnd:

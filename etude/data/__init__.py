@@ -1,4 +1,4 @@
-"""Rows out of files, checked before anything expensive starts, and batches that a checkpoint can continue."""
+"""Rows from files, validated before anything expensive starts, and batches that a checkpoint can resume."""
 
 from etude.data.dataset import PromptTemplate, RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet

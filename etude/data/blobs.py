@@ -1,7 +1,7 @@
-"""`Blobs`: the bytes of a data set's rows, kept in a file instead of in memory.
+"""`Blobs`: the bytes of a dataset's rows, kept in a file instead of in memory.
 
-Invariant: `restored(kept(value))` equals `value`; equal bytes are kept once. The file is temporary and has no name, so that
-it vanishes with the process, whatever becomes of it.
+Invariant: `restored(kept(value))` equals `value`; equal bytes are stored once. The file is temporary and unnamed, so that it
+disappears with the process, however that ends.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SMALLEST = 1024  # bytes: less is cheaper to keep as it is
 
 @dataclass(frozen=True)
 class Kept:
-    """Where the bytes are, and what they are: their digest, and whether they were a text."""
+    """Position of the bytes in the file, their digest, and whether they were a string."""
 
     start: int
     size: int
@@ -28,7 +28,7 @@ class Kept:
 
 
 class Blobs:
-    """Bytes and `data:` texts of rows; the file is made when the first is kept."""
+    """Bytes and `data:` URLs of rows; the file is created when the first is stored."""
 
     def __init__(self) -> None:
         self._file: int | None = None
@@ -36,7 +36,7 @@ class Blobs:
         self._places: dict[bytes, Kept] = {}
 
     def kept(self, value: Any) -> Any:
-        """`value` with what is large in it kept in the file, at any depth.
+        """`value` with large bytes and URLs moved to the file, at any depth.
 
         Raises:
             DataError: the file cannot be written.
@@ -52,7 +52,7 @@ class Blobs:
         return value
 
     def restored(self, value: Any) -> Any:
-        """`value` with what was kept in its place.
+        """`value` with the stored bytes and URLs put back.
 
         Raises:
             DataError: the file cannot be read.
@@ -69,7 +69,7 @@ class Blobs:
         return value
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Raises TypeError where there is a file: a copy would read from a number that is not its own."""
+        """Raises TypeError if there is a file: a copy would use a file descriptor that is not its own."""
         if self._file is not None:
             raise TypeError("a Blobs with a file cannot be copied or pickled: the file belongs to this object alone")
         return type(self), ()
@@ -93,7 +93,7 @@ class Blobs:
         return self._places[key]
 
     def _read(self, place: Kept) -> bytes:
-        assert self._file is not None  # there is a place in it
+        assert self._file is not None  # a position in it exists
         parts, done = [], 0
         while done < place.size:
             part = os.pread(self._file, place.size - done, place.start + done)

@@ -1,9 +1,9 @@
 """`RLDataset`: the prompts that rollouts start from.
 
 Invariant: every prompt that the dataset holds fits `data.max_prompt_length` tokens, counted with the schemas of the
-tools that its row may use and the tokens of its images, exactly as the rollout will send it; nothing is ever cut from a
-prompt. All faults of the files are found when the dataset is built, before any model is loaded; only that a picture's
-pixels are broken shows when it is first read. Pictures in rows are kept on disk, not in memory.
+tools that its row may use and the tokens of its images, exactly as the rollout will send it; prompts are never truncated.
+All errors in the files are found when the dataset is built, before any model is loaded; only corrupt pixels of an image
+are found when it is first read. Images in rows are kept on disk, not in memory.
 
 Batching and resuming are left to `loader`.
 """
@@ -45,12 +45,12 @@ class PromptTemplate(Protocol):
         """The tokenizer whose template this is."""
 
     def require_whole(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
-        """DataError where the template leaves a part of a message out."""
+        """DataError if the template leaves out a part of a message."""
 
     def prompt_length(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
     ) -> int:
-        """Tokens of the prompt with its generation prompt and tool schemas; DataError where it cannot be rendered."""
+        """Tokens of the prompt with its generation prompt and tool schemas; DataError if it cannot be rendered."""
 
     def initial_ids(
         self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
@@ -62,29 +62,29 @@ class ImageMeter(Protocol):
     """What the dataset needs of `etude.models.ImageReader`."""
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """Tokens of a picture of `size` (width, height); DataError where the model takes none of that shape."""
+        """Tokens of an image of `size` (width, height); DataError if the model takes none of that shape."""
 
 
 class RLDataset:
     """The rows of one or more files as rollout prompts.
 
     An item has the row's own columns and `raw_prompt` (messages), `raw_prompt_ids` (token ids), `full_prompts` (text),
-    `index` (extra_info.index, else the row's number over all files), `data_source`, `reward_model`, `extra_info`,
+    `index` (extra_info.index, else the row's index over all files), `data_source`, `reward_model`, `extra_info`,
     `tools_kwargs`, `interaction_kwargs` and, if the row has them, `agent_name` and `images` (as `load_image` takes them).
-    Items are copies: changing one changes nothing here.
+    Items are copies: changing one does not change the dataset.
 
     Args:
         files: .parquet, .jsonl or .json, one or several.
         chat: renders prompts.
-        tool_schemas: OpenAI dictionaries of the configured tools by name; None when tools are turned off.
+        tool_schemas: OpenAI dictionaries of the configured tools by name; None if tools are turned off.
         interactions: names of the configured interactions.
-        agent_loops: names of the registered agent loops; None where they are not known, and then any will do.
+        agent_loops: names of the registered agent loops; None: unknown, any name is accepted.
         options: the `data` section.
-        images: how many tokens an image is; None where the model reads text only, and no row may have images.
+        images: how many tokens an image is; None for a text-only model, and then no row may have images.
         max_samples: stop after this many rows; -1 for all.
 
     Raises:
-        DataError: a file or a row is wrong, a prompt is too long and may not be left out, or no row is left.
+        DataError: a file or row is invalid, a prompt is too long and not to be filtered out, or no row is left.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""Data files: rows out of parquet, JSON lines and JSON, and rows into parquet.
+"""Data files: rows from parquet, JSON lines and JSON, and rows into parquet.
 
-Invariant: rows are plain Python (dict, list, str, numbers, bytes, None), and each comes with the place it was read
-from: `file.jsonl:17` (lines count from 1) or `file.parquet: row 17` (rows count from 0). A file is written whole or
-not at all. What a row must hold is left to `rows` and `sft`.
+Invariant: rows are built-in Python types (dict, list, str, numbers, bytes, None), and each comes with its place:
+`file.jsonl:17` (lines count from 1) or `file.parquet: row 17` (rows count from 0). Writes are atomic. What a row must
+contain is left to `rows` and `sft`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def read_rows(path: str | Path) -> list[Row]:
 
 
 def located_rows(path: str | Path) -> Iterator[tuple[str, Row]]:
-    """(place, row) of a file, read a piece at a time; raises as `read_rows`."""
+    """(place, row) of a file, read in chunks; raises as `read_rows`."""
     path = _existing(Path(path).expanduser())
     if path.suffix == ".parquet":
         source = _parquet_rows(path)
@@ -83,7 +83,7 @@ def _parquet_rows(path: Path) -> Iterator[tuple[str, object]]:
 
 
 def _batch_rows(metadata: pq.FileMetaData) -> int:
-    """Rows to read at once: fewer where they are large, as rows with images are."""
+    """Rows to read at once: fewer if they are large, like rows with images."""
     groups = (metadata.row_group(n) for n in range(metadata.num_row_groups))
     size = sum(group.total_byte_size for group in groups)
     return max(1, min(_BATCH_ROWS, _BATCH_BYTES * metadata.num_rows // max(size, 1)))
@@ -106,7 +106,7 @@ def _json_array_rows(path: Path) -> Iterator[tuple[str, object]]:
         raise DataError(f"{path}: a .json file is read whole and may have 1 GiB; use .jsonl or .parquet")
     with _open(path) as file:
         rows = _decode(file.read(), str(path))
-    assert isinstance(rows, list)  # decoded text that starts with a bracket
+    assert isinstance(rows, list)  # it is JSON that starts with a bracket
     for number, row in enumerate(rows):
         yield f"{path}: row {number}", row
 
@@ -144,7 +144,7 @@ def plain(value: object) -> Any:
 def without_nulls(value: Any) -> Any:
     """`value` without the null-valued keys of its dictionaries, at any depth.
 
-    Arrow gives every row of a file the same fields, so a key that a row never had reads back as null.
+    Arrow gives every row of a file the same fields, so a missing key reads back as null.
     """
     if isinstance(value, dict):
         return {key: without_nulls(member) for key, member in value.items() if member is not None}
@@ -154,8 +154,8 @@ def without_nulls(value: Any) -> Any:
 def write_parquet(rows: Sequence[Mapping[str, Any]], path: str | Path) -> Path:
     """Writes rows to `path` through a temporary file, so that a reader sees the whole file or none.
 
-    Columns are the union of the rows' keys. Parquet cannot hold `{}`: such a key is left out, except a tool under
-    `tools_kwargs`, whose name counts and which is written as `{create_kwargs: null}`.
+    Columns are the union of the rows' keys. Parquet cannot hold `{}`: such a key is dropped, except a tool under
+    `tools_kwargs`, whose name matters and which is written as `{create_kwargs: null}`.
 
     Raises:
         DataError: there are no rows, a column mixes types, or the file cannot be written; names the file.
@@ -189,7 +189,7 @@ def _column(values: list[Any], name: str, path: Path) -> pa.Array | None:
 
 
 def _writable(kind: pa.DataType, name: str) -> pa.DataType | None:
-    """`kind`, the type of the key `name`, without structs that have no fields; None when nothing is left."""
+    """`kind`, the type of the key `name`, without empty structs; None if nothing is left."""
     if pa.types.is_list(kind):
         member = _writable(kind.value_type, name)
         return None if member is None else pa.list_(member)

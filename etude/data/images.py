@@ -1,12 +1,12 @@
-"""The images of a row: the pictures that its prompt shows, and their places in it.
+"""The images of a row, and their positions in its prompt.
 
-A row's pictures stand in a column of their own (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as
-verl's files and Hugging Face's image feature hold them. Each `<image>` in the prompt's texts is the place of the next one.
-A row without that column may have them in the prompt instead, as parts `{type: image, image: …}`.
+A row's images are in their own column (`data.image_key`), a list of paths, bytes or `{"bytes"|"path": …}`, as in verl's
+files and Hugging Face's image feature. Each `<image>` in the prompt's texts is the position of the next one. A row without
+that column may have them in the prompt instead, as parts `{type: image, image: …}`.
 
-Invariant: a row that `place_images` returned has as many image parts in its prompt as pictures in its column, in the same
-order; relative paths are those of files beside the data file. Pictures are opened for their size alone: pixels are read
-when a trajectory starts.
+Invariant: a row that `place_images` returned has as many image parts in its prompt as images in its column, in the same
+order; relative paths are relative to the data file's folder. Images are opened only for their size: pixels are read when a
+trajectory starts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _ADDRESSES = ("data:", "file://", "http://", "https://")
 
 
 def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
-    """Raises DataError for a row with videos or sounds, which no model here is shown."""
+    """Raises DataError for a row with videos or audio, which no model here takes."""
     for key in _OTHER_MEDIA:
         if row.get(key):
             raise DataError(
@@ -37,17 +37,17 @@ def refuse_other_media(row: Mapping[str, Any], where: str) -> None:
 
 
 def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where: str) -> list[Any]:
-    """The pictures of `row`, which gets them as a list under `images`; `<image>` in its prompt becomes an image part.
+    """The images of `row`, which gets them as a list under `images`; `<image>` in its prompt becomes an image part.
 
     Args:
         row: as `check_row` returned it; changed in place.
-        key: the pictures' column; None: no row has pictures.
+        key: the image column; None: no row has images.
         prompt_key: the messages' column.
-        folder: what relative paths start from.
+        folder: base of relative paths.
         where: the place that errors name.
 
     Raises:
-        DataError: the column is no list of pictures, or the prompt has places for more or fewer.
+        DataError: the column is not a list of images, or the prompt has positions for more or fewer.
     """
     column = None if key is None else row.pop(key, None)
     inline = _taken_from(row[prompt_key])
@@ -70,21 +70,21 @@ def place_images(row: Row, key: str | None, prompt_key: str, folder: Path, where
 
 
 def _taken_from(messages: list[Message]) -> list[Any]:
-    """The pictures that the image parts of `messages` name, and no longer do."""
+    """Removes and returns the inline images of `messages`' image parts."""
     parts = (part for message in messages if isinstance(message["content"], list) for part in message["content"])
     return [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
 
 
 def size_of(picture: Any) -> tuple[int, int]:
-    """(width, height) of a picture of a row; raises DataError where it cannot be opened or is too large."""
+    """(width, height) of an image of a row; raises DataError if it cannot be opened or is too large."""
     try:
         return image_size(picture, MAX_PIXELS)
-    except InfrastructureError as error:  # here nothing runs yet that could be tried again
+    except InfrastructureError as error:  # nothing is running yet that could be retried
         raise DataError(one_line(error)) from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:
-    """A picture as `load_image` takes it."""
+    """An image as `load_image` takes it."""
     if isinstance(value, Mapping):
         value = next((value[key] for key in ("bytes", "path", "image") if value.get(key)), None)
     if isinstance(value, str) and value and not value.startswith(_ADDRESSES):
@@ -97,7 +97,7 @@ def _source(value: Any, folder: Path, where: str) -> Any:
 
 
 def _with_parts(message: Message) -> Message:
-    """`message` with its markers as image parts."""
+    """`message` with its markers replaced by image parts."""
     content = message["content"]
     if isinstance(content, str):
         return {**message, "content": list(_parts(content))} if MARKER in content else message

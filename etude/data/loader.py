@@ -1,8 +1,8 @@
-"""`ResumableLoader`: batches of rows in an order that a checkpoint can continue exactly.
+"""`ResumableLoader`: batches of rows in an order that a checkpoint can resume exactly.
 
-Invariant: the order of an epoch is a function of (seed, epoch, number of rows) alone, so the state is a handful of
-numbers, and an interrupted run sees the same batches as one that was not. A batch counts as handed out from the moment
-it is yielded: save the state after the batch has been used.
+Invariant: the order of an epoch depends only on (seed, epoch, number of rows), so the state is a handful of numbers, and an
+interrupted run sees the same batches as an uninterrupted one. A batch counts as consumed from the moment it is yielded:
+save the state after the batch has been used.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from etude.seeds import epoch_order
 
 
 class Rows(Protocol):
-    """A dataset; one with a `fingerprint` attribute has its content compared on resume, not its length alone."""
+    """A dataset; with a `fingerprint` attribute, its content is compared on resume, not only its length."""
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -28,13 +28,13 @@ class Rows(Protocol):
 
 
 class ResumableLoader:
-    """Iterating yields the batches that are left of the current epoch, and then stands at the next epoch.
+    """Iterating yields the remaining batches of the current epoch, and then advances to the next epoch.
 
-    `epoch` counts from 0 and `position` is the number of batches already handed out in it. `len()` is the number of
-    batches of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is left out.
+    `epoch` counts from 0 and `position` is the number of batches already yielded in it. `len()` is the number of batches
+    of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is dropped.
 
     Raises:
-        ConfigError: `batch_size` or `seed` cannot work.
+        ConfigError: `batch_size` or `seed` is invalid.
     """
 
     def __init__(
@@ -69,26 +69,26 @@ class ResumableLoader:
             yield batch
 
     def endless(self) -> Iterator[list[Row]]:
-        """Batches without end: the next epoch begins where one ends."""
+        """An endless stream of batches, epoch after epoch."""
         while True:
             yield from self
 
     def order(self, epoch: int) -> np.ndarray:
-        """Row numbers in the order of `epoch`: (rows,) int64."""
+        """Row indices in the order of `epoch`: (rows,) int64."""
         if not self.shuffle:
             return np.arange(len(self.dataset))
         return epoch_order(self.seed, epoch, len(self.dataset))
 
     def state_dict(self) -> dict[str, Any]:
-        """Where the loader stands and what the order depends on; plain numbers and texts."""
+        """The loader's position and what the order depends on, as numbers and strings."""
         return {"epoch": self.epoch, "position": self.position} | self._settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continues where `state` was taken.
+        """Resumes where `state` was taken.
 
         Raises:
             ConfigError: a setting that the order depends on differs; names its key.
-            DataError: the dataset is not the one that the state was taken with.
+            DataError: the dataset is not the one of the state.
         """
         for key, now in self._settings().items():
             if key.startswith("data.") and state.get(key) != now:

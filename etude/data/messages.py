@@ -1,8 +1,8 @@
-"""Chat messages as they stand in data files.
+"""Chat messages in data files.
 
 Invariant: a message list that `checked_messages` returns can be given to a chat template: known roles, content that is
 text or a list of text and image parts, tool calls in OpenAI's form with decoded arguments, and no null-valued keys (a
-template takes a null for a value). Which picture an image part shows, by itself (`image`) or not, is left to `images`.
+template takes a null for a value). Matching image parts to images, inline (`image`) or not, is left to `images`.
 """
 
 from __future__ import annotations

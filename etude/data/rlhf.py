@@ -1,6 +1,6 @@
-"""`RLHFDataset`: `RLDataset` made as verl makes its own, from files, a tokenizer and the `data` section.
+"""`RLHFDataset`: `RLDataset` built like verl's, from files, a tokenizer and the `data` section.
 
-Invariant: the same rows, checks and items as `RLDataset`'s; what of verl's section has no effect here is named once.
+Invariant: the same rows, checks and items as `RLDataset`'s; verl's keys without effect here are logged once.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ class RLHFDataset(RLDataset):
     Args:
         data_files: .parquet, .jsonl or .json, one or several.
         tokenizer: with a chat template.
-        config: the `data` section; verl's own further keys are named in a warning.
-        processor: of a vision-language model; None where rows have no images.
+        config: the `data` section; other keys of verl's are listed in a warning.
+        processor: of a vision-language model; None if rows have no images.
         max_samples: stop after this many rows; -1 for all.
 
     Raises:
-        ConfigError: a key has a value that is not possible here, or a tool file is wrong.
+        ConfigError: a key has an unsupported value, or a tool file is invalid.
         DataError: as `RLDataset`.
     """
 
@@ -68,7 +68,7 @@ class RLHFDataset(RLDataset):
 def _image_reader(processor: Any) -> Any:
     if processor is None:
         return None
-    from etude.models import ImageReader  # here, so that rows are read without torch
+    from etude.models import ImageReader  # imported here: reading rows needs no torch
 
     return ImageReader(processor)
 

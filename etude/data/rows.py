@@ -1,15 +1,15 @@
-"""The row contract of RL data, the same as verl's and Search-R1's files follow.
+"""The row contract of RL data, the same as in verl's and Search-R1's files.
 
 A row is `data_source, prompt [{role, content}], images?, ability, reward_model {style, ground_truth}, agent_name?,
 extra_info {index, split, need_tools_kwargs, tools_kwargs {tool: {create_kwargs, execute_kwargs, calc_reward_kwargs,
-release_kwargs}}, tool_selection?, interaction_kwargs?, …}`. Further columns are kept as they are.
+release_kwargs}}, tool_selection?, interaction_kwargs?, …}`. Other columns are kept unchanged.
 
 Invariant: a row that `check_row` returned names only tools that exist and are active for it, and its `tools_kwargs`
 and `interaction_kwargs` hold no null-valued key: Arrow pads rows with nulls, so a null there means "not given" and a
 tool's own default applies. Prompt lengths are left to `dataset`.
 
-`interaction_kwargs` without a name, as verl's scripts for tools write them, pick the interaction `gsm8k`, as there; where
-no interaction is configured at all they are left out.
+`interaction_kwargs` without a name, as verl's tool scripts write them, select the interaction `gsm8k`, as in verl; if no
+interaction is configured at all they are dropped.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ def check_row(
     interactions: Sequence[str] = (),
     agent_loops: Sequence[str] | None = None,
 ) -> Row:
-    """`row` in its plain form, checked: `extra_info` and `reward_model` are there, nulls under the kwargs are not.
+    """`row` validated and normalised: with `extra_info` and `reward_model`, without nulls under the kwargs.
 
     Args:
         row: as it was read.
         where: the place that errors name, such as `train.parquet: row 17`.
-        tool_names: the configured tools; None when tools are turned off, and then the rows' tool settings are left out.
+        tool_names: the configured tools; None if tools are turned off, and then the rows' tool settings are dropped.
         prompt_key: the column that holds the messages.
         interactions: the configured interactions.
-        agent_loops: the registered agent loops; None where nobody knows them.
+        agent_loops: the registered agent loops; None if unknown.
 
     Raises:
-        DataError: the row breaks the contract; one line that names `where`.
+        DataError: the row violates the contract; one line that names `where`.
     """
     checked: Row = plain(row)
     if prompt_key not in checked:
@@ -71,7 +71,7 @@ def check_row(
 
 
 def active_tools(row: Mapping[str, Any], tool_names: Sequence[str]) -> list[str]:
-    """The configured tools that a row may use, in their order: those its `extra_info.tool_selection` names, or all."""
+    """The configured tools that a row may use, in order: those in its `extra_info.tool_selection`, or all."""
     selection = (row.get("extra_info") or {}).get("tool_selection")
     return [name for name in tool_names if selection is None or name in selection]
 

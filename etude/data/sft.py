@@ -20,12 +20,12 @@ from etude.errors import DataError
 class SFTDataset:
     """The `messages` (and optional `tools`) columns of one or more files.
 
-    `tools` is a list of OpenAI dictionaries, or that list as JSON text (a column of unlike schemas does not fit one
-    Arrow type). Arguments of tool calls may be objects or JSON text; items carry objects. Nulls are padding of Arrow
-    and are left out, save inside JSON text.
+    `tools` is a list of OpenAI dictionaries, or that list as JSON text (a column of different schemas does not fit one
+    Arrow type). Arguments of tool calls may be objects or JSON text; items have objects. Nulls are Arrow's padding and
+    are dropped, except inside JSON text.
 
     Raises:
-        DataError: a file or a row is wrong; names the file and the row.
+        DataError: a file or row is invalid; names the file and the row.
     """
 
     def __init__(self, files: str | Sequence[str]) -> None:

@@ -1,8 +1,8 @@
-"""From what a serving engine answered to a `TokenOutput`, with everything checked that training relies on.
+"""From a serving engine's response to a `TokenOutput`, with everything checked that training relies on.
 
-Invariant: one finite log-prob a token, none positive beyond rounding; a turn that ended with "stop" ends with a stop id
-that was asked for, or was asked to end at texts, of which the engine found one. An answer that breaks this is an
-`EngineError`: no token of it reaches a trajectory.
+Invariant: one finite log-prob per token, none positive beyond rounding; a turn that ended with "stop" ends with a stop id
+of the request, or at one of the request's stop texts. A response that violates this is an `EngineError`: no token of it
+reaches a trajectory.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ _ROUNDING = 1e-3  # a probability of one, computed in bfloat16, may come out as 
 
 @dataclass(frozen=True)
 class Answer:
-    """What an engine says it sampled; `ending` in the words that servers share: stop, length, abort.
+    """What an engine says it sampled; `ending` is one of stop, length, abort, as servers call them.
 
-    `versions`: spans (version, start, end) over the tokens, or None where the engine does not say.
+    `versions`: spans (version, start, end) over the tokens, or None if the engine reports none.
     """
 
     token_ids: Any
@@ -35,7 +35,7 @@ def checked_output(answer: Answer, params: SamplingParams, version: int, source:
     """`answer` as a `TokenOutput`; log-probs of greedy decoding are 0, those of a point mass.
 
     Args:
-        version: of the weights, for tokens that the answer's spans do not name.
+        version: weight version of tokens that the answer's spans do not cover.
         source: named in errors.
 
     Raises:

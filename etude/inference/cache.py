@@ -1,12 +1,12 @@
 """Memory for keys and values: slots of a few sizes, cut from slabs, under one budget.
 
-A slot holds the keys and values of one run of tokens (a prompt that trajectories share, or what one trajectory has behind
-it), from place 0. Slots of one size stand side by side in a slab, so that a decode step attends over a slice of the slab
-instead of gathering rows, and rows that are computed together have lengths of one kind. Sizes grow by factors of at most
-1.5, so at least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
+A slot holds the keys and values of one run of tokens (a prompt that trajectories share, or one trajectory's tokens after
+it), from place 0. Slots of one size are adjacent in a slab, so that a decode step attends over a slice of the slab instead
+of gathering rows, and rows that are computed together have similar lengths. Sizes grow by factors of at most 1.5, so at
+least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
-Invariant: the bytes of all slabs together never pass the budget; a slab without a slot in use is freed. Which slot is
-given out depends only on which are in use, so that the same requests get the same slots in every run.
+Invariant: the bytes of all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is
+allocated depends only on which are in use, so that the same requests get the same slots in every run.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from torch import Tensor
 from etude.models.packable import key_width
 
 _SMALLEST = 64
-_SLAB_SLOTS = 64  # wider slices of keys spill the cache: CPU time a token rises beyond
+_SLAB_SLOTS = 64  # wider slices of keys spill the CPU cache: time per token rises beyond
 _SLAB_BYTES = 64 << 20
 _BUDGET_SLABS = 16  # a slab of several slots takes at most this part of the budget
 
 
 @dataclass(frozen=True)
 class KVShape:
-    """What one token's keys and values are, over all layers."""
+    """The shape of one token's keys and values, over all layers."""
 
     num_layers: int
     kv_heads: int
@@ -70,22 +70,22 @@ class Slab:
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A slot that was given out."""
+    """An allocated slot."""
 
     slab: Slab
     index: int
 
     @property
     def capacity(self) -> int:
-        """Tokens it has room for."""
+        """Its capacity in tokens."""
         return self.slab.capacity
 
 
 class SlabCache:
-    """Gives out slots."""
+    """Allocates slots."""
 
     def __init__(self, shape: KVShape, budget_bytes: int | None = None) -> None:
-        """Without a budget memory grows with need."""
+        """Without a budget memory grows as needed."""
         self.shape, self._budget = shape, budget_bytes
         self._slabs: list[Slab] = []
 
@@ -96,14 +96,14 @@ class SlabCache:
 
     @property
     def in_use(self) -> int:
-        """Slots given out and not given back."""
+        """Slots in use."""
         return sum(slab.slots - len(slab.free) for slab in self._slabs)
 
     def take(self, length: int) -> Slot | None:
         """A slot with room for `length` tokens, or None if the budget has none."""
         capacity = capacity_for(length)
         slab = next((s for s in self._slabs if s.capacity == capacity and s.free), None) or self._add(capacity)
-        if slab is None:  # rather a slot that is too large than none
+        if slab is None:  # a slot that is too large is better than none
             larger = [s for s in self._slabs if s.capacity > capacity and s.free]
             slab = min(larger, key=lambda s: s.capacity, default=None)
         return None if slab is None else Slot(slab, heapq.heappop(slab.free))
@@ -111,7 +111,7 @@ class SlabCache:
     def _add(self, capacity: int) -> Slab | None:
         slot_bytes = capacity * self.shape.token_bytes
         slots = min(_SLAB_SLOTS, max(_SLAB_BYTES // slot_bytes, 1))
-        if self._budget is not None:  # no slab may keep much from the others
+        if self._budget is not None:  # no slab may take much from the others
             slots = min(slots, max(self._budget // _BUDGET_SLABS // slot_bytes, 1))
             slots = min(slots, (self._budget - self.slab_bytes) // slot_bytes)
         if slots < 1:
@@ -149,6 +149,6 @@ def capacity_for(length: int) -> int:
 
 
 def most_tokens(shape: KVShape, budget_bytes: int) -> int:
-    """The longest context that fits into the budget on its own, however it is cut in two runs."""
+    """The longest context that fits into the budget on its own, however it is split into two runs."""
     certain = budget_bytes - 2 * (budget_bytes // _BUDGET_SLABS)  # two slabs may have slots to spare
     return max(int((certain // shape.token_bytes - 2 * _SMALLEST) / 1.5), 0)

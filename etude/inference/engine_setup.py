@@ -1,4 +1,4 @@
-"""What a serving engine is built from, and what can be said of it before any model is loaded.
+"""What a serving engine is built from, and what can be checked before any model is loaded.
 
 An engine class registered in `ENGINES` that has `from_setup` is built by `from_setup(EngineSetup(…))`; its attribute
 `servers` says whether it needs addresses: "required", or "optional" where it can also run in this process.
@@ -20,10 +20,10 @@ from etude.options.serving import KEY, TEXT_ONLY, EngineKind, server_url, servin
 
 @dataclass(frozen=True)
 class EngineSetup:
-    """The rollout section as a serving engine sees it; fields bear the names of its keys.
+    """The rollout section as a serving engine sees it; fields are named after its keys.
 
     `model_path` is the folder or hub name that the trainer loads too, `max_model_len` the longest context in tokens,
-    times are seconds. `engine_kwargs` are those of this engine alone.
+    times are in seconds. `engine_kwargs` are those of this engine only.
     """
 
     model_path: str
@@ -42,7 +42,7 @@ class EngineSetup:
     engine_kwargs: Mapping[str, Any] = field(default_factory=dict)
 
     def servers(self) -> list[HttpServer]:
-        """One a configured address, the key from the environment among its headers."""
+        """One per configured address, with the API key from the environment in its headers."""
         key = api_key(self.server_api_key_env)
         urls = [server_url(url) for url in self.server_urls]
         return [HttpServer(url, timeout=self.server_timeout, api_key=key) for url in urls]
@@ -62,13 +62,13 @@ def api_key(variable: str | None) -> str | None:
 
 
 def kind_of(name: str) -> EngineKind:
-    """What the engine `name`, which is registered, says of itself."""
+    """The kind of the registered engine `name`."""
     engine = ENGINES.get(name)
     return EngineKind(getattr(engine, "servers", "none"), hasattr(engine, "from_setup"), evaluates_only(name))
 
 
 def check_serving(rollout: RolloutOptions) -> None:
-    """Refuses a rollout section that cannot work with its engine, which is registered.
+    """Rejects a rollout section that cannot work with its (registered) engine.
 
     Raises:
         ConfigError: names the key.
@@ -83,12 +83,12 @@ def check_serving(rollout: RolloutOptions) -> None:
 
 
 def evaluates_only(name: str) -> bool:
-    """Whether the engine `name` samples from a model of its own, gives no log-probs and takes no weights."""
+    """Whether the engine `name` samples from its own model, returns no log-probs and takes no weights."""
     return bool(getattr(ENGINES.get(name), "evaluation_only", False))
 
 
 def check_trainable(name: str) -> None:
-    """Refuses to train with an engine that gives no ids and log-probs.
+    """Refuses to train with an engine that returns no ids and log-probs.
 
     Raises:
         ConfigError: names the engine.
@@ -98,10 +98,10 @@ def check_trainable(name: str) -> None:
 
 
 def check_takes_images(name: str) -> None:
-    """Refuses the engine `name` for a vision-language model where it takes text only.
+    """Rejects the engine `name` for a vision-language model if it takes text only.
 
-    Such an engine does not know that placeholders are never sampled: one that it samples is an image that is not there,
-    and its log-probs are those of a distribution with them, also where no image is shown.
+    Such an engine does not know that placeholders must not be sampled: one that it samples has no image, and its log-probs
+    are those of a distribution that includes them, even without images.
 
     Raises:
         ConfigError: names the engine.

@@ -1,9 +1,8 @@
 """`HttpServer`: requests to one inference server, each bounded in time and size, each failure an `EngineError`.
 
-Invariant: a call returns what the server answered or raises `EngineError` with one line that names the address, whatever
-the server does: refuse the connection, hang, answer with an error status, with too much or with garbage. Every call has
-a connection of its own, so that giving a call up (its task is cancelled) closes the connection, which tells servers to
-stop computing the answer.
+Invariant: a call returns the server's response or raises `EngineError` with one line that names the address, whatever the
+server does: refuse the connection, hang, return an error status, too much data or garbage. Every call has its own
+connection, so that cancelling its task closes the connection, on which servers stop computing the answer.
 """
 
 from __future__ import annotations
@@ -30,14 +29,14 @@ class StatusError(EngineError):
 
 
 class HttpServer:
-    """One server at `url`; `timeout` in seconds limits a whole call, connecting and reading included."""
+    """One server at `url`; `timeout` in seconds limits a whole call, including connecting and reading."""
 
     def __init__(self, url: str, *, timeout: float, api_key: str | None = None) -> None:
         self.url, self.timeout = url, timeout
         self._headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
 
     async def get(self, path: str, *, timeout: float | None = None) -> bytes:
-        """The body of the answer to a GET."""
+        """The body of the response to a GET."""
         return await self._call("GET", path, None, None, timeout)
 
     async def post(
@@ -48,7 +47,7 @@ class HttpServer:
         query: Mapping[str, str] | None = None,
         timeout: float | None = None,
     ) -> bytes:
-        """The body of the answer to a POST of JSON."""
+        """The body of the response to a POST of JSON."""
         return await self._call("POST", path, body if body is not None else {}, query, timeout)
 
     def parsed(self, path: str, body: bytes) -> dict[str, Any]:

@@ -1,15 +1,15 @@
 """Attention of one engine step: which keys each token of the step sees, and where its own are written.
 
 A step is a list of `StepInput`s. A token sees the shared prefix of its trajectory (all of it, or its first tokens) and its
-own slot up to itself. The two parts are computed apart and joined by their normalisers: the tokens of all trajectories that
-share a prefix are queries of one product, so that a prompt's keys are read once for its whole group.
+own slot up to itself. The two parts are computed separately and merged by their normalisers: the tokens of all trajectories
+that share a prefix are queries of one product, so that a prompt's keys are read once for its whole group.
 
 This is for rows that feed one token, which attend together (`etude.inference.views`). Rows that feed more (a prompt's
-chunk, a tool's answer) attend one by one over both parts laid together. Neither pads a row beyond the slots of its own size,
-but for a few rows whose slots are copied together.
+chunk, a tool's answer) attend one by one over both parts concatenated. Neither pads a row beyond the slots of its own size,
+except for a few rows whose slots are copied together.
 
 Invariant: after a step, places [0, start + count) of each fed slot hold the keys and values of exactly the tokens that were
-fed into it. Whatever lies behind is finite and masked.
+fed into it. Anything after that is finite and masked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _BIAS_ELEMENTS = 1 << 22  # fewer, where their mask would be larger than this
 
 @dataclass(frozen=True)
 class StepInput:
-    """A row's part of a step: `ids` for `slot`, behind the `start` tokens it holds; its place 0 is position `base`.
+    """A row's part of a step: `ids` for `slot`, after the `start` tokens it holds; its place 0 is position `base`.
 
     Before that come the first `base` tokens of the slot `prefix`; without a prefix `base` is 0. `images`: those of the whole
     context, whose placeholders among `ids` are keyed.
@@ -51,8 +51,8 @@ class StepInput:
 class StepLayout:
     """See `etude.models.packed.AttentionLayout`.
 
-    Tokens stand in the order of `feeds`: rows that feed one token first, slab by slab and slot by slot, so that what attends
-    together lies together. `last[i]` is the token behind which the i-th of the feeds that were given goes on.
+    Tokens are in the order of `feeds`: rows that feed one token first, slab by slab and slot by slot, so that tokens that
+    attend together are adjacent. `last[i]` is the last token of the i-th of the feeds that were given.
     """
 
     def __init__(self, feeds: Sequence[StepInput], device: torch.device) -> None:
@@ -97,7 +97,7 @@ class StepLayout:
         return writes
 
     def _share(self, bases: list[int]) -> None:
-        """Which of the single tokens see a prefix, and where the outputs of all prefixes hold theirs."""
+        """Which of the single tokens see a prefix, and their indices in the outputs of all prefixes."""
         seen: dict[Slot, list[int]] = defaultdict(list)
         for row, feed in enumerate(self.feeds[: self._singles]):
             if feed.prefix is not None:
@@ -132,7 +132,7 @@ class StepLayout:
         return (torch.cat(outputs) if len(outputs) > 1 else outputs[0]).reshape(tokens, heads, dim)
 
     def _single(self, layer: int, query: Tensor, scoring: Scoring) -> Tensor:
-        """Of single tokens over all they see: (tokens, kv_heads, group, head_dim) in and out."""
+        """Attention of single tokens over all they see: (tokens, kv_heads, group, head_dim) in and out."""
         own = _joint([each.attend(layer, query[rows], scoring) for rows, each in self._own])
         if not self._shared:
             return own[0]
@@ -149,7 +149,7 @@ class StepLayout:
         return own[0].index_copy(0, self._prefixed, joined(first, second, blind))
 
     def _span(self, layer: int, query: Tensor, feed: StepInput, scoring: Scoring) -> Tensor:
-        """Tokens of one row over its prefix and slot: (count, kv_heads, group, head_dim) in and out."""
+        """Attention of one row's tokens over its prefix and slot: (count, kv_heads, group, head_dim) in and out."""
         count, kv_heads, group, dim = query.shape
         start = feed.base + feed.start
         first = 0 if scoring.window is None else max(start - scoring.window + 1, 0)
@@ -187,7 +187,7 @@ class StepLayout:
 
 
 def _joint(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
-    """Outputs and normalisers of several parts, one behind the other."""
+    """Outputs and normalisers of several parts, concatenated."""
     if len(parts) == 1:
         return parts[0]
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])

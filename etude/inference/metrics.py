@@ -1,7 +1,7 @@
-"""What an engine has done since it was last asked, as the names that reach the training step's metrics.
+"""An engine's counters since the last report, under the names that reach the training step's metrics.
 
 Times are wall seconds of the engine's own thread and of its scheduling. A step that computes prompts and decodes at once
-is shared out to the two by its tokens.
+is split between the two by its tokens.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.metrics import Max, Mean, Metrics
 
 @dataclass
 class EngineMetrics:
-    """Counters; `rows` adds up the rows of all steps, `asked_tokens` the contexts that were handed in."""
+    """Counters; `rows` adds up the rows of all steps, `asked_tokens` the tokens of the requests' contexts."""
 
     sampled_tokens: int = 0
     prefilled_tokens: int = 0
@@ -40,7 +40,7 @@ class EngineMetrics:
 
     @contextmanager
     def timed_forward(self, prefill_share: float) -> Iterator[None]:
-        """Adds the wall time of a forward pass, of whose tokens this share belonged to prompts."""
+        """Adds the wall time of a forward pass, of whose tokens this share were prompt tokens."""
         start = time.perf_counter()
         try:
             yield

@@ -1,9 +1,9 @@
 """The native engine: continuous batching over a Hugging Face causal LM, in this process, on CPU or one GPU.
 
 Requests join and leave between decode steps; a trajectory's keys and values stay from turn to turn, so that a turn feeds
-only what is new, and prompts are computed once for all trajectories that begin with them. What a step computes is the
-scheduler's business, where keys and values lie the cache's. The model is the trainer's own object: there is nothing to
-copy after an update, only caches to forget (unless `dtype` asks for a copy of another precision).
+only what is new, and prompts are computed once for all trajectories that begin with them. The scheduler decides what a step
+computes, the cache where keys and values are stored. The model is the trainer's own object: an update copies nothing, it
+only clears caches (unless `dtype` asks for a copy in another precision).
 
 Deterministic mode. Results depend on which rows share a step, since a matrix product may round differently at another
 batch size. So which rows share a step must not depend on the clock: requests are admitted only at *scheduling points*
@@ -46,19 +46,18 @@ from etude.models.vision import Vision, no_images
 
 @dataclass(frozen=True)
 class NativeEngineOptions:
-    """Field names are keys of `actor_rollout_ref.rollout`, but for the last three.
+    """Field names are keys of `actor_rollout_ref.rollout`, except the last three.
 
     Attributes:
         max_num_seqs: trajectories decoded together.
-        max_num_batched_tokens: tokens a step feeds at most; every decoding row feeds its one all the same.
+        max_num_batched_tokens: maximum tokens per step; every decoding row still feeds its one.
         max_model_len: longest context; None: the model's own limit, or what the memory holds.
         kv_cache_memory_mb: MiB for keys and values; None: no limit.
-        enable_prefix_caching: whether prompts stay cached when nobody uses them; without a limit on memory,
-            `max_num_seqs` of them.
+        enable_prefix_caching: whether unused prompts stay cached; without a memory limit, `max_num_seqs` of them.
         dtype: precision to sample in; None: the model's own.
         deterministic: see the module's docstring.
         admit_every: decode steps between scheduling points of the deterministic mode.
-        tokenizer: reads what was sampled, for requests with stop texts.
+        tokenizer: decodes sampled ids, for requests with stop texts.
     """
 
     max_num_seqs: int = 256
@@ -77,8 +76,8 @@ class NativeEngine:
     """See the module's first paragraph; the interface is `etude.inference.Engine`."""
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
-        """Raises ConfigError where the architecture is not supported (see `etude.models.packable`), or the memory for
-        keys and values holds no context of the length asked for."""
+        """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or the memory for keys
+        and values is too small for a context of the requested length."""
         enable_packing(model)
         self.options = options or NativeEngineOptions()
         self._source = self._model = model
@@ -142,8 +141,8 @@ class NativeEngine:
     def open(self, request_ids: Sequence[str]) -> None:
         """Announces trajectories, in row order.
 
-        Those announced one by one between two scheduling points rank by their ids: which lane was free first is the
-        clock's doing.
+        Those announced one by one between two scheduling points are ordered by id: which lane was free first depends on
+        the clock.
         """
         if self.options.deterministic and not self._rows:
             self._scheduler.reclaim()
@@ -154,7 +153,7 @@ class NativeEngine:
             self._rows[request_id] = SequenceState(rank=(self._admissions, place, request_id))
 
     def close(self, request_id: str) -> None:
-        """Frees what the trajectory holds; closing twice, or what was never opened, does nothing."""
+        """Frees what the trajectory holds; closing it twice, or one that was never opened, does nothing."""
         row = self._rows.pop(request_id, None)
         if row is None:
             return
@@ -200,7 +199,7 @@ class NativeEngine:
                     "stop texts need a tokenizer: this engine was made without NativeEngineOptions.tokenizer"
                 )
             stops = StopTexts(self.options.tokenizer, params.stop)
-        if known is None:  # only now: nobody closes what a refused request has opened
+        if known is None:  # only now: a rejected request would leave it open
             self.open([request_id])
         row, loop = self._rows[request_id], asyncio.get_running_loop()
         request = row.request = Request(prompt, params, limit, loop.create_future(), placed, stops)
@@ -236,9 +235,9 @@ class NativeEngine:
         self._notify()
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Forgets every cached key and value: they belong to the old weights. Requests under way go on with the new
-        ones, behind what they have sampled. Modules that were replaced, hooked or patched since the last update are
-        found here, and not before.
+        """Drops all cached keys and values: they belong to the old weights. Requests in flight go on with the new ones,
+        after what they have sampled. Modules that were replaced, hooked or patched since the last update are detected
+        here, and not before.
 
         Args:
             source: None; the native engine shares its weights with the trainer.
@@ -247,7 +246,7 @@ class NativeEngine:
             raise ConfigError("the native engine shares the trainer's weights: update_weights takes source=None")
         was_paused = self._paused
         try:
-            await self.pause()  # a step under way still reads what is forgotten here
+            await self.pause()  # a running step still reads what is dropped here
             if self._model is not self._source:
                 _copy_weights(self._source, self._model)
             if self._decoder is not None and not self._decoder.is_current():
@@ -261,7 +260,7 @@ class NativeEngine:
                 await self.resume()
 
     def metrics(self) -> Metrics:
-        """What was done since the last call; names and units are those of `EngineMetrics.report`."""
+        """Metrics since the last call; names and units are those of `EngineMetrics.report`."""
         metrics, self._metrics = self._metrics, EngineMetrics()
         metrics.asked_tokens, self._scheduler.asked_tokens = self._scheduler.asked_tokens, 0
         metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
@@ -282,7 +281,7 @@ class NativeEngine:
         return any(row.request is None for row in self._rows.values())
 
     async def _serve(self) -> None:
-        """Admits requests and computes steps until nothing is asked any more."""
+        """Admits requests and computes steps until there are no more requests."""
         try:
             if self._computing is not None and not self._computing.done():  # an earlier event loop ended under it
                 await asyncio.wait([asyncio.wrap_future(self._computing)])
@@ -322,7 +321,7 @@ class NativeEngine:
                             self._take(row, request, token, log_prob)
                     scheduler.active = [row for row, request in served if row.request is request]
                     scheduler.sweep()
-        except Exception as error:  # nobody awaits this task: without this its requests would wait for ever
+        except Exception as error:  # nothing awaits this task: without this its requests would wait forever
             self._fail(error)
 
     def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
@@ -349,7 +348,7 @@ class NativeEngine:
             self._scheduler.sweep()
 
     def _fail(self, error: Exception) -> None:
-        """A step failed: every request under way fails with it, and the cache starts anew."""
+        """A step failed: every request in flight fails with it, and the cache starts empty."""
         failure = EngineError(f"inference step failed: {type(error).__name__}: {one_line(error)}")
         failure.__cause__ = error
         old, self._scheduler = self._scheduler, self._new_scheduler()
@@ -391,7 +390,7 @@ class NativeEngine:
 
 
 def _copy_of(model: Any, dtype: torch.dtype) -> Any:
-    """A model of its own with weights of another precision; buffers (rotary frequencies) stay as they are."""
+    """A copy of the model with weights in another precision; buffers (rotary frequencies) stay as they are."""
     made = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in made.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,11 +1,10 @@
 """The `openai` engine, for evaluation only: any server with OpenAI's `/v1/completions`, text in and text out.
 
-The interface between agents and engines is token ids, so the prompt's ids are decoded to the text that the server gets,
-and the answer's text is encoded again; where the server says that the model ended its turn, the first stop id is put
-behind it, or the stop text, where it names one (`stop_reason`, as vLLM's does). What is encoded again need not be what
-was sampled, and there are no log-probs (zeros stand in their place): nothing of this may be trained on, and `etude train`
-refuses the engine. Servers that offer only chat completions cannot be used, because they would render the conversation,
-tools and all, by a template of their own.
+The interface between agents and engines is token ids, so the prompt's ids are decoded to text for the server, and the
+answer's text is encoded again; if the server says that the model ended its turn, the first stop id is appended, or the stop
+text, if it names one (`stop_reason`, as vLLM's does). The re-encoded ids need not be the sampled ones, and there are no
+log-probs (they are zeros): none of this may be trained on, and `etude train` refuses the engine. Servers that offer only
+chat completions cannot be used, because they would render the conversation, including tools, with their own template.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ _MOST_STOPS = 4  # stop texts that OpenAI's interface takes
 
 @ENGINES.register("openai")
 class OpenAIEngine(ServedEngine):
-    """One server; `model`: the name it knows the model by, None where it serves a single one."""
+    """One server; `model`: its name for the model, None if it serves a single one."""
 
     servers = "required"
     evaluation_only = True
@@ -67,7 +66,7 @@ class OpenAIEngine(ServedEngine):
         if stops:
             body["stop"] = stops[:_MOST_STOPS]
         if params.top_k > 0:
-            body["top_k"] = params.top_k  # no part of OpenAI's interface, though many servers take it
+            body["top_k"] = params.top_k  # not part of OpenAI's API, though many servers take it
         answer = self._server.parsed(path, await self._server.post(path, body))
         try:
             choice = answer["choices"][0]
@@ -85,15 +84,15 @@ class OpenAIEngine(ServedEngine):
         reason = "stop" if ending == "stop" or ending in params.stop else "length"
         if ending == "stop" and params.stop_token_ids and ids[-1:] != [params.stop_token_ids[0]]:
             ids = [*ids, params.stop_token_ids[0]]
-        if len(ids) > params.max_tokens:  # encoded anew, a text may take a few tokens more
+        if len(ids) > params.max_tokens:  # re-encoded, a text may take a few more tokens
             ids, reason = ids[: params.max_tokens], "length"
         return TokenOutput(ids, [0.0] * len(ids), reason, [0] * len(ids))
 
     async def _abort(self, name: str) -> None:
-        """Nothing but giving up the connection ends a request: `close` does."""
+        """Only closing the connection ends a request: `close` does."""
 
     async def check(self) -> None:
-        """Raises EngineError where the server does not answer."""
+        """Raises EngineError if the server does not answer."""
         await self._server.get("/v1/models")
 
     async def _pause(self) -> None:

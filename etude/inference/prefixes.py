@@ -1,10 +1,10 @@
 """Prompts whose keys and values are computed once and shared by every trajectory that begins with them.
 
-The trajectories of a group, a group's members that are admitted later, and requests of later rollouts with the same
-prompt all use one `Prefix`; a new prompt that begins like a known one copies that beginning. A prefix nobody uses stays
-until its memory is wanted (the least recently used goes first), there are too many of its kind, or the weights change.
+The trajectories of a group, members of it that are admitted later, and requests of later rollouts with the same prompt all
+use one `Prefix`; a new prompt that begins like a known one copies that beginning. An unused prefix stays until its memory is
+needed (least recently used first), there are too many unused ones, or the weights change.
 
-Invariant: places [0, filled) of a prefix's slot hold the keys and values of its first `filled` tokens, under the present
+Invariant: places [0, filled) of a prefix's slot hold the keys and values of its first `filled` tokens, under the current
 weights.
 """
 
@@ -36,7 +36,7 @@ class PrefixStore:
     """The prefixes in memory, least recently used first."""
 
     def __init__(self, cache: SlabCache, *, most_unused: int | None = None) -> None:
-        """`most_unused`: prefixes nobody uses that are kept; None: as many as the cache's budget has room for."""
+        """`most_unused`: maximum unused prefixes that are kept; None: as many as the cache's budget has room for."""
         self._cache, self._most_unused, self._unused = cache, most_unused, 0
         self._known: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
         self._blocks: dict[int, Prefix] = {}
@@ -61,7 +61,7 @@ class PrefixStore:
         return prefix
 
     def leave(self, prefix: Prefix) -> None:
-        """The trajectory needs the prefix no longer."""
+        """The trajectory no longer needs the prefix."""
         prefix.users -= 1
         if prefix.users:
             return
@@ -70,7 +70,7 @@ class PrefixStore:
             self.evict()
 
     def completed(self, prefix: Prefix) -> None:
-        """From now on others may copy its beginning."""
+        """Lets others copy its beginning from now on."""
         for name in _block_names(prefix.tokens):
             if self._blocks.setdefault(name, prefix) is prefix:
                 prefix.names.append(name)
@@ -81,20 +81,20 @@ class PrefixStore:
             if name not in self._blocks:
                 break
             found, length = self._blocks[name], i * _BLOCK
-        length = min(length, len(prefix.tokens) - 1)  # the last token is computed: its logits are wanted
+        length = min(length, len(prefix.tokens) - 1)  # the last token is always computed: its logits are needed
         if found is not None and found.tokens[:length] == prefix.tokens[:length]:
             self._cache.copy(found.slot, prefix.slot, length)
             prefix.filled = length
 
     def evict(self) -> bool:
-        """Frees the least recently used prefix that nobody uses; False: there is none."""
+        """Frees the least recently used of the unused prefixes; False: there is none."""
         unused = next((p for p in self._known.values() if p.users == 0), None)
         if unused is not None:
             self._drop(unused)
         return unused is not None
 
     def clear_unused(self) -> None:
-        """Frees all prefixes that nobody uses."""
+        """Frees all unused prefixes."""
         for prefix in [p for p in self._known.values() if p.users == 0]:
             self._drop(prefix)
 
@@ -107,7 +107,7 @@ class PrefixStore:
 
 
 def _block_names(tokens: Sequence[int]) -> Iterator[int]:
-    """One hash for each beginning of whole blocks."""
+    """One hash per prefix of whole blocks."""
     name = 0
     for start in range(0, len(tokens) - _BLOCK + 1, _BLOCK):
         name = hash((name, *tokens[start : start + _BLOCK]))

@@ -1,11 +1,11 @@
-"""The probe: does the engine sample from the weights it was given?
+"""The probe: does the engine sample from the weights it was sent?
 
-After weights have been handed over, the engine draws a few tokens from each of a few prompts, and the trainer computes the
-log-probs of the same tokens with its own weights. They must agree to rounding, and bear the version that was sent. An
-engine that keeps old weights, mixes them with new ones, or reports log-probs of another distribution than the one it
-samples from (before temperature, for instance) is found out here rather than in a run that does not learn.
+After a weight sync, the engine draws a few tokens from each of a few prompts, and the trainer computes the log-probs of the
+same tokens with its own weights. They must agree to rounding, and carry the version that was sent. An engine that keeps old
+weights, mixes them with new ones, or reports log-probs of another distribution than the one it samples from (before
+temperature, for instance) is caught here rather than in a run that does not learn.
 
-What the probe cannot see: weights that differ by so little that no log-prob moves by more than the tolerance. An engine
+What the probe cannot detect: weights that differ by so little that no log-prob moves by more than the tolerance. An engine
 that never takes new weights is therefore caught at the first step whose *accumulated* change exceeds it.
 """
 
@@ -21,15 +21,15 @@ from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.seeds import probe_seed
 
 TOLERANCES = {"float32": 1e-3, "float16": 0.1, "bfloat16": 0.5}
-"""Largest allowed difference in nats, by the trainer's dtype: many times what rounding was measured to make
-(`docs/engines.md`), and far below what other weights make."""
+"""Largest allowed difference in nats, by the trainer's dtype: many times the measured rounding error (`docs/engines.md`),
+and far below the effect of other weights."""
 
 Score = Callable[[Sequence[tuple[Sequence[int], Sequence[int]]], float], Sequence[Sequence[float]]]
 """The trainer's log-probs of responses, given (prompt, response) ids and the temperature."""
 
 
 class WeightMismatch(EtudeError):
-    """The engine does not serve the weights that the trainer has."""
+    """The engine does not serve the trainer's weights."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class ProbeResult:
 
 
 class WeightProbe:
-    """`prompts`: ids, a few short texts; `tokens` are drawn from each; `temperature` that of the rollouts."""
+    """`prompts`: ids of a few short texts; `tokens` are drawn from each; `temperature` is that of the rollouts."""
 
     def __init__(
         self,
@@ -57,10 +57,10 @@ class WeightProbe:
         self._tolerance, self._temperature, self._tokens = tolerance, temperature or 1.0, tokens
 
     async def check(self, engine: Engine, version: int, name: str = "the engine") -> ProbeResult:
-        """Compares log-probs; the requests are the engine's only ones meanwhile.
+        """Compares log-probs; the engine must have no other requests meanwhile.
 
         Raises:
-            WeightMismatch: they differ by more than the tolerance, or the tokens bear another version.
+            WeightMismatch: they differ by more than the tolerance, or the tokens carry another version.
             EngineError: the engine failed to sample.
         """
         outputs = await self._draw_all(engine, version)
@@ -85,7 +85,7 @@ class WeightProbe:
                 engine.close(name)
 
     async def _draw(self, engine: Engine, name: str, ids: Sequence[int]) -> TokenOutput:
-        """One prompt's tokens; closed at once, since a deterministic engine waits for the next turn of what is open."""
+        """One prompt's tokens; closed at once, since a deterministic engine waits for open trajectories."""
         try:
             return await engine.generate(name, ids, self._params(name))
         finally:

@@ -1,11 +1,10 @@
 """The router: several replicas of an engine behind the one interface.
 
 A trajectory goes to the replica with the fewest trajectories and stays there, where its earlier turns are in the prefix
-cache; the others of its group (whose ids differ in the last two parts only, as in `uid/7/0`) follow it, for the sake of
-their common prompt, as long as that leaves no replica with much less to do. A replica that fails a request and then its
-health check, or that fails a check while it should be answering, is ejected: what it was asked for is asked of another
-one, from the prompt's ids. It comes back once a check succeeds, after it has been given the newest weights, because a
-server that died has forgotten them.
+cache; the others of its group (whose ids differ only in the last two parts, as in `uid/7/0`) follow it, to share their
+prompt, as long as no other replica has much less to do. A replica that fails a request and then its health check, or that
+fails a check while it should be answering, is ejected: its requests are retried on another one, from the prompt's ids. It
+returns once a check succeeds, after it has got the newest weights, because a server that died has lost them.
 
 Invariant: a request returns one replica's complete answer, or raises EngineError after `request_timeout`; no replica
 answers with weights older than the last `update_weights`.
@@ -34,8 +33,8 @@ R = TypeVar("R")
 
 @dataclass(frozen=True)
 class RouterOptions:
-    """Seconds: between two rounds of health checks, for one check, for a request with all its attempts, and for giving
-    weights to a replica that comes back; `attempts` a request; `group_lead`: how many trajectories more than the least
+    """Seconds: between two rounds of health checks, for one check, for a request with all its attempts, and for sending
+    weights to a replica that returns; `attempts` per request; `group_lead`: how many trajectories more than the least
     busy one a replica may have and still get the next of a group that it has."""
 
     check_every: float = 2.0
@@ -75,8 +74,8 @@ class Router:
     """The interface is `etude.inference.Engine`.
 
     Attributes:
-        admit: awaited as `admit(engine, version)` before a replica that was out gets requests again; it raises where the
-            replica is not fit (the weight probe is such a test).
+        admit: awaited as `admit(engine, version)` before an ejected replica gets requests again; it raises if the replica
+            is not fit (the weight probe is such a test).
     """
 
     def __init__(self, replicas: Mapping[str, Engine], options: RouterOptions | None = None) -> None:
@@ -97,15 +96,15 @@ class Router:
 
     @property
     def replicas(self) -> dict[str, Engine]:
-        """Those that take requests, by name."""
+        """The replicas that take requests, by name."""
         return {replica.name: replica.engine for replica in self._replicas if replica.up}
 
     async def check_all(self, test: Callable[[Engine, str], Awaitable[R]]) -> list[R]:
-        """What `test(engine, name)` returns for each replica; one that fails as infrastructure does is ejected.
+        """The result of `test(engine, name)` for each replica; one with an infrastructure failure is ejected.
 
         Raises:
             EngineError: none is left.
-            EtudeError: a test said that the replica is wrong, not broken.
+            EtudeError: a test found that the replica is wrong, not broken.
         """
         results = []
         for replica in [replica for replica in self._replicas if replica.up]:
@@ -119,7 +118,7 @@ class Router:
     # -- requests ------------------------------------------------------------------------------------------------
 
     def open(self, request_ids: Sequence[str]) -> None:
-        """Gives each trajectory its replica, in row order."""
+        """Assigns each trajectory a replica, in row order."""
         opened: dict[_Replica, list[str]] = {}
         for request_id in request_ids:
             if replica := self._settle_at(request_id):
@@ -146,7 +145,7 @@ class Router:
         *,
         images: Sequence[Any] | None = None,
     ) -> TokenOutput:
-        """See `etude.inference.Engine.generate`; what one replica fails to answer, another is asked for."""
+        """See `etude.inference.Engine.generate`; a request that fails on one replica is retried on another."""
         params = SamplingParams.of(sampling_params)
         self._under_way += 1
         self._watch()
@@ -198,7 +197,7 @@ class Router:
         return answer.result()
 
     async def _replica_of(self, request_id: str, tried: set[_Replica]) -> _Replica:
-        """The trajectory's replica, or a new one; waits for one to come back where all are out."""
+        """The trajectory's replica, or a new one; waits for one to return if all are out."""
         while True:
             home = self._home.get(request_id)
             if home is not None and home.up:
@@ -212,8 +211,8 @@ class Router:
             await self._back.wait()
 
     def _settle_at(self, request_id: str, tried: AbstractSet[_Replica] = frozenset()) -> _Replica | None:
-        """Gives the trajectory a replica, one that has not failed its request if there is any: its group's, or the one
-        with the fewest others."""
+        """Assigns the trajectory a replica, if possible one that has not failed its request: its group's, or the one with
+        the fewest others."""
         up = [replica for replica in self._replicas if replica.up]
         if not up:
             return None
@@ -230,14 +229,14 @@ class Router:
         return chosen
 
     def _leave(self, request_id: str) -> None:
-        """The trajectory's next request goes to whichever replica has the least to do then."""
+        """Unassigns the trajectory: its next request goes to the least busy replica then."""
         home = self._home.pop(request_id, None)
         if home is not None:
             home.drop(request_id)
             home.engine.close(request_id)
 
     async def abort(self, request_id: str) -> None:
-        """Ends the trajectory's request; no other replica is asked for it."""
+        """Ends the trajectory's request; it is not retried on another replica."""
         self._aborted.add(request_id)
         if home := self._home.get(request_id):
             await home.engine.abort(request_id)
@@ -258,7 +257,7 @@ class Router:
             await settle({watcher})
 
     async def _rounds(self) -> None:
-        """Checks all replicas from time to time while trajectories are open; a new watch keeps the time of the last."""
+        """Checks all replicas periodically while trajectories are open; a new watch keeps the schedule of the last."""
         clock = asyncio.get_running_loop().time
         while True:
             if self._next_round < clock():
@@ -275,13 +274,13 @@ class Router:
         try:
             await within(self.options.check_timeout, check)
         except Exception as error:
-            if not self._paused:  # a paused server may be unable to show that it is well
+            if not self._paused:  # a paused server may fail its health check
                 self._eject(replica, error)
             return False
         return True
 
     async def _suspect(self, replica: _Replica, error: EngineError) -> None:
-        """After a failed request: out with the replica, unless it proves that it is well."""
+        """After a failed request: ejects the replica unless its health check succeeds."""
         if replica.up and (not hasattr(replica.engine, "check") or not await self._check(replica)):
             self._eject(replica, error)
 
@@ -303,7 +302,7 @@ class Router:
                 if self.admit is not None:
                     await within(self.options.sync_timeout, self.admit, engine, weights[1])
         except Exception as error:
-            # What a restart will not mend is told, once: the replica answers, but not as the trainer's weights do.
+            # Logged once, since a restart will not fix it: the replica answers, but not with the trainer's weights.
             told = replica.name in self._misfits or isinstance(error, EngineError) or not isinstance(error, EtudeError)
             logger.log(
                 logging.INFO if told else logging.WARNING,
@@ -313,7 +312,7 @@ class Router:
             )
             self._misfits |= set() if told else {replica.name}
             return
-        if weights is not self._weights:  # newer ones were handed out meanwhile: the next round gives it those
+        if weights is not self._weights:  # newer ones were sent meanwhile: the next round sends it those
             return
         self._misfits.discard(replica.name)
         replica.cause, replica.ejected = "", asyncio.Event()
@@ -333,7 +332,7 @@ class Router:
         self._paused = False
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Gives the weights to every replica; one that does not take them is ejected.
+        """Sends the weights to every replica; one that does not take them is ejected.
 
         Raises:
             EngineError: none took them.
@@ -348,15 +347,15 @@ class Router:
             self._paused = was_paused
 
     async def sleep(self) -> None:
-        """Has every replica that can give its memory back."""
+        """Has every replica that can release its memory."""
         await self._all("sleep")
 
     async def wake(self) -> None:
-        """Has every replica take its memory again."""
+        """Has every replica reallocate its memory."""
         await self._all("wake")
 
     async def shutdown(self) -> None:
-        """Ends the watch, and what the replicas themselves started."""
+        """Ends the watch, and the processes that replicas started."""
         await self._end_watch()
         for replica in self._replicas:
             if hasattr(replica.engine, "shutdown"):
@@ -380,7 +379,7 @@ class Router:
             raise EngineError(f"{purpose}: no engine replica is left: {causes}")
 
     def metrics(self) -> Metrics:
-        """The replicas' metrics since the last call, added up; requests asked again, ejections, replicas in."""
+        """The replicas' metrics since the last call, added up; retried requests, ejections, active replicas."""
         counters, self._counters = self._counters, _fresh_counters()
         parts = [replica.engine.metrics() for replica in self._replicas]
         return add_metrics([counters, *parts]) | {"replicas": Mean(len(self.replicas), 1)}

@@ -1,6 +1,6 @@
 """Drawing tokens from logits, each row with its own parameters and its own random numbers.
 
-Invariant: the uniform number behind the token at position p of a request depends only on (seed, p), never on which other
+Invariant: the uniform number that draws the token at position p of a request depends only on (seed, p), never on which other
 rows share the batch, so that a request draws the same tokens from the same logits wherever it runs.
 """
 
@@ -17,11 +17,11 @@ from etude.inference.types import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 _BLOCK = 256  # tokens
-_FIRST_CANDIDATES = 64  # a nucleus is seldom larger; four times as many are looked at where it is
+_FIRST_CANDIDATES = 64  # a nucleus is rarely larger; if it is, four times as many are tried
 
 
 def uniforms(seeds: Sequence[int], positions: Sequence[int]) -> Tensor:
-    """One float64 in [0, 1) a row, a hash of (seed, position).
+    """One float64 in [0, 1) per row, a hash of (seed, position).
 
     SplitMix64 (Steele, Lea & Flood 2014, "Fast splittable pseudorandom number generators"), its state taken from a
     first round over the seed so that neighbouring seeds share no sequence.
@@ -39,11 +39,11 @@ def _mix(z: np.ndarray) -> np.ndarray:
 
 
 def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
-    """Draws one token a row.
+    """Draws one token per row.
 
     Args:
         logits: (rows, vocabulary), any float type.
-        params: one a row.
+        params: one per row.
         positions: how many tokens each row's request has drawn so far.
 
     Returns:
@@ -66,7 +66,7 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
 
 
 def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
-    """Inverse transform sampling, one uniform a row: (rows,) token ids and log-probs.
+    """Inverse transform sampling, one uniform per row: (rows,) token ids and log-probs.
 
     The cumulative sums, whose rounding must stay far below any probability, are float64; but only those over blocks of
     the vocabulary, and then those within the block that the draw falls into.
@@ -83,7 +83,7 @@ def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
     inside = blocks[torch.arange(rows, device=logits.device), block[:, 0]]
     within = inside.double().cumsum(dim=-1)
     place = torch.searchsorted(within, target - before, right=True)
-    # Rounding may carry a draw past the end of its block: it belongs to the block's last token of any probability.
+    # Rounding may carry a draw past the end of its block: it belongs to the block's last token with nonzero probability.
     last = (inside > 0).mul(torch.arange(1, _BLOCK + 1, device=logits.device)).amax(dim=-1, keepdim=True) - 1
     tokens = block * _BLOCK + torch.minimum(place, last)
     log_probs = (weights.gather(1, tokens).double() / total).log().float()
@@ -93,9 +93,9 @@ def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
 def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     """Sets logits outside each row's top-k and top-p sets to -inf; (rows, vocabulary) in and out.
 
-    Top-k first, then the smallest set of tokens whose probability reaches top_p, the most probable token always in it.
+    Top-k first, then the smallest set of tokens whose probability reaches top_p, always including the most probable one.
     Among tokens of equal probability those with lower ids come first. The vocabulary is not sorted: only as many of its
-    largest logits are found as the sets turn out to need.
+    largest logits are found as the sets need.
     """
     rows = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
     if not rows:
@@ -123,7 +123,7 @@ def _kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]
     width = logits.shape[1]
     nucleus = top_p < 1
     size = min(max(_FIRST_CANDIDATES, int(torch.where(top_k < width, top_k, 0).max())), width)
-    # The mass that top_p is a share of: of the top-k set where there is one, else of the whole vocabulary.
+    # The mass that top_p is a share of: that of the top-k set if there is one, else of the whole vocabulary.
     top = logits.amax(dim=-1, keepdim=True)
     mass = torch.exp(logits - top).sum(dim=-1, keepdim=True, dtype=torch.float64)
     while True:

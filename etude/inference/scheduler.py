@@ -1,13 +1,13 @@
-"""Which trajectories are computed in the next step, and who gives way when memory is short.
+"""Which trajectories are computed in the next step, and which are preempted when memory is short.
 
 Rows wait in a queue, in row order, until the batch has a place and the cache has memory for their context (admission);
-between two steps each row of the batch is given room for its next tokens. Where the budget is spent, memory is taken from,
-in this order: prefixes nobody uses, rows that are not in the batch (the last first), and the batch's last rows, which go
-back to the queue with what they have sampled (preemption). What was taken is computed again, so budgets and chunks
-change when a token is computed, never which.
+between two steps each row of the batch gets room for its next tokens. When the budget is used up, memory is taken from, in
+this order: unused prefixes, rows that are not in the batch (the last first), and the batch's last rows, which go back to the
+queue with what they have sampled (preemption). What was taken is recomputed, so budgets and chunks change when a token is
+computed, never which.
 
-Invariant: between steps a row is in the batch, in the queue, or has no request. The first row of the batch is never made to
-give way for another, so some request always ends.
+Invariant: between steps a row is in the batch, in the queue, or has no request. The first row of the batch is never
+preempted for another, so some request always completes.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from etude.inference.layout import StepInput
 from etude.inference.prefixes import Prefix, PrefixStore
 from etude.inference.sequence_state import SequenceState
 
-_HEADROOM = 64  # tokens a row may sample before its slot has to grow, where memory allows
+_HEADROOM = 64  # tokens a row may sample before its slot has to grow, if memory allows
 
 
 @dataclass(frozen=True)
 class ScheduledInput:
-    """What a row brings to a step: tokens of its own, or of the `prefix` that it waits for; `sampled`: the one token that
-    the step before drew."""
+    """A row's input to a step: its own tokens, or those of the `prefix` that it waits for; `sampled`: the one token that
+    the previous step drew."""
 
     row: SequenceState
     feed: StepInput
@@ -36,7 +36,7 @@ class ScheduledInput:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """`drawing`: the rows that get a token, each with the number of the feed whose last logits it is drawn from."""
+    """`drawing`: the rows that get a token, each with the index of the feed whose last logits it is drawn from."""
 
     feeds: list[ScheduledInput]
     drawing: list[tuple[SequenceState, int]]
@@ -48,7 +48,7 @@ class StepPlan:
 
     @property
     def prefill(self) -> int:
-        """Tokens that were not sampled by the step before."""
+        """Tokens that were not sampled by the previous step."""
         return sum(len(part.feed.ids) for part in self.feeds if not part.sampled)
 
 
@@ -63,15 +63,15 @@ class Scheduler:
         self.rows: dict[str, SequenceState] = {}
         self.queue: list[SequenceState] = []
         self.active: list[SequenceState] = []
-        self._closed: list[SequenceState] = []  # what they hold is free from the next admission on
+        self._closed: list[SequenceState] = []  # their memory is freed at the next admission
         self.asked_tokens = self.preemptions = 0
 
     def close(self, row: SequenceState) -> None:
-        """The row, no longer among `rows`, gives back what it holds at the next admission."""
+        """The row, no longer among `rows`, releases its memory at the next admission."""
         self._closed.append(row)
 
     def reclaim(self) -> None:
-        """Frees what closed rows hold."""
+        """Frees the memory of closed rows."""
         for row in sorted(self._closed, key=lambda row: row.rank):
             row.forget(self.cache, self.prefixes)
         self._closed = []
@@ -79,7 +79,7 @@ class Scheduler:
     # -- admission -----------------------------------------------------------------------------------------------
 
     def admit(self) -> None:
-        """Moves queued rows into the batch, in row order, as far as places and memory reach."""
+        """Moves queued rows into the batch, in row order, as far as places and memory allow."""
         self.reclaim()
         self.queue.sort(key=lambda row: row.rank)
         while self.queue and len(self.active) < self._most_rows:
@@ -93,7 +93,7 @@ class Scheduler:
         self.active.sort(key=lambda row: row.rank)
 
     def _prepare(self, row: SequenceState) -> bool:
-        """Finds what of the row's context is cached, and takes memory for the rest; False: there is none."""
+        """Finds the cached part of the row's context, and allocates memory for the rest; False: there is none."""
         assert row.request is not None
         context = row.context()
         if row.waiting and tuple(context[: row.shared]) != row.prefix.tokens:  # type: ignore[union-attr]
@@ -108,18 +108,18 @@ class Scheduler:
             row.prefix, row.shared = prefix, row.head
             held = row.head
         if not row.waiting:
-            held = min(held, len(context) - 1)  # the last token must be fed: its logits are wanted
+            held = min(held, len(context) - 1)  # the last token must be fed: its logits are needed
         row.shared = min(row.shared, held)
         row.own, row.feed = context[row.shared : held], context[held:]
         wanted, headroom = len(context) - row.shared, min(row.request.remaining, _HEADROOM)
         fits = self._resize(row, wanted + headroom, evict_batch=False)
-        if not fits and not self.active:  # beside others it would soon take their memory or lose its own
+        if not fits and not self.active:  # next to others it would soon take their memory or lose its own
             fits = self._resize(row, wanted + 1, evict_batch=False)
         self.asked_tokens += len(context) if fits else 0
         return fits
 
     def _give_up(self, row: SequenceState) -> None:
-        """A context that has no room although nothing else is held: its prompt was changed beyond what was foreseen."""
+        """Fails a context that does not fit into an otherwise empty cache: its prompt changed unexpectedly."""
         self.queue.remove(row)
         row.forget(self.cache, self.prefixes)
         request, row.request = row.request, None
@@ -134,7 +134,7 @@ class Scheduler:
     # -- memory --------------------------------------------------------------------------------------------------
 
     def _resize(self, row: SequenceState, length: int, *, evict_batch: bool) -> bool:
-        """Makes sure that the row's slot has room for `length` tokens."""
+        """Ensures that the row's slot has room for `length` tokens."""
         if row.slot is not None and row.slot.capacity >= length:
             return True
         while (slot := self.cache.take(length)) is None:
@@ -147,7 +147,7 @@ class Scheduler:
         return True
 
     def _make_room(self, row: SequenceState) -> bool:
-        """Takes memory from whoever is not computing, but for `row`; False: there is nobody."""
+        """Takes memory from a row that is not computing, other than `row`, or an unused prefix; False: there is none."""
         if self.prefixes.evict():
             return True
         computing = set(self.active)
@@ -187,16 +187,16 @@ class Scheduler:
     def plan(self) -> StepPlan:
         """One token for every row that decodes, then prompts and tools' answers in row order while the budget lasts.
 
-        The first of the rows that wait for one prefix carries it; all of them draw from its last logits.
+        The first of the rows that wait for a prefix computes it; all of them draw from its last logits.
         """
-        for row in list(self.active):  # who was made to give way has no slot
+        for row in list(self.active):  # a preempted row has no slot
             if row.slot is not None and row.slot.capacity < len(row.own) + len(row.feed):
                 self._fit(row)
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
         room = max(self._most_tokens - decoding, 0 if decoding else 1)
         feeds: list[ScheduledInput] = []
         drawing: list[tuple[SequenceState, int]] = []
-        carried: dict[Prefix, int | None] = {}  # the number of the feed that completes it in this step, if one does
+        carried: dict[Prefix, int | None] = {}  # the index of the feed that completes it in this step, if any
         for row in self.active:
             prefix = row.prefix if row.waiting else None
             if prefix is None or prefix not in carried:
@@ -216,7 +216,7 @@ class Scheduler:
 
     @staticmethod
     def _feed(row: SequenceState, prefix: Prefix | None, count: int) -> ScheduledInput:
-        """The next `count` tokens of the row, or of the prefix that it waits for and carries."""
+        """The next `count` tokens of the row, or of the prefix that it waits for and computes."""
         assert row.slot is not None
         assert row.request is not None
         images = row.request.images
@@ -231,7 +231,7 @@ class Scheduler:
         )
 
     def _fit(self, row: SequenceState) -> None:
-        """Room for what the row feeds next; without it, it waits in the queue."""
+        """Allocates room for what the row feeds next; if there is none, it waits in the queue."""
         assert row.request is not None
         wanted = len(row.own) + len(row.feed)
         generous = wanted + min(row.request.remaining, _HEADROOM)

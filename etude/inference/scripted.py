@@ -19,7 +19,7 @@ Script = Callable[[str, list[int], int], "list[int] | Exception"]
 
 @ENGINES.register("scripted")
 class ScriptedEngine:
-    """`script(request_id, prompt_ids, turn)` gives the ids of a turn, or an exception to raise; `latency` in seconds."""
+    """`script(request_id, prompt_ids, turn)` returns the ids of a turn, or an exception to raise; `latency` in seconds."""
 
     def __init__(self, script: Script, latency: float = 0.0) -> None:
         self._script, self._latency = script, latency
@@ -30,11 +30,11 @@ class ScriptedEngine:
         self.closed: list[str] = []
 
     def open(self, request_ids: Sequence[str]) -> None:
-        """Remembers the trajectories in `opened`."""
+        """Records the trajectories in `opened`."""
         self.opened += request_ids
 
     def close(self, request_id: str) -> None:
-        """Remembers the trajectory in `closed`."""
+        """Records the trajectory in `closed`."""
         self.closed.append(request_id)
         self._turns.pop(request_id, None)
 
@@ -49,7 +49,7 @@ class ScriptedEngine:
         """The next entry of the script.
 
         Raises:
-            EngineError: the script gave an exception.
+            EngineError: the script returned an exception.
         """
         params = SamplingParams.of(sampling_params)
         await asyncio.sleep(self._latency)
@@ -64,16 +64,16 @@ class ScriptedEngine:
         return TokenOutput(ids, [0.0] * len(ids), reason, [self._version] * len(ids))
 
     async def abort(self, request_id: str) -> None:
-        """Nothing is under way that could be aborted."""
+        """Nothing is ever in flight."""
 
     async def pause(self) -> None:
         """Nothing runs between requests."""
 
     async def resume(self) -> None:
-        """Nothing was stopped."""
+        """Nothing was paused."""
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Only the version number means anything here."""
+        """Only the version number is used."""
         self._version = version
 
     def metrics(self) -> Metrics:

@@ -1,7 +1,7 @@
 """A trajectory as the native engine sees it: its request, and where its keys and values are.
 
 Invariant: `cached` tokens of the trajectory's context have keys and values: the first `shared` in the prefix, the `own` ones
-behind them in its slot. `feed` is what follows.
+after them in its slot. `feed` is what follows.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from etude.models.image_positions import ImagePositions
 
 @dataclass
 class Request:
-    """What was asked and what has been sampled so far; `limit`: tokens it may get at most.
+    """A request and what has been sampled so far; `limit`: its maximum number of tokens.
 
-    `prompt` is keyed where it shows `images`, see `etude.models.image_positions`.
+    `prompt` is keyed if it has `images`, see `etude.models.image_positions`.
     """
 
     prompt: list[int]
@@ -36,7 +36,7 @@ class Request:
 
     @property
     def remaining(self) -> int:
-        """Tokens it may still get."""
+        """Tokens left to sample."""
         return self.limit - len(self.tokens)
 
     def finish(self, reason: str) -> None:
@@ -64,7 +64,7 @@ class SequenceState:
         return self.prefix is not None and not self.prefix.ready
 
     def context(self) -> list[int]:
-        """The request's prompt and what was sampled behind it."""
+        """The request's prompt and what was sampled after it."""
         assert self.request is not None
         return self.request.prompt + self.request.tokens
 
@@ -79,7 +79,7 @@ class SequenceState:
         return self.shared + own
 
     def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
-        """Gives back what it holds; nothing is cached any more."""
+        """Releases its memory; nothing is cached any more."""
         if self.slot is not None:
             cache.give_back(self.slot)
         if self.prefix is not None:

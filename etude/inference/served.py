@@ -1,11 +1,11 @@
-"""`ServedEngine`: what engines share whose model runs elsewhere, in another process or behind HTTP.
+"""`ServedEngine`: the common part of engines whose model runs elsewhere, in another process or behind HTTP.
 
-It keeps the book of requests under way, and leaves to subclasses how one is asked for, how weights arrive, and how the
-engine is paused. Such an engine has weights of its own (`shares_weights` is False): `update_weights` takes the folder of
-a Hugging Face checkpoint that its process can read.
+It keeps track of requests in flight, and leaves to subclasses how one is sent, how weights arrive, and how the engine is
+paused. Such an engine has its own weights (`shares_weights` is False): `update_weights` takes the folder of a Hugging Face
+checkpoint that its process can read.
 
-Invariant: a trajectory has at most one request under way; when `generate` has returned, raised or been cancelled, or
-the trajectory was closed, nothing is computed for it any more.
+Invariant: a trajectory has at most one request in flight; once `generate` has returned, raised or been cancelled, or the
+trajectory was closed, nothing is computed for it any more.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ class ServedEngine(ABC):
         self._counters = _fresh_counters()
 
     def open(self, request_ids: Sequence[str]) -> None:  # noqa: B027
-        """Nothing is prepared for a trajectory: servers find its earlier turns in their prefix cache."""
+        """Does nothing: servers find a trajectory's earlier turns in their prefix cache."""
 
     def close(self, request_id: str) -> None:
-        """Gives up the trajectory's request, if one is under way; its `generate` returns "aborted"."""
+        """Cancels the trajectory's request, if one is in flight; its `generate` returns "aborted"."""
         if call := self._calls.get(request_id):
             call.task.cancel()
 
@@ -103,14 +103,14 @@ class ServedEngine(ABC):
         self._paused = False
 
     async def update_weights(self, source: Any, version: int) -> None:
-        """Loads new weights between two tokens; what requests under way had computed with the old ones is computed again.
+        """Loads new weights between two tokens; what requests in flight had computed with the old ones is recomputed.
 
         Args:
             source: a checkpoint's folder, readable by the engine's process under the same path.
 
         Raises:
             EngineError: the engine did not take them.
-            ConfigError: `source` is no such folder.
+            ConfigError: `source` is not such a folder.
         """
         if not self._paused:
             await self._pause()
@@ -122,21 +122,21 @@ class ServedEngine(ABC):
                 await self._resume()
 
     def metrics(self) -> Metrics:
-        """Counts since the last call: requests, tokens of prompts, tokens sampled."""
+        """Counts since the last call: requests, prompt tokens, sampled tokens."""
         counters, self._counters = self._counters, _fresh_counters()
         return {**counters}
 
     @abstractmethod
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
-        """One request under the unique `name`; EngineError where it fails."""
+        """One request under the unique `name`; EngineError if it fails."""
 
     @abstractmethod
     async def _abort(self, name: str) -> None:
-        """Ends the request `name`, so that `_ask` returns what there is."""
+        """Ends the request `name`, so that `_ask` returns what it has."""
 
     @abstractmethod
     async def check(self) -> None:
-        """Raises EngineError where the engine is not fit for requests."""
+        """Raises EngineError if the engine cannot take requests."""
 
     @abstractmethod
     async def _pause(self) -> None:
@@ -144,27 +144,27 @@ class ServedEngine(ABC):
 
     @abstractmethod
     async def _resume(self) -> None:
-        """Goes on with them."""
+        """Resumes them."""
 
     @abstractmethod
     async def _load(self, source: Any, version: int) -> None:
-        """Takes new weights while paused, and forgets what was computed with the old ones; EngineError where it fails."""
+        """Takes new weights while paused, and drops what was computed with the old ones; EngineError if it fails."""
 
     async def sleep(self) -> None:  # noqa: B027  (an engine may have nothing to give back)
-        """Gives device memory back until `wake`, where the engine can."""
+        """Releases device memory until `wake`, if the engine can."""
 
     async def wake(self) -> None:  # noqa: B027
-        """Takes back what `sleep` gave."""
+        """Reallocates what `sleep` released."""
 
     async def shutdown(self) -> None:  # noqa: B027
-        """Ends what the engine itself started."""
+        """Ends the processes that the engine itself started."""
 
 
 def checkpoint_folder(source: Any, engine: str) -> str:
-    """`source` as the path that another process is told.
+    """`source` as a path for another process.
 
     Raises:
-        ConfigError: it is no folder of a checkpoint.
+        ConfigError: it is not a checkpoint folder.
     """
     if not isinstance(source, str | Path) or not (Path(source) / "config.json").is_file():
         raise ConfigError(f"the {engine} engine takes weights from a checkpoint's folder, not from {source!r:.80}")

@@ -4,10 +4,10 @@ Written against the request and response types of SGLang 0.5.23 (`srt/managers/i
 http_server.py`): `/generate` takes and returns token ids, `output_token_logprobs` are triples (log-prob, id, text), and
 `weight_versions` in `meta_info` are spans over the output's tokens.
 
-Two things decide what a log-prob means there. SGLang reports the distribution after temperature and *before* top-k and
-top-p; where one of these is on, `return_sampling_mask` asks for the log-probs renormalised over the tokens that could be
+Two things determine what a log-prob means there. SGLang reports the distribution after temperature and *before* top-k and
+top-p; if one of these is on, `return_sampling_mask` requests the log-probs renormalised over the tokens that could be
 drawn, and those are used. And the server's environment must not set SGLANG_RETURN_ORIGINAL_LOGPROB, which would leave
-out the temperature; the probe after a weight sync (`etude.inference.probe`) notices.
+out the temperature; the probe after a weight sync (`etude.inference.probe`) detects that.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from etude.inference.router import one_or_routed
 from etude.inference.served import ServedEngine, checkpoint_folder
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
-_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for a step of the model to end
+_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
 
 
 @ENGINES.register("sglang")
@@ -67,7 +67,7 @@ class SGLangEngine(ServedEngine):
         return checked_output(self._read(answer, restricted), params, version, self._server.url)
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
-        """The parts of a `/generate` response; ids stand in it twice, and must agree."""
+        """The parts of a `/generate` response; it has the ids twice, and they must agree."""
         try:
             meta, ids = answer["meta_info"], answer["output_ids"]
             triples = meta["output_token_logprobs"]
@@ -89,11 +89,11 @@ class SGLangEngine(ServedEngine):
         await self._server.post("/abort_request", {"rid": name}, timeout=_CONTROL_SECONDS)
 
     async def check(self) -> None:
-        """Raises EngineError where the server cannot generate a token."""
+        """Raises EngineError if the server cannot generate a token."""
         await self._server.get("/health_generate")
 
     async def _pause(self) -> None:
-        """Requests stay, without their keys and values, which are computed again after `_resume`."""
+        """Requests stay, without their keys and values, which are recomputed after `_resume`."""
         await self._server.post("/pause_generation", {"mode": "retract"}, timeout=_CONTROL_SECONDS)
 
     async def _resume(self) -> None:
@@ -107,14 +107,14 @@ class SGLangEngine(ServedEngine):
             raise EngineError(f"{self._server.url}{path}: not loaded: {answer.get('message')!r:.200}")
 
     async def sleep(self) -> None:
-        """Gives the GPU's memory back (the server needs --enable-memory-saver)."""
+        """Releases the GPU's memory (the server needs --enable-memory-saver)."""
         await self._server.post("/release_memory_occupation", {}, timeout=_CONTROL_SECONDS)
 
     async def wake(self) -> None:
-        """Takes it again."""
+        """Reallocates it."""
         await self._server.post("/resume_memory_occupation", {}, timeout=_CONTROL_SECONDS)
 
 
 def _number(version: Any) -> int | None:
-    """A version that we named; servers call the weights they started with "default"."""
+    """A version of ours; servers call the weights they started with "default"."""
     return int(version) if str(version).isdecimal() else None

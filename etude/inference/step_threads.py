@@ -1,12 +1,12 @@
-"""How many threads a step of the native engine computes with.
+"""How many threads a step of the native engine uses.
 
-A decode step of a small model is some hundred operators of microseconds each, and threads that meet after every one of
-them cost more than they compute: with two threads a step of 0.1 GFLOP takes twice as long as with one, one of 2 GFLOP as
-long, one of 10 GFLOP three quarters of it (`docs/engines.md` has the table). So small steps run on one thread.
+A decode step of a small model is some hundred operators of microseconds each, and synchronising threads after each costs
+more than they save: with two threads a step of 0.1 GFLOP takes twice as long as with one, one of 2 GFLOP as long, one of
+10 GFLOP three quarters of it (`docs/engines.md` has the table). So small steps run on one thread.
 
-Invariant: what a step computes with depends on its size alone. The bound is a number, not a clock: where matrix products
-round differently by the number of threads, a run that is repeated still computes the same. Two engine threads, of which one
-computes alone for good, leave what the process and its other threads compute with as it is.
+Invariant: a step's thread count depends only on its size. The bound is a number, not a measured time: where matrix products
+round differently by thread count, a repeated run still computes the same. Two engine threads, one of them permanently
+single-threaded, leave the thread count of the process and its other threads unchanged.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ import torch
 R = TypeVar("R")
 
 WORTH_THREADS = 2e9
-"""Floating-point operations from which on a step is shared out among the threads of the process."""
+"""Floating-point operations from which a step uses all threads of the process."""
 
 
 class StepThreads:
-    """Runs the steps of one model, which the caller hands over one after the other."""
+    """Runs the steps of one model, submitted by the caller one at a time."""
 
     def __init__(self, model: Any, device: torch.device) -> None:
         self._shared = self._alone = ThreadPoolExecutor(max_workers=1, thread_name_prefix="etude-engine")
@@ -42,6 +42,6 @@ class StepThreads:
 
 
 def _compute_alone() -> None:
-    """Has this thread compute with itself alone for good."""
+    """Makes this thread permanently single-threaded."""
     torch.set_num_threads(1)
-    torch.get_num_threads()  # a thread takes over the process's number when it first asks: it has asked now
+    torch.get_num_threads()  # a thread adopts the process's number on its first query: do that now

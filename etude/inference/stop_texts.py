@@ -1,7 +1,7 @@
 """`StopTexts`: ends a request at the token with which one of its stop texts is complete.
 
-Invariant: ids are only read, never cut: the token that completes a text is the last one, whatever it holds behind it. A
-text that begins in the prompt does not count, and special tokens are part of what is read.
+Invariant: ids are never cut: the token that completes a text is the last one, even if more text follows in it. A text that
+begins in the prompt does not count, and special tokens are part of the text.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from etude.chat.encoding import plain_backend
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-_TOKENS_PER_CHARACTER = 4  # a character is at most four bytes, and a token at least one
+_TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one
 
 
 class StopTexts:

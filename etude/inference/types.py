@@ -5,8 +5,8 @@ which `token_ids[i]` was drawn (after temperature, top-k and top-p), and `weight
 drew it. For greedy decoding the distribution is a point mass and the log-probs are 0.
 
 An engine knows *trajectories* as well as requests: `open` announces the trajectories of a batch in row order and `close`
-says that one will ask for nothing more. Engines that keep a cache use it to keep a trajectory's keys and values between
-turns; the deterministic mode uses it to know for whom to wait.
+says that one will send no more requests. Engines with a cache use it to keep a trajectory's keys and values between turns;
+the deterministic mode uses it to know which trajectories to wait for.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ class SamplingParams:
         return self._with(seed=seed)
 
     def within(self, tokens: int) -> SamplingParams:
-        """The same with at most `tokens` tokens, which is at least 1."""
+        """The same with at most `tokens` tokens, at least 1."""
         return self if self.max_tokens <= tokens else self._with(max_tokens=tokens)
 
     def _with(self, **changes: int) -> SamplingParams:
-        """Every call of an engine has its own, so what is checked is not checked again."""
+        """A copy without validation: every engine call makes one, and these values were validated."""
         made = object.__new__(SamplingParams)
         made.__dict__.update(self.__dict__, **changes)
         return made
@@ -88,7 +88,7 @@ class TokenOutput:
     log_probs: list[float]
     stop_reason: str
     weight_versions: list[int] = field(default_factory=list)
-    num_preempted: int | None = None  # this and the next are what verl's loops ask for; no engine here says them
+    num_preempted: int | None = None  # this and the next are read by verl's loops; no engine here sets them
     routed_experts: Any = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
 
@@ -121,7 +121,7 @@ class Engine(Protocol):
         ...
 
     def close(self, request_id: str) -> None:
-        """A trajectory will ask for nothing more; what is kept for it may go."""
+        """A trajectory will send no more requests; its cache may be freed."""
         ...
 
     async def abort(self, request_id: str) -> None:
@@ -133,7 +133,7 @@ class Engine(Protocol):
         ...
 
     async def resume(self) -> None:
-        """Goes on after `pause`."""
+        """Resumes after `pause`."""
         ...
 
     async def update_weights(self, source: Any, version: int) -> None:

@@ -1,9 +1,9 @@
 """Slots of the key/value cache as one batch of keys and values, and attention over it.
 
-A batch of slots is seen in place where they lie close together in one slab; a few scattered ones are copied together, from
+A batch of slots is viewed in place if they are close together in one slab; a few scattered ones are copied together, from
 several slabs if need be, because each call of the attention kernel costs more than such a copy.
 
-Invariant: what a view adds to the slots asked for (idle ones between them, places behind their ends) is finite, and masked
+Invariant: what a view adds to the requested slots (idle ones between them, places after their ends) is finite, and masked
 or never read.
 """
 
@@ -20,7 +20,7 @@ from torch import Tensor
 from etude.inference.cache import Slab, Slot
 from etude.models.attention import Scoring, partial_attention, visibility
 
-_FEW = 8  # slots of one slab that are rather copied beside those of another than attended by themselves
+_FEW = 8  # up to so many slots of one slab are copied next to another's rather than attended separately
 _PADDING = 1024  # slots times places that such a copy may add
 _WORTH_COPYING = 12  # slots; with idle ones among them twice those more
 
@@ -33,8 +33,8 @@ def index_tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> Te
 
 
 def batches(items: Iterable[tuple[Slot, int, T]]) -> list[list[tuple[Slot, T]]]:
-    """Groups (slot, tokens seen of it, anything) into what is attended together, slots of a slab in order: slab by slab, the
-    few slots of small groups together."""
+    """Groups (slot, visible tokens, anything) by what is attended together, slots of a slab in order: slab by slab, the few
+    slots of small groups together."""
     slabs: dict[Slab, list[tuple[Slot, int, T]]] = defaultdict(list)
     for item in items:
         slabs[item[0].slab].append(item)
@@ -59,7 +59,7 @@ def batches(items: Iterable[tuple[Slot, int, T]]) -> list[list[tuple[Slot, T]]]:
 
 
 class SlotView:
-    """The first `reach` places of some slots. Slot number i is entry `places[i]` of the batch, of `height` entries."""
+    """The first `reach` places of some slots. Slot i is entry `places[i]` of the batch, of `height` entries."""
 
     def __init__(self, slots: Sequence[Slot], reach: int, device: torch.device) -> None:
         self.reach = reach
@@ -88,7 +88,7 @@ class SlotView:
 
     @property
     def dense(self) -> bool:
-        """Whether every entry of the batch is a slot that was asked for."""
+        """Whether every entry of the batch is a requested slot."""
         return self.height == len(self.places)
 
     def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -114,12 +114,10 @@ class OwnSlots:
     """Rows that feed one token each, over their own slots."""
 
     def __init__(self, slots: Sequence[Slot], starts: Sequence[int], device: torch.device) -> None:
-        """`starts`: the place of each row's token in its slot, the last that it sees."""
+        """`starts`: the place of each row's token in its slot, the last visible one."""
         self._view = SlotView(slots, max(starts) + 1, device)
         self._dtype = slots[0].slab.keys[0].dtype
-        ends = np.zeros(
-            self._view.height, dtype=np.int64
-        )  # idle slots attend to their place 0; nobody reads the result
+        ends = np.zeros(self._view.height, dtype=np.int64)  # idle slots attend to their place 0; the result is not read
         ends[self._view.places] = starts
         self._ends = index_tensor(ends, device)[:, None]
         self._places = None if self._view.dense else index_tensor(self._view.places, device)
@@ -150,15 +148,15 @@ class OwnSlots:
 class SharedPrefixes:
     """Prefixes, each with the rows that see it; the queries of one prefix attend as one product.
 
-    Queries stand in a grid of (prefixes, width), filled up with the first of each prefix: `grid[i]` is the place in the
-    flattened grid of the i-th row of `rows`.
+    Queries form a grid of (prefixes, width), padded with the first of each prefix: `grid[i]` is the index in the flattened
+    grid of the i-th row of `rows`.
     """
 
     def __init__(
         self, parts: Sequence[tuple[Slot, list[int]]], bases: Sequence[int], positions: Tensor, device: torch.device
     ) -> None:
-        """`parts`: slots and the numbers of the rows that see them; `bases`: how many tokens of its prefix each row sees;
-        `positions`: where each row stands in its context."""
+        """`parts`: slots and the indices of the rows that see them; `bases`: how many tokens of its prefix each row sees;
+        `positions`: each row's position in its context."""
         reach = max(bases[row] for _, rows in parts for row in rows)
         self._view = SlotView([slot for slot, _ in parts], reach, device)
         self._width = width = max(len(rows) for _, rows in parts)
@@ -198,7 +196,7 @@ class SharedPrefixes:
         return self._biases[window]
 
     def blind(self, window: int) -> Tensor:
-        """Which entries of the grid see nothing of their prefix any more: (size,) of bool."""
+        """Which entries of the grid no longer see any of their prefix: (size,) of bool."""
         return (self._ends - window >= self._limits - 1).flatten()
 
     def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:

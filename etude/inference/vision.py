@@ -1,10 +1,10 @@
-"""What an engine step needs where contexts show images: ids, rotary positions, and the features of the step's images.
+"""What an engine step needs if contexts have images: ids, rotary positions, and the features of the step's images.
 
-Scheduler, prefixes and cache know keyed ids only (see `etude.models.image_positions`), in which every placeholder is the
+Scheduler, prefixes and cache only see keyed ids (see `etude.models.image_positions`), in which every placeholder is the
 number of its image: what they find equal is equal for the model. Here keyed ids become token ids again.
 
 Invariant: an image's features are computed alone, so they do not depend on which rows share a step, and once for all rows
-that show it as long as it is remembered; nothing is remembered beyond a change of the weights.
+that have it as long as it is cached; nothing is cached across a change of the weights.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from etude.models.vision import ImageFeatures, ShownImages, Vision, image_featur
 
 
 class StepImages:
-    """For the steps of one engine; `most_tokens`: features of how many tokens are remembered beyond a step's own."""
+    """For the steps of one engine; `most_tokens`: how many tokens' features are cached beyond a step's own."""
 
     def __init__(self, model: Any, vision: Vision, most_tokens: int) -> None:
         self._model, self._vision, self._most_tokens = model, vision, most_tokens
@@ -39,7 +39,7 @@ class StepImages:
         self._known.clear()
 
     def token_ids(self, keyed: Tensor) -> Tensor:
-        """Of keyed ids (tokens,) the ids they stand for."""
+        """The token ids of keyed ids (tokens,)."""
         return keyed.masked_fill(keyed < 0, self._vision.image_token_id)
 
     def rotary(self, feeds: Sequence[StepInput], positions: Tensor) -> Tensor:

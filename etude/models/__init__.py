@@ -1,4 +1,4 @@
-"""Models, tokenizers and image processors: loading, saving, the value head, the image part, and the tiny-model factory.
+"""Models, tokenizers and image processors: loading, saving, the value head, the vision part, and the tiny-model factory.
 Nothing here trains."""
 
 from etude.models.loading import (

@@ -1,10 +1,10 @@
-"""Softmax attention over a part of a context, with the normaliser that joins parts.
+"""Softmax attention over a part of a context, with the normaliser that merges parts.
 
-Invariant: `joined(partial over A, partial over B)` is the attention over A and B together. What may be seen is the
-caller's business: it gives a mask.
+Invariant: `joined(partial over A, partial over B)` is the attention over A and B together. Visibility is up to the caller,
+which passes a mask.
 
-The parts of a context are worth telling apart because trajectories of one group share their prompt: its keys are then
-read once for all of them. The rule for joining is the one of flash attention (Dao et al. 2022, arXiv 2205.14135).
+Splitting a context pays because trajectories of one group share their prompt: its keys are then read once for all of them.
+The merge rule is that of flash attention (Dao et al. 2022, arXiv 2205.14135).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Scoring:
 def partial_attention(
     query: Tensor, key: Tensor, value: Tensor, bias: Tensor | None, scoring: Scoring
 ) -> tuple[Tensor, Tensor]:
-    """Attention and its normaliser; the scoring's window is the caller's to put into `bias`.
+    """Attention and its normaliser; the caller puts the scoring's window into `bias`.
 
     Args:
         query: (batch, heads, queries, head_dim); key, value: (batch, heads, keys, head_dim).
@@ -36,7 +36,7 @@ def partial_attention(
 
     Returns:
         (batch, heads, queries, head_dim) and the logarithm of the sum of exponentiated scores, (batch, heads, queries),
-        at least float32. A query that sees nothing gives 0 and an undefined normaliser: see `joined`.
+        at least float32. For a query that sees nothing, 0 and an undefined normaliser: see `joined`.
     """
     if query.device.type == "cpu" and scoring.softcap is None and not torch.is_grad_enabled():
         return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
@@ -53,7 +53,7 @@ def partial_attention(
 
 
 def visibility(mask: Tensor, dtype: torch.dtype) -> Tensor:
-    """What to add to scores: 0 where `mask` is True, the least finite number elsewhere."""
+    """The bias added to scores: 0 where `mask` is True, the smallest finite number elsewhere."""
     return torch.zeros(mask.shape, dtype=dtype, device=mask.device).masked_fill_(~mask, torch.finfo(dtype).min)
 
 
@@ -62,8 +62,8 @@ def joined(first: tuple[Tensor, Tensor], second: tuple[Tensor, Tensor], first_bl
 
     Args:
         first, second: outputs (..., head_dim) and normalisers (...) of `partial_attention`.
-        first_blind: bool, broadcasts to the normalisers: whether the query sees nothing of the first part. Of the second
-            it must see something.
+        first_blind: bool, broadcasts to the normalisers: whether the query sees nothing of the first part. It must see
+            some of the second.
     """
     share = torch.sigmoid(second[1] - first[1])
     if first_blind is not None:

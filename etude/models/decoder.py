@@ -1,12 +1,12 @@
-"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 written down as one function, for inference.
+"""The forward pass of Llama, Mistral, Qwen2 and Qwen3 as one function, for inference.
 
-Transformers spends 0.3 ms and more a pass outside its operators (wrappers of modules, masks that packed attention does not
-read, normalisation in eight operators): nothing in a long pass, a quarter of a decode step with few rows.
+Transformers spends 0.3 ms or more per pass outside its operators (module wrappers, masks that packed attention does not
+read, normalisation in eight operators): negligible in a long pass, a quarter of a decode step with few rows.
 
-Invariant: `PlainDecoder.hidden` is `packed_hidden` of the same model up to float32 rounding, with the parameters as they
-are at the call. A model of which anything is not as in those four classes of Transformers itself (another module in a
-place, a `forward` of its own, hooks, another precision) is left to Transformers: `PlainDecoder.of` gives None, as it does
-where the two differ on probe ids. What is done to the modules later is found by `is_current`, which its holder has to ask.
+Invariant: `PlainDecoder.hidden` is `packed_hidden` of the same model up to float32 rounding, with the parameters at the time
+of the call. A model that differs in anything from those four classes of Transformers itself (a replaced module, a custom
+`forward`, hooks, another precision) is left to Transformers: `PlainDecoder.of` returns None, as it does if the two differ on
+probe ids. Later changes to the modules are detected by `is_current`, which the caller has to check.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _PROBE_BOUND = 1e-3  # relative; matrix products with shortened mantissas (TF32)
 
 @dataclass(frozen=True)
 class _Layer:
-    """The modules of one layer, whose parameters are looked up at each call, and how it attends."""
+    """The modules of one layer, whose parameters are looked up at each call, and its attention scoring."""
 
     before: Any
     query: Any
@@ -55,14 +55,14 @@ class PlainDecoder:
 
     @classmethod
     def of(cls, model: Any) -> PlainDecoder | None:
-        """None: this model, which `enable_packing` has switched, has to run through Transformers."""
+        """None: this model, switched by `enable_packing`, has to run through Transformers."""
         if not _is_plain(model):
             return None
         made = cls(model)
         return made if made._agrees() else None
 
     def is_current(self) -> bool:
-        """Whether the model still consists of the modules that `of` found, and nobody has hooked or patched one."""
+        """Whether the model still consists of the modules that `of` found, none of them hooked or patched."""
         model = self._model
         return model.model is self._body and _is_plain(model) and _layers(model) == self._layers
 
@@ -109,7 +109,7 @@ class PlainDecoder:
 
 
 def _is_plain(model: Any) -> bool:
-    """Whether a model consists of what this file was written for."""
+    """Whether a model consists only of the modules that this file supports."""
     kind = type(model).__name__.removesuffix("ForCausalLM")
     if kind not in _KINDS or not _is_from_transformers(model) or model.config.hidden_act not in ("silu", "swish"):
         return False
@@ -133,7 +133,7 @@ def _is_plain(model: Any) -> bool:
 
 
 def _is_from_transformers(part: Any) -> bool:
-    """Whether this is a class of Transformers' own, and not one that code beside a checkpoint gave the same name."""
+    """Whether this is a class of Transformers itself, and not one with the same name from a checkpoint's code."""
     return type(part).__module__.startswith("transformers.models.")
 
 
@@ -163,7 +163,7 @@ def _layer(layer: Any, config: Any) -> _Layer:
 
 
 def _are(parent: nn.Module, kind: type | str, *names: str) -> bool:
-    """Whether the children of these names are exactly of a class, or of Transformers' class of that name."""
+    """Whether the children with these names are exactly of a class, or of Transformers' class of that name."""
     children = [getattr(parent, name, None) for name in names]
     if isinstance(kind, str):
         return all(type(child).__name__ == kind and _is_from_transformers(child) for child in children)

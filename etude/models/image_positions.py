@@ -1,16 +1,16 @@
-"""The images of one context: where each stands among the token ids, what names it, and the rotary positions it makes.
+"""The images of one context: where each is among the token ids, its key, and the rotary positions it causes.
 
-Invariant: image i stands where the ids hold `tokens` placeholders in a row, in order, and no other placeholder is left; so
-ids and images that do not belong together are refused before anything is computed with them.
+Invariant: image i is where the ids hold `tokens` placeholders in a row, in order, and no other placeholder is left; so ids
+and images that do not belong together are rejected before anything is computed with them.
 
-`keyed` ids tell apart what placeholders hide: each is replaced by a negative number made of its image's digest, the same
-for all placeholders of one image. Contexts whose keyed ids begin alike begin alike for the model too, and may share what
-was computed of that beginning; with two images of equal size they do not.
+`keyed` ids distinguish images behind placeholders: each is replaced by a negative number derived from its image's digest,
+the same for all placeholders of one image. Contexts whose keyed ids share a prefix share it for the model too, and may share
+what was computed for it; contexts with two different images of equal size do not.
 
 Positions are those of Qwen2-VL (Wang et al. 2024, arXiv 2409.12191, section 2.1): three rows, for time, height and width.
 A text token has the same number in each, one above the largest before it. An image's tokens count their place in the grid
-from there, so that n tokens in a grid of h by w advance the text behind them by max(h, w) rather than n. Behind an image
-a token's position is therefore its index plus a constant, which is all that decoding needs (`shift`).
+from there, so that n tokens in a grid of h by w advance the text after them by max(h, w) rather than n. After an image a
+token's position is therefore its index plus a constant, which is all that decoding needs (`shift`).
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etude.models.vision import Vision
 
 @dataclass(frozen=True)
 class PlacedImage:
-    """An image at index `start` of its context; the text behind it has position index + `shift`, before it `before`."""
+    """An image at index `start` of its context; text after it has position index + `shift`, before it `before`."""
 
     image: ImageInput
     start: int
@@ -38,12 +38,12 @@ class PlacedImage:
 
     @property
     def end(self) -> int:
-        """The index behind its last token."""
+        """The index after its last token."""
         return self.start + self.image.tokens
 
 
 class ImagePositions:
-    """Images in the order of their places."""
+    """Images in the order of their positions."""
 
     def __init__(self, placed: Sequence[PlacedImage], merge_size: int) -> None:
         self.placed, self._merge_size = tuple(placed), merge_size
@@ -53,7 +53,7 @@ class ImagePositions:
 
     @classmethod
     def of(cls, ids: Sequence[int], images: Sequence[ImageInput], vision: Vision) -> ImagePositions | None:
-        """Finds where `images` stand among `ids`; None: there are none.
+        """Locates `images` among `ids`; None: there are none.
 
         Raises:
             DataError: placeholders and images do not agree, or the ids hold placeholders of a video.
@@ -79,7 +79,7 @@ class ImagePositions:
         return cls(placed, vision.merge_size) if placed else None
 
     def keyed(self, ids: Sequence[int]) -> list[int]:
-        """`ids` with each placeholder replaced by its image's number, see `key_of`; ids may end anywhere."""
+        """`ids` with each placeholder replaced by its image's key, see `key_of`; ids may end anywhere."""
         keyed = list(ids)
         for each in self.placed:
             end = min(each.end, len(keyed))
@@ -123,12 +123,12 @@ class ImagePositions:
 
 
 def key_of(image: ImageInput) -> int:
-    """What stands for a placeholder of the image among keyed ids: negative, since no token id is."""
+    """The image's placeholder among keyed ids: negative, since no token id is."""
     return -1 - image.digest
 
 
 def _index(ids: Sequence[int], token: int, start: int) -> int:
-    """The first place of `token` from `start` on; behind the last id where there is none."""
+    """The first index of `token` from `start` on; the length of the ids if there is none."""
     try:
         return ids.index(token, start)
     except ValueError:

@@ -1,6 +1,6 @@
 """Loading and saving models and tokenizers in the Hugging Face folder format.
 
-Invariant: what is loaded fits together (every weight is present, every token has an embedding row, the tokenizer can
+Invariant: the loaded parts are consistent (every weight is present, every token has an embedding row, the tokenizer can
 render a chat), or one `ConfigError` names the folder and what to change.
 """
 
@@ -68,8 +68,8 @@ def load_causal_lm(
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
 ) -> PreTrainedModel:
-    """The causal language model of a local folder or hub name, in evaluation mode on `device`; of a vision-language model
-    that is supported (see `etude.models.vision`) the whole.
+    """The causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
+    vision-language model (see `etude.models.vision`) the whole model.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
@@ -110,8 +110,8 @@ def save_pretrained(
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     folder: str | Path,
 ) -> None:
-    """Writes model and tokenizer, or the processor that holds it, so that the loaders here, and any Hugging Face program,
-    read them again.
+    """Writes model and tokenizer, or the processor that contains it, in a form that the loaders here and any Hugging Face
+    program can read.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -129,10 +129,10 @@ def save_pretrained(
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """The precision that a configuration calls `name`.
+    """The dtype that a configuration calls `name`.
 
     Raises:
-        ConfigError: there is none of that name.
+        ConfigError: the name is unknown.
     """
     import torch
 
@@ -149,7 +149,7 @@ def _dtype_name(name: str) -> str:
 
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
-    """A run has a display of its own, which Transformers' bars would tear."""
+    """Disables Transformers' progress bars, which would garble a run's own display."""
     from transformers.utils import logging
 
     shown = logging.is_progress_bar_enabled()
@@ -187,10 +187,10 @@ def _configured_rows(folder: Path) -> int | None:
 
 
 def model_config(path: str | Path) -> dict[str, Any]:
-    """What the config.json of a local folder or hub name says.
+    """The config.json of a local folder or hub name.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: it is missing, or cannot be read.
     """
     from transformers import PretrainedConfig
 
@@ -205,7 +205,7 @@ def _from_pretrained(load: Callable[..., Any], path: str | Path, folder: Path | 
     try:
         with _no_progress_bars():
             return load(target, local_files_only=folder is not None, **options)
-    except Exception as error:  # transformers raises anything from OSError to TypeError for a broken folder
+    except Exception as error:  # transformers may raise anything from OSError to TypeError for a broken folder
         where = "neither a local folder nor a model the hub gives" if folder is None else f"cannot load the {noun}"
         raise ConfigError(f"{target}: {where}: {one_line(error)}") from error
 

@@ -1,9 +1,9 @@
 """Which models may run packed, and the switch.
 
-Invariant: a model that `enable_packing` accepts gives, packed or token by token from kept keys and values, the log-probs
+Invariant: a model that `enable_packing` accepts gives, packed or token by token from cached keys and values, the log-probs
 of its own eager forward. For Transformers' own architectures in `TESTED`, and those in `etude.models.vision.KINDS`, our
 tests prove it; any other, and a class of the same type from elsewhere, is compared here, once, on two short sequences; and
-what is known not to fit is refused by name.
+what is known to be incompatible is rejected by name.
 """
 
 from __future__ import annotations
@@ -83,8 +83,8 @@ def _rope_types(parameters: Any) -> set[str]:
 
 
 class _KeptKeys:
-    """One sequence fed in parts. Keys and values are kept once a layer, as the native engine keeps them: a layer that
-    attends twice finds those of its last time."""
+    """One sequence fed in parts. Keys and values are cached once per layer, as in the native engine: a layer that attends
+    twice finds those of its last call."""
 
     def __init__(self) -> None:
         self.length = self._start = 0
@@ -116,8 +116,8 @@ class _KeptKeys:
 
 @torch.no_grad()
 def _compare(model: Any, kind: str) -> None:
-    """Raises ConfigError when two sequences packed together, or one of them fed in parts whose keys and values are kept, do
-    not get the logits that each has alone."""
+    """Raises ConfigError if two sequences packed together, or one of them fed in parts with cached keys and values, do not
+    get the logits that each has alone."""
     training, device = model.training, next(model.parameters()).device
     rows = model.get_input_embeddings().weight.shape[0]
     ids = (torch.arange(1, 1 + sum(_PROBE_TOKENS)) * 7919 % rows).to(device)
@@ -129,7 +129,7 @@ def _compare(model: Any, kind: str) -> None:
         stepped = [logits_of(model, packed_hidden(model, x, kept.feed(len(x), device), kept)) for x in parts]
         model.set_attn_implementation("eager")
         alone = torch.cat([model(input_ids=part[None], use_cache=False).logits[0] for part in ids.split(_PROBE_TOKENS)])
-    except Exception as error:  # an architecture nobody tried may fail in any way
+    except Exception as error:  # an untested architecture may fail in any way
         failure = f"its packed forward fails with {type(error).__name__}: {one_line(error)}"
     else:
         failure = "" if _close(packed, alone) else "packed sequences get other logits than single ones"

@@ -7,8 +7,8 @@ inference engine has a layout of its own that reads and writes a key/value cache
 
 Invariant: a token's output depends only on tokens of its own sequence at positions up to its own.
 
-Sliding windows and soft-capped scores are computed. A model whose tokens reach each other on another way, or whose
-attention is something else, is refused by `enable_packing` (see `etude.models.packable`) rather than computed wrongly.
+Sliding windows and soft-capped scores are supported. A model whose tokens interact in another way, or with another kind of
+attention, is rejected by `enable_packing` (see `etude.models.packable`) rather than computed wrongly.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _UNKNOWN_ARGUMENTS = ("s_aux", "sinks", "position_bias", "indices", "block_indic
 
 
 class AttentionLayout(Protocol):
-    """Where the sequences of a packed row lie, and how they attend."""
+    """Where the sequences of a packed row are, and how they attend."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, scoring: Scoring) -> Tensor:
         """query (heads, tokens, head_dim), key and value (kv_heads, tokens, head_dim) → (tokens, heads, head_dim)."""
@@ -39,15 +39,15 @@ class AttentionLayout(Protocol):
 
 
 class CausalSequences:
-    """Runs of tokens laid one after another, each continuing from others: a tree of prefixes.
+    """Concatenated runs of tokens, each continuing others: a tree of prefixes.
 
-    A run sees its ancestors, whole, and itself causally. So a beginning that several sequences share is computed once,
-    and its gradient is the sum of theirs. Without ancestors the runs are separate sequences.
+    A run sees all of its ancestors, and itself causally. So a shared prefix of several sequences is computed once, and its
+    gradient is the sum of theirs. Without ancestors the runs are separate sequences.
     """
 
     def __init__(self, lengths: Sequence[int], ancestors: Sequence[Sequence[int]] | None = None) -> None:
-        """`lengths` sum to the token count and are positive; `ancestors[i]` are the numbers of the runs before run i,
-        from the root down, all of them less than i."""
+        """`lengths` sum to the token count and are positive; `ancestors[i]` are the indices of the runs before run i,
+        from the root down, all less than i."""
         self.lengths = list(lengths)
         self.ancestors = [tuple(up) for up in ancestors] if ancestors else [()] * len(self.lengths)
         self.depths = [sum(self.lengths[a] for a in up) for up in self.ancestors]
@@ -126,8 +126,8 @@ AttentionInterface.register(ATTENTION_NAME, packed_attention)
 def packed_hidden(
     model: Any, token_ids: Tensor, position_ids: Tensor, layout: AttentionLayout, shown: ShownImages | None = None
 ) -> Tensor:
-    """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or where images
-    are about (3, 1, tokens); `shown`: the images among the tokens."""
+    """Final hidden states (tokens, hidden) of packed `token_ids` (tokens,) at `position_ids` (1, tokens), or with images
+    (3, 1, tokens); `shown`: the images among the tokens."""
     if shown is not None:
         return hidden_with_images(model, token_ids, position_ids, layout, shown)
     output = model.base_model(input_ids=token_ids[None], position_ids=position_ids, use_cache=False, layout=layout)
@@ -135,10 +135,10 @@ def packed_hidden(
 
 
 def logit_finish(model: Any) -> Callable[[Tensor], Tensor] | None:
-    """What the model does to the product of hidden states and vocabulary matrix, or None: nothing.
+    """What the model does to the product of hidden states and vocabulary matrix; None: nothing.
 
-    Gemma 2 caps its logits, Cohere multiplies and Granite divides them. Of a model that is shown images, the ids that
-    stand for them are left out (see `etude.models.vision`).
+    Gemma 2 caps its logits, Cohere multiplies and Granite divides them. A vision model's image placeholder ids are masked
+    out (see `etude.models.vision`).
     """
     config = model.config.get_text_config()
     cap = getattr(config, "final_logit_softcapping", None)

@@ -1,8 +1,8 @@
-"""The processor of a vision-language model: pictures into patches, and text with as many placeholders as a picture takes.
+"""The processor of a vision-language model: images into patches, and text with as many placeholders as an image needs.
 
-It is Transformers' own processor of the architecture without its part for videos, so that neither that part nor
-torchvision is needed. Pictures are resized by Pillow wherever it runs: the pixel values of a picture depend on nothing
-that happens to be installed. Which architectures there are is `etude.models.vision`'s knowledge.
+It is Transformers' own processor of the architecture without its video part, so that neither that part nor torchvision is
+needed. Images are always resized by Pillow: an image's pixel values do not depend on which packages are installed. The
+supported architectures are listed in `etude.models.vision`.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ VIDEO_FILE = "video_preprocessor_config.json"
 
 
 def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> ProcessorMixin | None:
-    """The processor of a model's folder or hub name; None for a model whose images are not supported, or that has none.
+    """The processor of a model's folder or hub name; None for a text model, or one whose images are not supported.
 
-    Called with `text` and `images` it gives what Transformers' processor gives; `image_processor` and `tokenizer` are its
-    parts, `image_token_id` the placeholder.
+    Called with `text` and `images` it returns what Transformers' processor returns; `image_processor` and `tokenizer` are
+    its parts, `image_token_id` the placeholder.
 
     Raises:
         ConfigError: as `load_tokenizer`; the folder has no image processor, or one that does not fit the model; the
@@ -44,7 +44,7 @@ def load_processor(path: str | Path, *, trust_remote_code: bool = False) -> Proc
     try:
         images = AutoImageProcessor.from_pretrained(name, backend="pil", trust_remote_code=trust_remote_code)
         config, video = AutoConfig.from_pretrained(name), _video_config(name)
-    except Exception as error:  # transformers raises anything for a broken folder
+    except Exception as error:  # transformers may raise anything for a broken folder
         raise ConfigError(
             f"{path}: cannot load the image processor (preprocessor_config.json): {one_line(error)}"
         ) from error
@@ -82,10 +82,10 @@ def make_processor(
 
 
 def image_input(processor: Any, picture: Image) -> ImageInput:
-    """One picture as the model reads it; its size follows the image processor's limits.
+    """One image as the model reads it, resized within the image processor's limits.
 
     Raises:
-        DataError: the image processor refuses it (an aspect ratio above 200, for instance).
+        DataError: the image processor rejects it (an aspect ratio above 200, for instance).
     """
     images = processor.image_processor
     try:
@@ -98,7 +98,7 @@ def image_input(processor: Any, picture: Image) -> ImageInput:
 
 
 def _video_config(name: str) -> dict[str, Any] | None:
-    """The part of the processor that is not used here, for programs that read a checkpoint and want it."""
+    """The part of the processor that is not used here, for other programs that read the checkpoint."""
     from transformers.utils import cached_file
 
     for file, key in ((VIDEO_FILE, None), ("processor_config.json", "video_processor")):
@@ -112,7 +112,7 @@ def _video_config(name: str) -> dict[str, Any] | None:
 
 
 def _processor_class(name: str) -> Any:
-    """Transformers' class `name` with two parts instead of three: which parts it has it reads off `__init__`."""
+    """Transformers' class `name` with two parts instead of three: it infers its parts from `__init__`."""
     import transformers
 
     base = getattr(transformers, name)

@@ -1,8 +1,8 @@
-"""`ImageReader`: pictures to what a vision model takes, and how many tokens they will be before any pixel is looked at.
+"""`ImageReader`: images to a vision model's inputs, and their number of tokens before any pixel is read.
 
-Invariant: `read` gives what `image_input` makes of that picture alone, with as many tokens as `tokens` says of its size.
-Equal pictures give one object for as long as it is remembered, so that the answers to one prompt share its pixels; and a
-file is opened once for all of them. How files are opened, and which may be, is left to the caller.
+Invariant: `read` returns what `image_input` makes of that image alone, with as many tokens as `tokens` says for its size.
+Equal images give one object as long as it is cached, so that the answers to one prompt share its pixels; and a file is
+opened once for all of them. How files are opened, and which may be, is left to the caller.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ if TYPE_CHECKING:
     from etude.images import ImageInput
 
 REMEMBERED_BYTES = 512 * 2**20  # of pixel values
-_NAMES = 4096  # of files, beside the pictures that they hold
+_NAMES = 4096  # file names, in addition to the images
 _LOCKS = 64
 
 
 class ImageReader:
-    """Reads pictures with `processor`; several threads may use it."""
+    """Reads images with `processor`; thread-safe."""
 
     def __init__(self, processor: Any, remembered_bytes: int = REMEMBERED_BYTES) -> None:
         self._processor, self._limit = processor, remembered_bytes
@@ -38,10 +38,10 @@ class ImageReader:
         self._opening = [threading.Lock() for _ in range(_LOCKS)]
 
     def tokens(self, size: tuple[int, int]) -> int:
-        """How many tokens a picture of `size` (width, height) stands for.
+        """The number of tokens of an image of `size` (width, height).
 
         Raises:
-            DataError: the image processor takes no picture of that shape.
+            DataError: the image processor takes no image of that shape.
         """
         images = self._processor.image_processor
         width, height = size
@@ -52,20 +52,20 @@ class ImageReader:
         return int(patches) // int(images.merge_size) ** 2
 
     def read(self, picture: Image) -> ImageInput:
-        """The picture as the model reads it.
+        """The image as the model reads it.
 
         Raises:
-            DataError: the image processor takes no picture of that shape.
-            ConfigError: it makes another number of tokens of a picture than it says.
+            DataError: the image processor takes no image of that shape.
+            ConfigError: it makes another number of tokens than it predicts.
         """
         picture = _in_rgb(picture)
         return self._keyed(_key(picture), picture)
 
     def read_file(self, name: bytes, opened: Callable[[], Image]) -> ImageInput:
-        """The picture that `opened` gives; it is not called where the picture called `name` is remembered.
+        """The image that `opened` returns; it is not called if the image called `name` is cached.
 
         Raises:
-            DataError: as `read`, and whatever `opened` raises.
+            DataError: as `read`, and any that `opened` raises.
         """
         with self._opening[hash(name) % _LOCKS]:  # of several answers to a prompt, the first opens it
             with self._lock:
@@ -97,7 +97,7 @@ class ImageReader:
             name = type(self._processor.image_processor).__name__
             raise ConfigError(f"{name} says {said} tokens of a picture and makes {made.tokens}: it cannot be used")
         with self._lock:
-            if (found := self._known(key)) is not None:  # another thread was quicker
+            if (found := self._known(key)) is not None:  # another thread was faster
                 return found
             self._read[key] = made
             self._held += made.pixel_values.nbytes
@@ -107,7 +107,7 @@ class ImageReader:
 
 
 def _in_rgb(picture: Image) -> Image:
-    return picture if picture.mode == "RGB" else picture.convert("RGB")  # which copies where nothing is to do
+    return picture if picture.mode == "RGB" else picture.convert("RGB")  # convert copies even if there is nothing to do
 
 
 def _key(picture: Image) -> bytes:

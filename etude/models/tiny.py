@@ -1,10 +1,10 @@
-"""The tiny-model factory: a tokenizer and a model (Qwen3 unless said) small enough to train on a CPU in minutes.
+"""The tiny-model factory: a tokenizer and a model (Qwen3 by default) small enough to train on a CPU in minutes.
 
-Invariant: everything is a function of its arguments. The same texts and vocabulary size give the same tokenizer, the
-same spec and tokenizer give the same weights, whatever ran before; the caller's random state is left as it was.
+Invariant: everything depends only on the arguments. The same texts and vocabulary size give the same tokenizer, the same
+spec and tokenizer give the same weights, whatever ran before; the caller's random state is unchanged.
 
-The chat template (`tiny_chat_template.jinja`) writes Qwen's turns with a compact list of tools, because a model of less
-than a million parameters has to read it. The texts the tokenizer learns from are the caller's.
+The chat template (`tiny_chat_template.jinja`) renders Qwen's turns with a compact list of tools, because a model of less
+than a million parameters has to read it. The tokenizer's training texts come from the caller.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _WINDOWED = ("mistral", *_ALTERNATING)
 
 @dataclass(frozen=True)
 class TinyModelSpec:
-    """Sizes and seed of a tiny model; `vocab_size` is the most tokens its tokenizer may have.
+    """Sizes and seed of a tiny model; `vocab_size` is the maximum number of tokens of its tokenizer.
 
     The model's embedding has exactly as many rows as the tokenizer has tokens, so that no id without a text is sampled.
     `architecture` is a model type of Transformers; `sliding_window` counts tokens, None: layers see everything before.
@@ -148,7 +148,7 @@ def build_tiny_model(spec: TinyModelSpec, tokenizer: PreTrainedTokenizerBase) ->
 
 
 def _particulars(spec: TinyModelSpec, head_dim: int) -> dict[str, Any]:
-    """What an architecture's configuration has beyond sizes."""
+    """An architecture's settings other than sizes."""
     keys: dict[str, Any] = {}
     if spec.architecture != "gemma3_text":  # that one has a rotary embedding for each kind of layer, with defaults
         keys["rope_parameters"] = {"rope_type": "default", "rope_theta": 10000.0}

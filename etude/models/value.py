@@ -1,7 +1,7 @@
 """`ValueModel`: a language model's body with a scalar head, one value for every position.
 
-Invariant: a head that was never trained gives exactly 0 everywhere, so a fresh critic says nothing rather than noise.
-On disk it is an ordinary model folder plus `value_head.safetensors`; the loss and its masks belong to others.
+Invariant: an untrained head returns exactly 0 everywhere, so a fresh critic adds no noise. On disk it is an ordinary model
+folder plus `value_head.safetensors`; the loss and its masks are elsewhere.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class ValueModel(nn.Module):
         self.backbone.gradient_checkpointing_enable(**kwargs)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the backbone as a model folder and the head beside it."""
+        """Writes the backbone as a model folder and the head next to it."""
         from safetensors.torch import save_file
 
         self.backbone.save_pretrained(folder)

@@ -1,11 +1,11 @@
-"""The image part of a vision-language model: its vision tower, and where the features it makes enter the language model.
+"""The vision part of a vision-language model: its vision tower, and where its features enter the language model.
 
-An image's features are a function of its pixel values and the weights alone. They replace the embeddings of the image's
-placeholders, and in Qwen3-VL some more are added to the hidden states behind the first layers (DeepStack, Meng et al. 2024,
+An image's features depend only on its pixel values and the weights. They replace the embeddings of the image's
+placeholders, and in Qwen3-VL more are added to the hidden states after the first layers (DeepStack, Meng et al. 2024,
 arXiv 2406.04334). The tower runs with Transformers' own attention; only the language model is packed.
 
-Placeholders are never sampled: engine and trainer both leave them out of the distribution (`etude.models.packed`), because
-one without an image means nothing and would put images and placeholders out of step from there on.
+Placeholders are never sampled: engine and trainer both mask them out of the distribution (`etude.models.packed`), because
+one without an image is meaningless and would put images and placeholders out of sync from there on.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from etude.errors import ConfigError
 from etude.images import ImageInput
 
 KINDS = {"qwen2_vl": "Qwen2VLProcessor", "qwen2_5_vl": "Qwen2_5_VLProcessor", "qwen3_vl": "Qwen3VLProcessor"}
-"""Model types whose images are supported, with Transformers' class of their processor."""
+"""Model types whose images are supported, with Transformers' processor class."""
 
 
 @dataclass(frozen=True)
 class Vision:
-    """How a model shows images: the ids that stand for them, and how many patches a side make one token."""
+    """A model's image format: the placeholder ids, and how many patches per side make one token."""
 
     image_token_id: int
     video_token_id: int
@@ -34,7 +34,7 @@ class Vision:
 
     @classmethod
     def of(cls, config: Any) -> Vision | None:
-        """Of a model's configuration; None where images are not supported: a text model, or one of another type."""
+        """From a model's configuration; None if images are not supported: a text model, or one of another type."""
         if config.model_type not in KINDS:
             return None
         return cls(config.image_token_id, config.video_token_id, config.vision_config.spatial_merge_size)
@@ -42,22 +42,22 @@ class Vision:
 
 @dataclass(frozen=True)
 class ImageFeatures:
-    """`embedding` (tokens, hidden) for the placeholders; `deep`: what is added behind the first layers, each alike."""
+    """`embedding` (tokens, hidden) for the placeholders; `deep`: added after the first layers, each of the same shape."""
 
     embedding: Tensor
     deep: tuple[Tensor, ...] = ()
 
     def part(self, begin: int, end: int) -> ImageFeatures:
-        """Those of the tokens [begin, end)."""
+        """The features of the tokens [begin, end)."""
         return ImageFeatures(self.embedding[begin:end], tuple(each[begin:end] for each in self.deep))
 
     def rows(self, index: Tensor) -> ImageFeatures:
-        """Those of the tokens `index`; one that stands there twice gets the sum of both gradients, in a fixed order."""
+        """The features of the tokens `index`; a duplicate gets the sum of both gradients, in a fixed order."""
         return ImageFeatures(self.embedding.index_select(0, index), tuple(d.index_select(0, index) for d in self.deep))
 
     @classmethod
     def joined(cls, parts: Sequence[ImageFeatures]) -> ImageFeatures:
-        """Those of several images or parts of them, one after another."""
+        """The features of several images or parts of them, concatenated."""
         if len(parts) == 1:
             return parts[0]
         deep = tuple(torch.cat(each) for each in zip(*(part.deep for part in parts)))
@@ -66,7 +66,7 @@ class ImageFeatures:
 
 @dataclass(frozen=True)
 class ShownImages:
-    """Features at `places` (tokens,) of a packed row; no place stands twice."""
+    """Features at `places` (tokens,) of a packed row; places are unique."""
 
     places: Tensor
     features: ImageFeatures
@@ -102,7 +102,7 @@ def hidden_with_images(model: Any, token_ids: Tensor, position_ids: Tensor, layo
 
 
 def no_images(config: Any) -> ConfigError:
-    """Why images cannot be shown to a model with this configuration."""
+    """Why a model with this configuration does not take images."""
     if getattr(config, "vision_config", None) is None:
         return ConfigError(f"model type '{config.model_type}' reads text only: it cannot be shown images")
     known = ", ".join(KINDS)

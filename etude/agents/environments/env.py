@@ -1,10 +1,10 @@
-"""`Env`: RL-Factory's environment: what happens between the model's turns, and what they are worth.
+"""`Env`: RL-Factory's environment: what happens between the model's turns, and their rewards.
 
-A subclass in a file of the user's, registered with `@register_env("name")` and chosen by `actor_rollout_ref.env.name`,
-overrides what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`.
+A subclass in a user's file, registered with `@register_env("name")` and chosen by `actor_rollout_ref.env.name`, overrides
+what it needs: `step`, `get_step_reward`, `_compute_score_with_rules`, `verify_tool`.
 
-Invariant: an Env is shared by all trajectories of a process; what belongs to one of them is kept in its tools. `step`
-takes a batch; an agent loop calls it with a batch of one, the synchronous form with all trajectories at once.
+Invariant: an Env is shared by all trajectories of a process; per-trajectory state is kept in its tools. `step` takes a
+batch; an agent loop calls it with a batch of one, the lockstep form with all trajectories at once.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ Step = tuple[list[Any], list[bool], list[int], list[int]]
 
 
 class Env:
-    """Base of all environments, itself complete: it runs the tools that are called and ends with an answer.
+    """Base of all environments, usable as it is: it runs the called tools and ends with an answer.
 
     Attributes:
         config: the section `actor_rollout_ref.env` as a mapping.
         tool_manager: reads responses and runs their tools.
-        use_verify_tool: whether `verify_tool` is asked before a score is computed.
+        use_verify_tool: whether `verify_tool` is called before a score is computed.
         use_process_reward: whether `get_step_reward` counts, at the token where each turn ends.
     """
 
@@ -58,12 +58,12 @@ class Env:
         """What happens after each response of a batch.
 
         Returns:
-            next_obs: what the model sees next: the result of `tool_manager.get_prompt`, a list of messages, or a plain
-                text, which becomes a user message; "" where a trajectory is over.
-            dones, valid_action, is_tool: one a response.
+            next_obs: what the model sees next: the result of `tool_manager.get_prompt`, a list of messages, or a text,
+                which becomes a user message; "" if a trajectory is over.
+            dones, valid_action, is_tool: one per response.
 
         Raises:
-            InfrastructureError: the world broke; the trajectory is retried from fresh state.
+            InfrastructureError: infrastructure failed; the trajectory is retried from fresh state.
         """
         return self.observed(*self.tool_manager.execute_actions(responses=responses), tokenizer)
 
@@ -96,7 +96,7 @@ class Env:
         asked: dict[str, Any] = {"input_data": result, "tokenizer": tokenizer, "mode": "tool_call"}
         shown = self.tool_manager.get_prompt(**asked, add_generation_prompt=True)
         if isinstance(shown, str) and not isinstance(shown, RenderedPrompt):
-            # An override rendered it by itself: where it wrote what the template writes, the messages are known.
+            # An override rendered it by itself: if the text is the template's, the messages are known.
             plain = ToolManager.get_prompt(self.tool_manager, **asked, add_generation_prompt=True)
             return plain if plain == shown else shown
         return shown
@@ -104,13 +104,13 @@ class Env:
     # -- rewards ---------------------------------------------------------------------------------------------------
 
     def get_step_reward(self, responses: Sequence[str], format_score: float = 0.1) -> list[float]:
-        """One reward a response, where `use_process_reward`; NaN for none."""
+        """One reward per response, if `use_process_reward`; NaN for none."""
         return [1.0] * len(responses)
 
     def verify_tool(
         self, data_source: str, solution_str: str, ground_truth: Any, extra_info: Mapping[str, Any] | None
     ) -> Any:
-        """A judgement of the whole response by a tool of the user's, where `use_verify_tool`; it is found under
+        """A verdict on the whole response by a user's tool, if `use_verify_tool`; it is stored under
         `reward_model.ground_truth['verified_results']` when the score is computed."""
         raise NotImplementedError(f"{type(self).__name__} sets use_verify_tool and does not define verify_tool")
 
@@ -126,7 +126,7 @@ class Env:
         """Scores of each row of `data`: those of its turns, if any, and last the final one.
 
         Raises:
-            ConfigError: a worker group of a judge is handed in: a judge is a reward manager here.
+            ConfigError: a judge's worker group is passed: a judge is a reward manager here.
         """
         if reward_rollout_wg is not None:
             raise ConfigError("a judge model is a reward manager here: see reward_model in the documentation")

@@ -1,9 +1,9 @@
 """`LockStep`: the synchronous form of environments: all trajectories in flight step together, in one batch.
 
 RL-Factory's `generate_sequences_loop` generates for all, steps the environment once with all responses, and generates
-again; with `rollout.mode=sync` this is what happens here, too, whatever each trajectory costs the others in waiting.
+again; `rollout.mode=sync` does the same here, however long trajectories then wait for each other.
 
-Invariant: a batch is stepped once every trajectory that has joined and not left has handed in its turn; each gets its own
+Invariant: a batch is stepped once every trajectory that has joined and not left has submitted its turn; each gets its own
 entry of the result, or the exception that the step raised.
 """
 
@@ -26,16 +26,16 @@ class LockStep:
         self._running: set[asyncio.Task[None]] = set()
 
     def join(self) -> None:
-        """One more trajectory whose turns are waited for."""
+        """Adds a trajectory whose turns are waited for."""
         self._members += 1
 
     def leave(self) -> None:
-        """One less; the others may be complete now."""
+        """Removes one; the others may be complete now."""
         self._members -= 1
         self._go_if_complete()
 
     async def step(self, turn: Any, steps: Steps) -> Any:
-        """Hands a turn in and waits for its entry of `await steps(all turns)`."""
+        """Submits a turn and waits for its entry of `await steps(all turns)`."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         entry = (turn, future)
         self._waiting.append(entry)

@@ -5,7 +5,8 @@ interface) and a `TextEnv` (Gymnasium's) are both driven here; tools run in the 
 
 Invariant: as in `tool_agent`: the context is the prompt followed by the segments, token for token; an observation is
 appended as messages through the chat template, never as text that has to be found again. Every turn is sampled. The
-environment's reward is where the turn ended; its final score is the trajectory's, unless a reward manager gives one.
+environment's step reward is placed where the turn ended; its final score is the trajectory's, unless a reward manager
+gives one.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ _threads = BlockingCalls("etude-env", limit=64)
 
 @dataclass(frozen=True)
 class Environment:
-    """The environment of a run: an `Env`, or what makes a `TextEnv` for each trajectory.
+    """The environment of a run: an `Env`, or the factory of a `TextEnv` per trajectory.
 
     `timeout` in seconds for each call of its methods; `lockstep` joins the steps of all trajectories in flight.
     """
@@ -54,13 +55,13 @@ class Environment:
 
     @property
     def tools(self) -> Mapping[str, BaseTool]:
-        """The tools of an `Env`'s manager, those that it made itself among them."""
+        """The tools of an `Env`'s manager, including those that it created itself."""
         return self.target.tool_manager.all_tools if isinstance(self.target, Env) else {}
 
 
 @dataclass(frozen=True)
 class Observed:
-    """What the environment made of a turn: the messages to show, whether it is over, the turn's reward (None: none)."""
+    """The environment's reaction to a turn: the messages to show, whether it is over, the turn's reward (None: none)."""
 
     messages: list[dict[str, Any]]
     over: bool
@@ -91,7 +92,7 @@ class EnvAgentLoop(ToolAgentLoop):
         """The environment, which scores the trajectory at its end.
 
         Raises:
-            EtudeError: the environment raised something that is not infrastructure, or observed control tokens.
+            EtudeError: the environment raised a non-infrastructure error, or returned control tokens as observation.
         """
         environment = self.context.environment
         if environment is None:
@@ -128,10 +129,10 @@ class EnvAgentLoop(ToolAgentLoop):
         return self.feed_back(data, observed.messages)
 
     def as_messages(self, observation: Any, said: str = "") -> list[dict[str, Any]]:
-        """An observation as messages; control tokens that the model itself spelled out (`said`) may be repeated to it.
+        """An observation as messages; it may repeat control tokens that the model itself spelled out (`said`).
 
         Raises:
-            EtudeError: it is neither text nor messages, or text that spells other control tokens out.
+            EtudeError: it is neither text nor messages, or text that spells out other control tokens.
         """
         if isinstance(observation, RenderedPrompt):
             return observation.messages
@@ -155,8 +156,8 @@ class EnvStage:
         self._joined = False
 
     async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
-        """Takes its place where the steps of all trajectories go together; one that is run again steps alone, so that
-        what broke it does not break the others again."""
+        """Joins the lockstep of all trajectories; one that is retried steps alone, so that its failure does not break the
+        others again."""
         if self._environment.lockstep is not None and not row.get("attempt"):
             self._environment.lockstep.join()
             self._joined = True
@@ -187,9 +188,9 @@ class EnvStage:
         return Observed([] if over else self._loop.as_messages(observation, text), over, reward)
 
     async def _steps(self, asked: Sequence[tuple[str, Turn]]) -> list[tuple[Any, bool] | BaseException]:
-        """(observation, over) of each of several trajectories' turns, or what broke it.
+        """(observation, over) of each of several trajectories' turns, or its exception.
 
-        A user's own step gets them as one batch, and what it raises breaks them all.
+        A user's own step gets them as one batch, and an exception in it fails them all.
         """
         if _steps_itself(self._env):
             return [*await self._batch(asked, self._env.step, limited=True)]
@@ -212,7 +213,7 @@ class EnvStage:
             ) from error
 
     async def score(self, data: Conversation, row: dict[str, Any]) -> float | None:
-        """The environment's final score, where it has rules for one."""
+        """The environment's final score, if it has rules for one."""
         if not self._env.scores:
             return None
         return await _called(
@@ -220,7 +221,7 @@ class EnvStage:
         )
 
     async def close(self) -> None:
-        """Leaves its place."""
+        """Leaves the lockstep."""
         if self._joined and self._environment.lockstep is not None:
             self._environment.lockstep.leave()
 
@@ -233,7 +234,7 @@ class TextStage:
         self._env: Any = None
 
     async def begin(self, data: Conversation, row: dict[str, Any]) -> str:
-        """Makes the environment and resets it; its first observation."""
+        """Creates the environment and resets it; returns its first observation."""
         data.tool_schemas = []
         make: Any = self._environment.target
         self._env = await _called(self._environment, "__init__", make)
@@ -267,7 +268,7 @@ class TextStage:
         return None
 
     async def close(self) -> None:
-        """Closes the environment, if it was made; a failure costs nothing."""
+        """Closes the environment, if it was created; a failure has no consequence."""
         closing = getattr(self._env, "close", None)
         if closing is not None:
             try:
@@ -277,7 +278,7 @@ class TextStage:
 
 
 def _steps_itself(env: Env) -> bool:
-    """Whether the user's class takes part in a step's running of tools, which then has a thread and batches."""
+    """Whether the user's class overrides part of a step's tool execution, which then runs in a thread and in batches."""
     manager = type(env.tool_manager)
     return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
 
@@ -294,10 +295,10 @@ def _stage_of(loop: EnvAgentLoop, environment: Environment) -> Stage:
 async def _called(
     environment: Environment, method: str, function: Any, *args: Any, limited: bool = True, **kwargs: Any
 ) -> Any:
-    """What the user's method returns: awaited, or from a thread, within `timeout`.
+    """The user's method's return value: awaited, or from a thread, within `timeout`.
 
     Raises:
-        InfrastructureError: it raised one, or took too long.
+        InfrastructureError: it raised one, or timed out.
         EtudeError: it raised anything else.
     """
     try:

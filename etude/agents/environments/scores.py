@@ -15,10 +15,10 @@ from etude.trajectory import Trajectory
 
 
 def environment_score(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> float:
-    """The last of the scores that `env.compute_score` gives the trajectory.
+    """The last score that `env.compute_score` returns for the trajectory.
 
     Raises:
-        EtudeError: it gives none.
+        EtudeError: it returns none.
     """
     row = dict(row)
     if env.use_verify_tool:

@@ -18,7 +18,7 @@ def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lock
     """The environment that `options` name, with the run's configured `tools`; None without a name.
 
     Raises:
-        ConfigError: there is none of that name, or it cannot be made.
+        ConfigError: there is none with that name, or it cannot be created.
     """
     if not options.chosen:
         return None
@@ -29,9 +29,9 @@ def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lock
             env = found({**asdict(options), "_tools": tools})
         except ConfigError:
             raise
-        except Exception as error:  # whatever a user's constructor raises is theirs to read
+        except Exception as error:  # a user's constructor may raise anything
             raise ConfigError(f"environment '{name}': {type(error).__name__}: {one_line(error)}") from error
         return Environment(name, env, options.timeout, LockStep() if lockstep else None)
     if not is_gym_shaped(found):
-        raise ConfigError(f"environment '{name}' is neither an Env nor has it the methods reset and step")
+        raise ConfigError(f"environment '{name}' is neither an Env nor a class with the methods reset and step")
     return Environment(name, found, options.timeout)

@@ -1,13 +1,12 @@
-"""`ToolManager`: RL-Factory's reading and running of the tools that responses call.
+"""`ToolManager`: RL-Factory's class that parses responses and runs the tools they call.
 
     parse_response → ("answer", text) | ("actions", [{"name", "args"}, …])
     execute_actions(responses) → (actions, results)
 
-A subclass overrides whichever of its methods it likes: none is passed over by the loop.
+A subclass may override any of its methods: the loop bypasses none.
 
-Invariant: a tool runs through a `ToolSession`, with its limits and lifecycle: that of the trajectory at hand where an
-agent loop has bound one, else one that lasts for the call. A response is one turn: its tools run at the same time and are
-answered in order.
+Invariant: a tool runs through a `ToolSession`, with its limits and lifecycle: the current trajectory's if an agent loop has
+bound one, else one that lasts for the call. A response is one turn: its tools run concurrently and are answered in order.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ _THREAD_SECONDS = 600.0  # of a synchronous `step` that waits for its tools
 
 @dataclass(frozen=True)
 class Turn:
-    """A trajectory's turn in hand, which the loop that rolls it out binds."""
+    """A trajectory's current turn, bound by its agent loop."""
 
     session: ToolSession
     number: int
@@ -58,7 +57,7 @@ def bound(turns: Sequence[Turn]) -> Iterator[None]:
 
 
 class RenderedPrompt(str):
-    """Text as a chat template renders it, with the messages behind it: a loop appends those, token for token."""
+    """Text as a chat template renders it, with its messages: a loop appends those, token for token."""
 
     messages: list[dict[str, Any]]
 
@@ -80,7 +79,7 @@ class ToolManager:
     """
 
     def __init__(self, verl_config: Mapping[str, Any], tools: Mapping[str, BaseTool] | None = None) -> None:
-        """`tools` are those that the run has configured already; without them `config_path` is read."""
+        """`tools` are those that the run has already configured; without them `config_path` is read."""
         self.verl_config = verl_config
         self.tool_map: dict[str, BaseTool] = {}
         self.functions: list[dict[str, Any]] = []
@@ -95,19 +94,19 @@ class ToolManager:
             self._init_tool(tool)
 
     def _init_tool(self, tool: BaseTool | str | Mapping[str, Any]) -> None:
-        """Adds a tool: an object, the name of a registered one, or an item as in `mcp_tools.pydata`."""
+        """Adds a tool: an object, a registered name, or an item as in `mcp_tools.pydata`."""
         made = [tool] if isinstance(tool, BaseTool) else _described(tool)
         for each in made:
             self.tool_map[each.name] = each
             self.functions.append(each.get_openai_tool_schema().to_openai()["function"])
 
     def get_tool(self, name_or_short_name: str) -> BaseTool | None:
-        """The tool of that name, or the first one of a server whose own name it is (`query_rag` of `search-query_rag`)."""
+        """The tool with that name, or the first server tool with that own name (`query_rag` of `search-query_rag`)."""
         name = self.full_name(name_or_short_name)
         return self.tool_map.get(name)
 
     def full_name(self, name_or_short_name: str) -> str:
-        """The name in `tool_map` that is meant; the given one where there is none."""
+        """The matching name in `tool_map`; the given one if there is none."""
         if name_or_short_name in self.tool_map:
             return name_or_short_name
         matches = (name for name in self.tool_map if name.endswith(f"-{name_or_short_name}"))
@@ -121,7 +120,7 @@ class ToolManager:
     # -- reading ---------------------------------------------------------------------------------------------------
 
     def parse_response(self, response_content: str) -> tuple[str, str | Called]:
-        """("answer", the answer) or ("actions", the tools called); a response without either is its own answer."""
+        """("answer", the answer) or ("actions", the called tools); a response with neither is its own answer."""
         if self.parse_end_flag(response_content):
             return ANSWER, final_answer(response_content) or response_content
         tools = self.parse_tools(response_content)
@@ -132,19 +131,19 @@ class ToolManager:
         return final_answer(response_content) is not None
 
     def parse_tools(self, response: str) -> str | Called:
-        """The tools called, each `{"name", "args"}`; one that cannot be read is `<empty>`. The response, if none is."""
+        """The called tools, each `{"name", "args"}`; a malformed one is `<empty>`. The response, if there are none."""
         return read_tools(response) or response
 
     # -- running ---------------------------------------------------------------------------------------------------
 
     def execute_actions(self, responses: Sequence[str]) -> tuple[list[str], list[Any]]:
-        """Parses and runs a batch of responses, all of them at the same time.
+        """Parses and runs a batch of responses, all concurrently.
 
         Returns:
             The actions and, for each, the answer (a text) or the tools' messages.
 
         Raises:
-            InfrastructureError: a tool is broken.
+            InfrastructureError: a tool had an infrastructure failure.
         """
         actions, tools = self.parsed(responses)
         turns = _TURNS.get()
@@ -164,7 +163,7 @@ class ToolManager:
         return [action for action, _ in pairs], [what for _, what in pairs]
 
     async def execute_all_tools(self, actions: Sequence[str], tool_list: Sequence[Any]) -> list[Any]:
-        """The results of all responses, which run at the same time."""
+        """The results of all responses, run concurrently."""
         turns: Sequence[Turn | None] = _TURNS.get() or [None] * len(actions)
         if len(turns) != len(actions):
             raise ValueError(f"{len(actions)} responses for the {len(turns)} trajectories at hand")
@@ -200,11 +199,11 @@ class ToolManager:
         return ToolOutcome(FunctionCall(name=name, arguments=args), turn, response, error=error)
 
     def result_text(self, outcome: ToolOutcome) -> str:
-        """What the model reads of a tool that ran or refused the call."""
+        """The model's view of a tool that ran or rejected the call."""
         return outcome.response.text or ""
 
     def missing_text(self, name: str) -> str:
-        """What the model reads of a tool that there is not."""
+        """The model's view of a tool that does not exist."""
         if name == EMPTY_TOOL["name"]:
             example = '{"name": "...", "arguments": {...}}'
             return f"The tool call was not read: write <tool_call>{example}</tool_call>."
@@ -224,10 +223,10 @@ class ToolManager:
         Args:
             input_data: one message, a list of them, or a text: the user's in mode `initial`, the tool's in mode
                 `tool_call`, the assistant's in mode `assistant_response`.
-            mode: `initial` renders a whole prompt with the tools; the other two what follows a conversation.
+            mode: `initial` renders a whole prompt with the tools; the other two render the continuation of a conversation.
 
         Raises:
-            ConfigError: there is no such mode.
+            ConfigError: an unknown mode.
         """
         roles = {"initial": "user", "tool_call": "tool", "assistant_response": "assistant"}
         if mode not in roles:
@@ -247,7 +246,7 @@ class ToolManager:
                 base.append({"role": "assistant", "content": "."})
                 try:
                     render([*base, *messages])
-                except Exception:  # a template raises whatever it likes: this one wants answers to calls
+                except Exception:  # a template may raise anything: this one requires calls before answers
                     shown = [dict(message) for message in Stub.CALLS.answers_to(messages)]
                     base[1:] = map(dict, Stub.CALLS.before(shown))
             whole = render([*base, *shown], add_generation_prompt=add_generation_prompt)
@@ -261,12 +260,12 @@ register_tool_manager = TOOL_MANAGERS.register
 
 @register_tool_manager("adaptive", "qwen3", "qwen2_5", "llama3")
 class QwenManager(ToolManager):
-    """RL-Factory's manager: `<tool_call>` blocks of JSON5, `<answer>` ends. The chat template says how they look, so that
-    one manager serves every family of models."""
+    """RL-Factory's manager: `<tool_call>` blocks of JSON5, `<answer>` ends. The chat template determines their format, so
+    one manager serves every model family."""
 
 
 def _as_tool(name: str, tool: Any) -> BaseTool:
-    """What an own `_build_tools` put into `tool_map`: an object in Qwen-Agent's shape will do."""
+    """An entry that a subclass's `_build_tools` put into `tool_map`: an object with Qwen-Agent's interface will do."""
     if isinstance(tool, BaseTool):
         return tool
     if callable(getattr(tool, "call", None)):

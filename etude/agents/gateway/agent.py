@@ -1,11 +1,11 @@
-"""A user's agent as a call: `run(client, row)` or `run(base_url, api_key, row)`, asynchronous or not, or a command.
+"""A user's agent as a call: `run(client, row)` or `run(base_url, api_key, row)`, async or not, or a command.
 
-Parameters are given by name, as many as are declared: `row` (the data row), `client` (`openai.AsyncOpenAI`, for a function
-that is not asynchronous `openai.OpenAI`), `base_url`, `api_key`, `model`. What comes back is None or the agent's reward.
+Parameters are passed by name, only those that are declared: `row` (the data row), `client` (`openai.AsyncOpenAI`, or
+`openai.OpenAI` for a sync function), `base_url`, `api_key`, `model`. The return value is None or the agent's reward.
 
-Invariant: an agent is checked when it is named, not when it first runs. A function that is not asynchronous runs in a
-thread; a command runs in a process group of its own, which does not outlive its trajectory, and inherits nothing of the
-environment but what programs need to start.
+Invariant: an agent is checked when it is configured, not when it first runs. A sync function runs in a thread; a command
+runs in its own process group, which does not outlive its trajectory, and inherits only the environment variables that
+programs need to start.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ MODEL = "policy"
 PARAMETERS = ("row", "client", "base_url", "api_key", "model")
 _INHERITED = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "VIRTUAL_ENV", "PYTHONPATH", "SYSTEMROOT")
 _MOST_OUTPUT = 64 << 10  # bytes kept of what a command prints
-_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # this machine's trouble, not the command's
+_SCARCE = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # this machine's fault, not the command's
 _LOOK_SECONDS = 0.2
 _DRAIN_SECONDS = 1.0
 _threads = BlockingCalls(
@@ -56,10 +56,10 @@ class Agent(Protocol):
 
 
 class FunctionAgent:
-    """A function of the user's.
+    """A user's function.
 
     Raises:
-        ConfigError: it is no function, or wants parameters that nobody gives.
+        ConfigError: it is not a function, or has unknown parameters.
     """
 
     def __init__(self, function: Callable[..., Any]) -> None:
@@ -101,15 +101,15 @@ def _wanted(function: Callable[..., Any], name: str) -> list[str]:
 
 
 class CommandFailed(EtudeError):
-    """An agent's program ended with another status than 0."""
+    """An agent's program exited with a nonzero status."""
 
 
 class CommandAgent:
-    """A program: the row as JSON on its stdin, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. A last
-    line of its stdout that is a number is the reward. What it started ends with it.
+    """A program: the row as JSON on its stdin, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. If
+    the last line of its stdout is a number, it is the reward. Its child processes end with it.
 
     Raises:
-        ConfigError: there is no such program.
+        ConfigError: the program does not exist.
     """
 
     def __init__(self, command: Sequence[str]) -> None:
@@ -127,7 +127,7 @@ class CommandAgent:
 
         Raises:
             EtudeError: the program cannot be started.
-            CommandFailed: it ends with another status than 0.
+            CommandFailed: it exits with a nonzero status.
         """
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
@@ -162,7 +162,7 @@ async def _fed(process: asyncio.subprocess.Process, text: bytes) -> None:
 
 
 class _Tail:
-    """The last of what comes out of a pipe."""
+    """The tail of a pipe's output."""
 
     def __init__(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
@@ -175,7 +175,7 @@ class _Tail:
 
 
 async def _status(process: asyncio.subprocess.Process) -> int:
-    """As `process.wait()`, which on some versions of Python waits for the pipes, too."""
+    """As `process.wait()`, which in some Python versions also waits for the pipes."""
     waiting = asyncio.ensure_future(process.wait())
     try:
         while process.returncode is None:
@@ -186,14 +186,14 @@ async def _status(process: asyncio.subprocess.Process) -> int:
 
 
 async def _ended(process: asyncio.subprocess.Process, pipes: set[asyncio.Task[None]]) -> None:
-    """Kills the process and what it started, then reads what these left in the pipes."""
+    """Kills the process and its children, then reads what is left in the pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     await _status(process)
     await asyncio.wait(pipes, timeout=_DRAIN_SECONDS)  # a process that left the group may hold them open for ever
     if not all(pipe.done() for pipe in pipes):
         await settle(pipes)
-        process._transport.close()  # type: ignore[attr-defined]  # nothing else lets go of pipes that others hold, too
+        process._transport.close()  # type: ignore[attr-defined]  # nothing else closes pipes that others hold too
 
 
 def _number(out: bytes) -> float | None:

@@ -1,6 +1,6 @@
-"""A `Completion` in OpenAI's words: an object, or the events of a stream.
+"""A `Completion` in OpenAI's format: an object, or the events of a stream.
 
-A stream is sent when the turn is complete, since engines hand over whole turns: its form is for clients that read streams.
+A stream is sent once the turn is complete, since engines return whole turns: it exists for clients that read streams.
 
 Invariant: joining a stream's deltas gives the message of the object.
 """
@@ -24,7 +24,7 @@ _PIECES = re.compile(r"\s*\S+\s*|\s+")
 
 
 def as_object(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """The body of an answer that is not streamed."""
+    """The body of a response that is not streamed."""
     request = completion.request
     choices = []
     for index, turn in enumerate(completion.turns):
@@ -35,7 +35,7 @@ def as_object(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Jso
 
 
 def as_events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """The body of an answer that is streamed: server-sent events."""
+    """The body of a streamed response: server-sent events."""
     with_usage = completion.request.stream_options is not None and completion.request.stream_options.include_usage
     head = _head(completion, "chat.completion.chunk")
     last = {"usage": None} if with_usage else {}
@@ -68,7 +68,7 @@ def _usage(completion: Completion) -> Json:
 
 
 def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """A choice's finish reason, log-probs and ids; every sampled token counts, the end of the turn included."""
+    """A choice's finish reason, log-probs and ids; every sampled token counts, including the end of the turn."""
     request, output = completion.request, turn.read.output
     ending: Json = {"finish_reason": turn.read.finish_reason, "logprobs": None}
     if request.logprobs:

@@ -1,10 +1,10 @@
 """`Clients`: `openai` clients for the trajectories of one event loop, over shared connection pools.
 
-A pool of its own would cost each trajectory tens of milliseconds of CPU time, most of it to load certificates: these are
-checked as everywhere, since an agent may point a copy of its client at another server (`with_options`).
+A pool per trajectory would cost tens of milliseconds of CPU time each, mostly to load certificates. Certificates are
+verified as usual, since an agent may point a copy of its client at another server (`with_options`).
 
-Invariant: a client knows its trajectory's address and key alone. It repeats nothing by itself: a request that failed is
-either refused for good or the failure of the whole trajectory.
+Invariant: a client knows only its trajectory's address and key. It never retries: a failed request is either rejected for
+good or fails the whole trajectory.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ _SECONDS = 86_400.0  # a trajectory has a time limit of its own
 
 
 class Clients:
-    """Made by `Clients.here`, of the running event loop."""
+    """Created by `Clients.here` for the running event loop."""
 
     def __init__(self) -> None:
         import openai
 
-        unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # one that waits for a connection may hold up all
+        unlimited = type(openai.DEFAULT_CONNECTION_LIMITS)()  # waiting for a connection could block all others
         pool: dict[str, Any] = {"trust_env": False, "limits": unlimited, "timeout": _SECONDS}
         self._pool, self._thread_pool = openai.DefaultAsyncHttpxClient(**pool), openai.DefaultHttpxClient(**pool)
         given: dict[str, Any] = {
@@ -48,7 +48,7 @@ class Clients:
 
     @staticmethod
     def here() -> Clients:
-        """Those of the running event loop."""
+        """The clients of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _clients:
             _clients[loop] = Clients()
@@ -56,7 +56,7 @@ class Clients:
 
     @staticmethod
     def taken() -> list[Clients]:
-        """Those of the running event loop, to be closed: whoever asks next is given new ones."""
+        """The clients of the running event loop, to be closed: the next `here` creates new ones."""
         clients = _clients.pop(asyncio.get_running_loop(), None)
         return [] if clients is None else [clients]
 

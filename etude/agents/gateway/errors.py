@@ -1,7 +1,7 @@
-"""`GatewayError`: what a client is told, in the form that OpenAI's clients read.
+"""`GatewayError`: an error response, in the format that OpenAI's clients read.
 
-Invariant: every refusal is one line with a status, a `type`, and where it helps the `param` to change and a `code` that a
-program can test. A client is told not to try again what will fail again.
+Invariant: every rejection is one line with a status, a `type`, and where it helps the `param` to change and a `code` that a
+program can test. A response to a request that would fail again says not to retry it.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ TOO_LONG = "context_length_exceeded"
 class GatewayError(Exception):
     """A request is answered with `status` and this message.
 
-    `again` says whether the same request may succeed later, on which OpenAI's clients repeat it by themselves.
+    `again`: whether the same request may succeed later; if so, OpenAI's clients retry it by themselves.
     """
 
     def __init__(
@@ -25,7 +25,7 @@ class GatewayError(Exception):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Of the answer."""
+        """The response's headers."""
         return {"x-should-retry": "true" if self.again else "false"}
 
     def body(self) -> dict[str, Any]:
@@ -34,7 +34,7 @@ class GatewayError(Exception):
 
 
 def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
-    """OpenAI's error object for an answer with `status`."""
+    """OpenAI's error object for a response with `status`."""
     kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
     kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}

@@ -1,7 +1,7 @@
-"""Images of a client's messages, as `data:` addresses: their sizes first, their pixels once their place is certain.
+"""Images of a client's messages, as `data:` URLs: sizes first, pixels only once their position is certain.
 
-Invariant: what a client names is never fetched and no file of this machine is opened: an image is in its message or refused.
-How many tokens it has is read from its header; it is decoded, within limits and in a thread, only where these have room.
+Invariant: URLs are never fetched and no local file is opened: an image is inline in its message or rejected. Its number of
+tokens is read from its header; it is decoded, within limits and in a thread, only if these tokens fit.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _threads = BlockingCalls("etude-gateway-pictures", limit=4)
 
 @dataclass(frozen=True)
 class Pictures:
-    """The images of each message of a request: their addresses, digests of these, and how many tokens each has."""
+    """The images of each message of a request: their URLs, the digests of these, and the tokens of each image."""
 
     addresses: Sequence[Sequence[str]]
     digests: Sequence[Sequence[bytes]]
@@ -38,20 +38,20 @@ class Pictures:
 
     @classmethod
     def none(cls, messages: int) -> Pictures:
-        """Those of so many messages without any."""
+        """For this many messages, none with an image."""
         nothing: list[list[Any]] = [[]] * messages
         return cls(nothing, nothing, nothing)
 
     def since(self, start: int) -> tuple[list[str], list[int]]:
-        """Addresses and tokens in the messages from number `start` on."""
+        """URLs and token counts in the messages from index `start` on."""
         return [*chain.from_iterable(self.addresses[start:])], [*chain.from_iterable(self.tokens[start:])]
 
 
 async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> Pictures:
-    """What the headers of each message's images say; there is one at least.
+    """Reads the headers of each message's images; there is at least one.
 
     Raises:
-        GatewayError: the policy is shown no images, there are too many in a message, or one is no image; names the message.
+        GatewayError: the policy takes no images, a message has too many, or one is not an image; names the message.
         InfrastructureError: the system cannot read one now.
     """
     reader = context.images if "user" in context.chat.image_roles else None
@@ -81,7 +81,7 @@ async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list
     """The images as the model reads them.
 
     Raises:
-        GatewayError: one is broken behind its header.
+        GatewayError: one is corrupt after its header.
         InfrastructureError: the system cannot read one now.
     """
     assert context.images is not None
@@ -92,9 +92,9 @@ async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list
 
 
 class KeptImages:
-    """The images that a session's turns and requests keep, each once, however often it is read anew.
+    """The images that a session's turns and requests hold, each stored once, however often it is decoded.
 
-    `most_mb`: MiB of pixel values; None: as many as come.
+    `most_mb`: MiB of pixel values; None: unlimited.
     """
 
     def __init__(self, most_mb: int | None) -> None:
@@ -103,10 +103,10 @@ class KeptImages:
         self._uses: Counter[int] = Counter()
 
     def take(self, images: Sequence[ImageInput]) -> tuple[ImageInput, ...]:
-        """These images, as they are kept from now on.
+        """Stores these images and returns the stored ones.
 
         Raises:
-            GatewayError: they would be too much; then nothing is taken.
+            GatewayError: they exceed the limit; nothing is stored.
         """
         kept = tuple([self._images.setdefault(image.digest, image) for image in images])
         self._uses.update([image.digest for image in kept])
@@ -117,7 +117,7 @@ class KeptImages:
         return kept
 
     def give_back(self, images: Sequence[ImageInput]) -> None:
-        """What was taken is not wanted after all."""
+        """Releases images that are not needed after all."""
         for image in images:
             self._uses[image.digest] -= 1
             if not self._uses[image.digest]:
@@ -125,7 +125,7 @@ class KeptImages:
 
 
 async def row_for_clients(row: Mapping[str, Any]) -> dict[str, Any]:
-    """`row`, its images in its `raw_prompt`, in the form that clients send: an agent can ask with these messages at once.
+    """`row` with its images inline in `raw_prompt`, in the format that clients send: an agent can send these as they are.
 
     Raises:
         DataError: one cannot be read; names the row.

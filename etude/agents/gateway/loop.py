@@ -1,16 +1,16 @@
-"""`openai_agent`: the agent loop of agents that talk to their policy over OpenAI's interface.
+"""`openai_agent`: the agent loop of agents that talk to their policy through OpenAI's API.
 
-The agent runs as it is; its base URL leads to a `GatewaySession` of this trajectory, inside this process. When it has
-returned, the session's sequences are what is trained on: see `recording`.
+The agent runs unchanged; its base URL points to this trajectory's `GatewaySession`, inside this process. After it returns,
+the session's sequences are what is trained on: see `recording`.
 
-How an agent's end is read: it returned → `completed`, or `response_length` where its last turn filled the context. It was
-refused a request for a limit's sake → that limit, whether it returned then or let the refusal through. The engine failed
-it → the trajectory is run again, whatever the agent made of that; something else of ours failed it, a parser for instance →
-that ends the run. It raised something else → broken infrastructure if that, or what caused it, is (`is_infrastructure`);
-else the user's bug, which ends the run.
+How an agent's ending is classified: it returned → `completed`, or `response_length` if its last turn filled the context. A
+limit rejected one of its requests → that limit, whether it then returned or raised the error. The engine failed → the
+trajectory is retried, whatever the agent did about it; another part of ours failed, a parser for instance → the run fails.
+It raised something else → an infrastructure failure if that, or its cause, is one (`is_infrastructure`); else a bug of the
+user's, which fails the run.
 
-Invariant: no trajectory comes of a session in which the engine, or anything else of ours, failed; no request is under way
-when `run` has returned or raised.
+Invariant: a session in which the engine, or any other part of ours, failed yields no trajectory; no request is in flight
+once `run` has returned or raised.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from etude.trajectory import StopReason, Trajectory
 class OpenAIAgentLoop(AgentLoopBase):
     """Runs `function`, an object or `path/to/file.py:name`, or `command`, a list of words.
 
-    Without either it is what `rollout.agent.openai_agent` names.
+    With neither, the agent is that of `rollout.agent.openai_agent`.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
@@ -57,13 +57,13 @@ class OpenAIAgentLoop(AgentLoopBase):
         self._agent = agent_of(function, command)
 
     async def run(self, sampling_params: dict[str, Any], **row: Any) -> list[Trajectory]:
-        """See `AgentLoopBase.run`: one trajectory a sequence.
+        """See `AgentLoopBase.run`: one trajectory per sequence.
 
         Raises:
-            EtudeError: the agent never asked the policy anything, or nothing that could be answered.
+            EtudeError: the agent sent no request, or none that could be answered.
             InfrastructureError: the engine failed.
         """
-        from etude.agents.gateway.serving import LocalGateway  # FastAPI: only for those who need it
+        from etude.agents.gateway.serving import LocalGateway  # FastAPI: imported only when needed
 
         name, row = row["request_id"].replace("/", "~"), await row_for_clients(row)
         sampling = SamplingParams.of(sampling_params)
@@ -81,7 +81,7 @@ class OpenAIAgentLoop(AgentLoopBase):
         return trajectories
 
     async def _reward(self, session: GatewaySession, endpoint: Endpoint, row: Mapping[str, Any]) -> float | None:
-        """What the agent returned; None where a limit ended it."""
+        """What the agent returned; None if a limit ended it."""
         agent = asyncio.ensure_future(called(self._agent.run, endpoint, row))
         try:
             await asyncio.wait({agent, session.broken}, return_when=asyncio.FIRST_COMPLETED)
@@ -101,23 +101,23 @@ class OpenAIAgentLoop(AgentLoopBase):
             return None
         try:
             return as_reward(returned, f"agent '{self._agent.name}'")
-        except InfrastructureError as error:  # a wrong return value is no weather
+        except InfrastructureError as error:  # a wrong return value is not infrastructure
             raise EtudeError(str(error)) from error
 
 
 def check_openai_agent(options: OpenAIAgentOptions) -> None:
-    """Imports the configured function, or looks for the program of the command, if there is one.
+    """Imports the configured function, or looks up the command's program, if there is one.
 
     Raises:
         ConfigError: it cannot be used.
-        MissingExtraError: it wants an `openai` client, and the package is not installed.
+        MissingExtraError: it needs an `openai` client, and the package is not installed.
     """
     if options.function is not None or options.command:
         agent_of(options.function, options.command)
 
 
 def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) -> Agent:
-    """The agent that a function, or its name, or a command stands for.
+    """The agent of a function, its name, or a command.
 
     Raises:
         ConfigError: neither or both are given, or the function cannot be used.
@@ -132,7 +132,7 @@ def agent_of(function: Callable[..., Any] | str | None, command: Sequence[str]) 
 
 
 def broken_by(error: BaseException) -> BaseException | None:
-    """What in the chain of an exception's causes is a failure of infrastructure, or of some server, if anything is."""
+    """The infrastructure (or server) failure in the chain of an exception's causes, if any."""
     for each in _chain(error, with_contexts=False):
         if isinstance(each, EtudeError):  # which says what the user must change
             return None
@@ -142,12 +142,12 @@ def broken_by(error: BaseException) -> BaseException | None:
 
 
 def _tells_of_refusal(error: BaseException) -> bool:
-    """Whether an answer 400 is what ended the agent: its exception, one that it stems from, or what a program made of it."""
+    """Whether a 400 response ended the agent: its exception, a cause of it, or a program's failure after one."""
     return isinstance(error, CommandFailed) or any(http_status(each) == 400 for each in _chain(error))
 
 
 def _chain(error: BaseException, with_contexts: bool = True) -> Iterator[BaseException]:
-    """`error`, what it was raised from, the members of a group, and, if so wanted, what was being handled meanwhile."""
+    """`error`, its causes, the members of a group, and, if asked for, its contexts."""
     waiting: list[BaseException | None] = [error]
     seen: set[int] = set()
     while waiting:
@@ -178,7 +178,7 @@ def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]
         async def run(client, row): ...
 
     Raises:
-        ConfigError: the name is taken, or the function wants what nobody gives.
+        ConfigError: the name is taken, or the function has unknown parameters.
     """
 
     def enter(function: Callable[..., Any]) -> Callable[..., Any]:

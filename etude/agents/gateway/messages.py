@@ -1,11 +1,11 @@
-"""A client's messages: checked, in the form that templates read, and in the form by which a history is known again.
+"""A client's messages: validated, in the form that templates read, and as keys by which a history is recognised.
 
-Invariant: `History.keys[i]` is a digest of everything that messages 0 to i say to the model, together with tools and
-sampling; two requests have the same key where, and only where, they tell the same history. Clients may drop what is empty,
-add what is None, leave reasoning out, call `system` `developer`, name calls anew, write a text as a list of parts, put the
-keys of a call's arguments in another order, or strip white space around what the model said: the history is the same. Two
-answers that are swapped between the calls of a turn make another one, and so does an image in other bytes. Reasoning is in
-no key, since it may be left out; one that was edited is found by `edits_thoughts`.
+Invariant: `History.keys[i]` is a digest of all that messages 0 to i say to the model, together with tools and sampling; two
+requests have the same key if and only if they have the same history. Clients may drop empty values, add None, omit
+reasoning, call `system` `developer`, rename call ids, write a text as a list of parts, reorder the keys of a call's
+arguments, or strip whitespace around the model's text: the history is the same. Swapping two answers between the calls of a
+turn makes another history, and so does an image in other bytes. Reasoning is in no key, since it may be omitted; edited
+reasoning is detected by `edits_thoughts`.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ Message = dict[str, Any]
 
 
 def plain_messages(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Message], list[list[str]]]:
-    """(the messages without keys that say nothing, a text for each content or, where it shows images, parts; for each
-    message the `data:` addresses of its images).
+    """(the messages without empty keys, each content a text or, with images, parts; the `data:` URLs of each message's
+    images).
 
     Raises:
-        GatewayError: one of them is malformed, or holds more than texts and users' images; names it.
+        GatewayError: a message is malformed, or holds more than texts and users' images; names it.
     """
     read = [_plain(message, f"messages.{place}") for place, message in enumerate(messages)]
     return [message for message, _ in read], [pictures for _, pictures in read]
@@ -100,10 +100,10 @@ def _call(call: object, where: str) -> Message:
 
 
 def answered(messages: Sequence[Message]) -> list[int | None]:
-    """For each message the position of the call that it answers, among those of the assistant's message before it.
+    """For each message the index of the call that it answers, among those of the assistant message before it.
 
-    It is found by the call's identifier in the messages themselves; of calls with one identifier, each is answered in turn.
-    None for a message that is no tool's, or names no such call.
+    Calls are matched by their id in the messages themselves; calls that share an id are answered in order. None for a
+    message that is not a tool's, or names no such call.
     """
     places: list[int | None] = []
     waiting: defaultdict[str, list[int]] = defaultdict(list)
@@ -119,7 +119,7 @@ def answered(messages: Sequence[Message]) -> list[int | None]:
 
 
 def likeness(one: Message, other: Message) -> tuple[int, int, int]:
-    """In what two messages of an assistant agree that say the same: identifiers of calls, thoughts, exact words."""
+    """How closely two equivalent assistant messages match: call ids, thoughts, exact text."""
     calls, theirs = one.get("tool_calls", ()), other.get("tool_calls", ())
     thoughts = [message.get("reasoning_content", "").strip() for message in (one, other)]
     return (
@@ -129,9 +129,9 @@ def likeness(one: Message, other: Message) -> tuple[int, int, int]:
     )
 
 
-def edits_thoughts(told: Message, message: Message) -> bool:
-    """Whether a client tells a turn's thoughts otherwise than they were; one that leaves them out does not."""
-    thoughts = told.get("reasoning_content", "").strip()
+def edits_thoughts(sent: Message, message: Message) -> bool:
+    """Whether a client changed a turn's thoughts; leaving them out is no change."""
+    thoughts = sent.get("reasoning_content", "").strip()
     return bool(thoughts) and thoughts != message.get("reasoning_content", "").strip()
 
 
@@ -140,8 +140,8 @@ def _written(calls: Sequence[Message]) -> list[str]:
 
 
 class History:
-    """The keys of a request's messages, which show images of these digests (see the module's invariant); `ground` is what
-    else the prompt depends on."""
+    """The keys of a request's messages, whose images have these digests (see the module's invariant); `ground` is what else
+    the prompt depends on."""
 
     def __init__(self, messages: Sequence[Message], images: Sequence[Sequence[bytes]], ground: str) -> None:
         self.key = hashlib.blake2b(ground.encode("utf-8", "surrogatepass"), digest_size=16).digest()
@@ -151,7 +151,7 @@ class History:
             self.key = self.keys[-1]
 
     def after(self, message: Message, place: int | None = None, images: Sequence[bytes] = ()) -> bytes:
-        """The key of this history followed by `message`, which answers the call at `place`, if any, and shows `images`."""
+        """The key of this history followed by `message`, which answers the call at `place`, if any, and has `images`."""
         said = json.dumps(_said(message, place)).encode()
         return hashlib.blake2b(b"".join([self.key, said, *images]), digest_size=16).digest()
 
@@ -165,7 +165,7 @@ def _said(message: Message, place: int | None) -> list[Any]:
 
 
 def _ordered(arguments: str) -> str:
-    """JSON with its keys in order; what is no JSON as it is."""
+    """JSON with its keys sorted; anything else unchanged."""
     try:
         return json.dumps(json.loads(arguments), sort_keys=True)
     except (ValueError, RecursionError):

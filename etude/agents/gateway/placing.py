@@ -1,11 +1,11 @@
-"""Where a request's answer stands: behind which recorded turn, and with which ids between.
+"""Where a request's answer belongs: after which recorded turn, and with which ids in between.
 
-Where the messages are those of a recorded turn's history, that turn, and new ones of tools or users, the request continues
-it. Any other request (edited, shortened, summarised messages, other tools) begins a sequence.
+If the messages are a recorded turn's history, that turn, and new tool or user messages, the request continues it. Any other
+request (edited, shortened, summarised messages, other tools) begins a sequence.
 
-Invariant: a request that continues a turn has that turn's recorded ids for a prompt, and behind them nothing but its new
-messages, encoded by themselves; any other has a prompt of its own. Whom a tool's message answers is what the request's own
-messages say. What a tool's message spells out never becomes a control token, in either.
+Invariant: a request that continues a turn has that turn's recorded ids as its prompt, followed only by its new messages,
+encoded on their own; any other has its own prompt. Which call a tool message answers is taken from the request's own
+messages. Text in a tool message never becomes a control token, in either case.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ from etude.trajectory import Provenance
 
 @dataclass(frozen=True)
 class Place:
-    """Where a request's choices stand.
+    """Where a request's choices belong.
 
     Attributes:
         parent: the turn that it continues; None at the beginning of a sequence.
-        context: what stands between, by provenance; at a beginning the prompt.
-        asked: the messages that are new, tools' with the identifiers of the recorded calls.
-        pictures: the addresses of the images that these show.
-        ids: everything before the first token that is sampled.
+        context: the ids in between, by provenance; at a beginning the prompt.
+        asked: the new messages, tools' with the ids of the recorded calls.
+        pictures: the URLs of their images.
+        ids: everything before the first sampled token.
         answered: how many of them follow the sequence's first prompt.
-        longest: tokens that the whole sequence may have.
-        room: tokens that are left of it, and of the response's own length.
+        longest: maximum tokens of the whole sequence.
+        room: tokens left of it, and of the response length.
     """
 
     parent: Turn | None
@@ -59,10 +59,10 @@ def placed(
     request: ChatRequest,
     shared: AgentContext,
 ) -> Place:
-    """Behind the recorded turn that the request continues, or at the beginning of a new sequence.
+    """After the recorded turn that the request continues, or at the beginning of a new sequence.
 
     Raises:
-        GatewayError: the chat template refuses the messages.
+        GatewayError: the chat template rejects the messages.
     """
     places = answered(messages)
     start = 1 + max((n for n, message in enumerate(messages) if message["role"] == "assistant"), default=-1)
@@ -83,7 +83,7 @@ def placed(
 
 
 def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
-    """The messages as a prompt has them: what tools say disarmed, and named where the template writes whom they answer."""
+    """The messages of a prompt: tools' text escaped, and with the tool's name where the template writes it."""
     shown: list[Message] = []
     calls: list[Message] = []
     for message, place in zip(messages, places):
@@ -108,11 +108,11 @@ def _with_ids_of(parent: Turn, new: list[Message], answering: list[int | None]) 
 def _context_after(
     parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
-    """The ids of new messages behind a turn, whose calls they answer at the positions `answering`; None where the template
-    cannot show them there.
+    """The ids of new messages after a turn, answering its calls at the indices `answering`; None if the template cannot
+    render them there.
 
     Raises:
-        GatewayError: the template does not write each of their images once.
+        GatewayError: the template does not render each of their images exactly once.
     """
     chat, parsed = shared.chat, parent.read.parsed
     if parsed.result_tag is None and not chat.answers_tools:
@@ -134,7 +134,7 @@ def _context_after(
 
 
 def longest_sequence(options: RolloutOptions) -> int:
-    """Tokens that a sequence may have, from its first prompt's to its last answer's."""
+    """Maximum tokens of a sequence, from its first prompt to its last answer."""
     return options.max_model_len or options.prompt_length + options.response_length
 
 

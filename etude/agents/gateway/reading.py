@@ -1,11 +1,11 @@
-"""What a client is told of a sampled turn: content, reasoning, calls, and why it ended.
+"""A sampled turn as its response reports it: content, reasoning, calls, and why it ended.
 
-Stop texts and `parallel_tool_calls=false` shorten a turn after it was sampled: it ends with the token that completes the
-stop text, or the first call, which nothing that follows can change any more. So what is left is what a policy that stops
-there would have sampled. A format that writes several calls as one list or block has no such place: its turn stays whole.
+Stop texts and `parallel_tool_calls=false` shorten a turn after sampling: it ends with the token that completes the stop
+text or the first call, which nothing later can change. So what remains is what a policy that stops there would have
+sampled. A format that writes several calls as one list or block has no such point: its turn stays whole.
 
-Invariant: the ids that are left begin the sampled ones. A call that cannot be read is in the content, as the model wrote
-it, and in `errors`.
+Invariant: the remaining ids are a prefix of the sampled ones. A malformed call is in the content, as the model wrote it,
+and in `errors`.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ _PROBE = " ."  # stands for whatever may follow a call
 
 @dataclass(frozen=True)
 class ReadTurn:
-    """One choice. `finish_reason` is OpenAI's: stop, length, tool_calls; `errors` has a line for each unreadable call, and
-    `unknown` the names of calls that the request has no tool for."""
+    """One choice. `finish_reason` is OpenAI's: stop, length, tool_calls; `errors` has a line for each malformed call, and
+    `unknown` the names of called tools that the request does not have."""
 
     output: TokenOutput
     content: str
@@ -37,7 +37,7 @@ class ReadTurn:
 
 
 async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatRequest) -> ReadTurn:
-    """What a client that made `request` is told of `output`."""
+    """`output` as the response to `request` reports it."""
     text = parser.decode(output.token_ids)
     if found := [(at, stop) for stop in request.stops if (at := text.find(stop)) >= 0]:
         at, stop = min(found)
@@ -54,7 +54,7 @@ async def read_turn(parser: ToolParser, output: TokenOutput, request: ChatReques
 
 
 async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatRequest) -> ReadTurn:
-    """The turn up to the end of its first call; all of it where the format cannot be cut there."""
+    """The turn up to the end of its first call; all of it if the format cannot be cut there."""
     first = turn.calls[:1]
 
     async def is_settled(ids: list[int]) -> bool:
@@ -68,7 +68,7 @@ async def _first_call_alone(parser: ToolParser, turn: ReadTurn, request: ChatReq
 
 
 async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bool]]) -> int:
-    """The least number of first ids of which `holds` is true; it is of all of them, and stays so once it is."""
+    """The length of the shortest prefix for which `holds` is true; `holds` is monotonic and true of all ids."""
     low, high = 1, len(output.token_ids)
     while low < high:
         middle = (low + high) // 2
@@ -84,7 +84,7 @@ def _cut(output: TokenOutput, kept: int) -> TokenOutput:
 
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str) -> ReadTurn:
-    """`text` is that of the output's ids, or its beginning."""
+    """`text` is the output's decoded text, or a prefix of it."""
     parsed = await _parsed(parser, output.token_ids, text, request)
     turn = ReadTurn(output, parsed.spoken, parsed, parsed.reasoning, finish_reason=_finish(output))
     if not (parsed.calls or parsed.errors):
@@ -104,7 +104,7 @@ async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, t
 
 
 async def _parsed(parser: ToolParser, ids: list[int], text: str, request: ChatRequest) -> ParsedResponse:
-    """`text` is that of the ids, its beginning, or more: a parser that reads ids alone is not shown it."""
+    """`text` is that of the ids, a prefix of it, or more: a parser that reads only ids does not get it."""
     return parser.parse(text, request.tools) if parser.reads_text() else await parser.parse_ids(ids, request.tools)
 
 

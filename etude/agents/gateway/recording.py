@@ -1,11 +1,11 @@
-"""`Recording`: all turns of a session as a tree, and the sequences that it is trained on.
+"""`Recording`: all turns of a session as a tree, and the sequences that are trained on.
 
-A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and what
-was sampled behind them. A path from a root to a leaf is a context that the engine saw.
+A turn's node holds the ids between its parent's last sampled token and its own first one (at a root: the prompt), and the
+tokens sampled after them. A path from a root to a leaf is a context that the engine saw.
 
 Invariant: concatenating the ids along a path gives exactly what the engine saw and sampled. Each sampled token is in the
-response of one sequence: the main one, which ends with the last turn, has its whole path; an earlier one begins its response
-with the first turn that no later sequence has, and everything before that is its prompt.
+response of exactly one sequence: the main one, which ends with the last turn, has its whole path; an earlier one begins its
+response at the first turn that is in no later sequence, and everything before that is its prompt.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ class Turn:
     Attributes:
         parent: the turn that it continues; None at a root.
         order: (number of the request, minus the choice's index): turns in time order, a request's first choice last.
-        context: what stands before it, behind the parent; at a root the prompt.
-        asked: the messages that are new since the parent, tools' with the identifiers of its calls.
-        images: what these show.
+        context: the ids between the parent and it; at a root the prompt.
+        asked: the messages that are new since the parent, tools' with the ids of its calls.
+        images: the images in these.
         message: the assistant's own.
-        total, answered: ids of the path to its end; those of them behind the root's prompt.
+        total, answered: number of ids on the path to its end; of those after the root's prompt.
         out_of_room: it was cut because the context was full.
         drawn: temperature, top_p and top_k; the same along a path.
-        seconds: that sampling took.
+        seconds: sampling time.
     """
 
     parent: Turn | None
@@ -55,7 +55,7 @@ class Turn:
     seconds: float
 
     def path(self) -> list[Turn]:
-        """From the root to here."""
+        """From the root to this turn."""
         turns: list[Turn] = []
         turn: Turn | None = self
         while turn is not None:
@@ -79,7 +79,7 @@ class Turn:
 
 @dataclass
 class Recording:
-    """The turns of a session, in the order in which they came, and the rewards it was given."""
+    """The turns of a session in order of arrival, and its rewards."""
 
     turns: list[Turn] = field(default_factory=list)
     rewards: list[tuple[Turn, str, float]] = field(default_factory=list)
@@ -87,15 +87,15 @@ class Recording:
     _continued: set[Turn] = field(default_factory=set)
 
     def add(self, turn: Turn, key: bytes) -> None:
-        """Takes in a turn; `key` stands for the history up to it, the assistant's message included."""
+        """Adds a turn; `key` is that of the history up to it, including the assistant's message."""
         self.turns.append(turn)
         self._after[key].append(turn)
         if turn.parent is not None:
             self._continued.add(turn.parent)
 
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
-        """The turn that a history ends with, none of whose thoughts it edits; of several that said the same, the one whose
-        identifiers and thoughts are those of the history's messages, or else one that nothing continues yet."""
+        """The turn that a history ends with, if it edits no thoughts; of several with the same text, the one whose ids and
+        thoughts match the history's messages, or else one that nothing continues yet."""
         told = [message for message in reversed(history) if message["role"] == "assistant"]
         twins = [turn for turn in self._after.get(key, ()) if not _edited(turn, told)]
         if len(twins) < 2:
@@ -108,7 +108,7 @@ class Recording:
         return max(self.turns, key=lambda turn: turn.order)
 
     def sequences(self, request_id: str) -> list[Trajectory]:
-        """The sequences in time order; the last is the main one and alone carries rewards."""
+        """The sequences in time order; only the last, the main one, carries rewards."""
         leaves = sorted((turn for turn in self.turns if turn not in self._continued), key=lambda turn: turn.order)
         claimed: set[Turn] = set()
         made = []
@@ -123,18 +123,18 @@ class Recording:
 
 
 def _edited(turn: Turn, told: Sequence[Message]) -> bool:
-    """Whether the assistant's messages `told`, the last first, change a thought of the path."""
+    """Whether the assistant messages `told`, last first, change a thought of the path."""
     return any(edits_thoughts(message, each.message) for message, each in zip(told, reversed(turn.path())))
 
 
 def _alike(turn: Turn, told: Sequence[Message]) -> tuple[int, ...]:
-    """How much the turns of a path are like the assistant's messages `told`, the last of each first."""
+    """How closely the turns of a path match the assistant messages `told`, last first."""
     pairs = zip(told, reversed(turn.path()))
     return tuple(sum(agreeing) for agreeing in zip(*(likeness(message, each.message) for message, each in pairs)))
 
 
 def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
-    """The path, whose turns from number `first` on are its response."""
+    """The path; its turns from index `first` on are the response."""
     before = path[first].parent
     prompt = [] if before is None else before.ids()
     for ids, _ in path[first].context:
@@ -159,7 +159,7 @@ def _sequence(request_id: str, path: Sequence[Turn], first: int) -> Trajectory:
 
 
 def _calls(number: int, turn: Turn, following: Sequence[Turn]) -> list[ToolCallRecord]:
-    """The calls of a turn with what the agent answered to them, and those that could not be read."""
+    """The calls of a turn with the agent's answers to them, and the malformed ones."""
     asked = following[0].asked if following else []
     places = answered([turn.message, *asked])[1:]
     answers = {place: message["content"] for place, message in zip(places, asked)}

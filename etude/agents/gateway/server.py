@@ -1,7 +1,7 @@
 """The gateway's HTTP interface: OpenAI's chat completions under `/s/<session>/v1`, one session a trajectory.
 
-Invariant: whatever goes wrong is answered in OpenAI's error form, in one line. A client that hangs up ends its request. The
-size and the time of a body, the number of sessions and of choices are bounded.
+Invariant: every error is answered in OpenAI's error format, in one line. A client that disconnects ends its request. The
+size and read time of a body and the number of sessions and choices are bounded.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Export = Callable[[GatewaySession], Iterable[bytes]]
 
 @dataclass(frozen=True)
 class ServerOptions:
-    """What a server allows. `token` is one for all requests; sessions with a secret ask for theirs instead."""
+    """A server's limits. `token` authorises all requests; sessions with a secret require that instead."""
 
     model: str = "policy"
     token: str | None = None
@@ -45,7 +45,7 @@ class ServerOptions:
 def create_app(
     store: SessionStore, tokenizer: Any, options: ServerOptions | None = None, export: Export | None = None
 ) -> FastAPI:
-    """The server of `store`, whose sessions end with it; `export` gives a session's rollout as JSON lines."""
+    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines."""
     options = options or ServerOptions()
 
     @contextlib.asynccontextmanager
@@ -90,10 +90,10 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
 
     @app.post("/s/{session}/v1/chat/completions")
     async def complete(session: str, request: Request) -> Response:
-        """One turn of a session, which begins with its first request that can be read."""
+        """One turn of a session, which begins with its first valid request."""
         key = _key(request)
         if not store.makes(session):
-            store.get(session, key)  # which says that there is none, before the body is read
+            store.get(session, key)  # raises if there is none, before the body is read
         body = await request.body()
         is_new, found = store.makes(session), store.get_or_make(session, key)
         chat = read(found, body, is_new=is_new)
@@ -105,10 +105,10 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
 
     @app.post("/v1/chat/completions")
     async def complete_alone(request: Request) -> Response:
-        """One turn of a session of its own."""
+        """One turn, in its own session."""
         name = f"single-{uuid4().hex}"
         if not store.makes(name):
-            store.get(name, "")  # which says that there is none, before the body is read
+            store.get(name, "")  # raises if there is none, before the body is read
         body = await request.body()
         session = store.get_or_make(name, "")
         try:
@@ -129,19 +129,19 @@ def _add_models(app: FastAPI, name: str) -> None:
     @app.get("/v1/models/{model_name:path}")
     @app.get("/s/{session}/v1/models/{model_name:path}")
     async def model_of(model_name: str) -> dict[str, Any]:
-        """The one model, by whatever name an agent asks for it."""
+        """The one model, under any name that an agent asks for."""
         return model | {"id": model_name}
 
 
 def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> None:
     @app.get("/health")
     async def health() -> dict[str, Any]:
-        """Whether the server is there, and how many sessions are."""
+        """Whether the server is up, and its number of sessions."""
         return {"status": "ok", "sessions": len(store), "max_sessions": store.max_sessions}
 
     @app.post("/s/{session}/reward")
     async def reward(session: str, request: Request) -> dict[str, Any]:
-        """A step reward of the session's last turn."""
+        """A step reward for the session's last turn."""
         found = store.get(session, _key(request))
         found.reward(decode_body(await request.body()))
         return {"rewards": len(found.recording.rewards)}
@@ -154,12 +154,12 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
 
     @app.get("/s/{session}/rollout")
     async def rollout(session: str, request: Request) -> Response:
-        """What was recorded so far, as lines of a rollout dump."""
+        """The recording so far, as lines of a rollout dump."""
         return lines(store.get(session, _key(request)))
 
     @app.post("/s/{session}/end")
     async def end(session: str, request: Request) -> Response:
-        """Ends the session; what was recorded."""
+        """Ends the session and returns its recording."""
         found = store.get(session, _key(request))
         store.end(found)
         return lines(found)

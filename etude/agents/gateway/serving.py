@@ -1,7 +1,7 @@
-"""`LocalGateway`: the gateway inside a rollout worker, on this machine alone, for as long as there is a trajectory.
+"""`LocalGateway`: the gateway inside a rollout worker, on this machine only, for as long as there is a trajectory.
 
-Invariant: one server an event loop; it listens on 127.0.0.1 before the first session is handed out and is gone when the
-last one has been given back. Signals stay the worker's.
+Invariant: one server per event loop; it listens on 127.0.0.1 before the first session is handed out and is closed after
+the last one is released. Signal handling stays with the worker.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_REQUEST_MB = 128  # a history's images travel in every request; and the ag
 
 
 class BackgroundServer(uvicorn.Server):
-    """Serves beside its caller's work."""
+    """Serves concurrently with its caller."""
 
     def __init__(self, app: ASGIApp, listener: socket.socket) -> None:
         super().__init__(
@@ -53,7 +53,7 @@ class BackgroundServer(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Leaves signals alone."""
+        """Installs no signal handlers."""
         yield
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
@@ -61,21 +61,21 @@ class BackgroundServer(uvicorn.Server):
         self._listens.set_result(None)
 
     async def main_loop(self) -> None:
-        """Waits for its end; uvicorn's own looks for it ten times a second."""
+        """Waits for shutdown; uvicorn's own method polls ten times a second."""
         await self._leaving.wait()
 
     async def ready(self) -> None:
         """Returns once it listens.
 
         Raises:
-            InfrastructureError: it does not come to that.
+            InfrastructureError: it does not start.
         """
         await asyncio.wait({self._task, self._listens}, return_when=asyncio.FIRST_COMPLETED)
         if not self._listens.done():
             raise InfrastructureError("the gateway did not start")
 
     async def stop(self) -> None:
-        """Ends it; who still asks has a moment."""
+        """Shuts down, with a short grace period for open requests."""
         self._leaving.set()
         await asyncio.wait({self._task}, timeout=_GRACE_SECONDS + 1)
         await settle({self._task})
@@ -83,7 +83,7 @@ class BackgroundServer(uvicorn.Server):
 
 
 class LocalGateway:
-    """Made by `LocalGateway.here`; `opened` is all that is needed of it."""
+    """Created by `LocalGateway.here`; callers only need `opened`."""
 
     def __init__(self) -> None:
         self._store = SessionStore(max_sessions=1 << 20)
@@ -92,7 +92,7 @@ class LocalGateway:
 
     @staticmethod
     def here() -> LocalGateway:
-        """The one of the running event loop."""
+        """The gateway of the running event loop."""
         loop = asyncio.get_running_loop()
         if loop not in _gateways:
             _gateways[loop] = LocalGateway()
@@ -100,7 +100,7 @@ class LocalGateway:
 
     @contextlib.asynccontextmanager
     async def opened(self, session: GatewaySession, tokenizer: object) -> AsyncIterator[tuple[str, str]]:
-        """Serves `session`; (base URL, API key)."""
+        """Serves `session`; yields (base URL, API key)."""
         self._guests += 1
         secret = secrets.token_urlsafe(24)
         try:

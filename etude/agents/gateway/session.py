@@ -1,10 +1,10 @@
 """`GatewaySession`: one trajectory behind `/v1/chat/completions`.
 
-Here requests are limited, sampled, and recorded when they are answered; several may be under way at once. Where in the
-recording one belongs is the business of `placing`, what is told of an answer that of `reading`.
+Here requests are limited, sampled, and recorded when they are answered; several may be in flight at once. `placing` decides
+where in the recording one belongs, `reading` what its response reports.
 
-Invariant: what is recorded is exactly what the engine saw and sampled. A request that fails, is refused or given up leaves
-nothing behind; the history goes on as if it had not been made.
+Invariant: the recording is exactly what the engine saw and sampled. A request that fails, is rejected or cancelled leaves no
+trace; the history goes on as if it had not been made.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ _DRAWN = ("temperature", "top_p", "top_k")
 
 @dataclass(frozen=True)
 class SessionRules:
-    """What a session's requests may do.
+    """Limits of a session's requests.
 
-    `own_sampling`: whether a request's temperature, top_p and top_k count, and its seed alone decides what it draws; in
-    training the first are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
-    must differ whatever seed the agent sets. `max_n`: choices of a request. `max_turns`: requests of a session that are
-    answered or under way. `request_seconds`: that one may take; None where the trajectory has a time limit. `max_image_mb`:
-    MiB of pixel values that the session's images may keep; None: as many as come.
+    `own_sampling`: whether a request's temperature, top_p and top_k apply, and its seed alone determines its draws; in
+    training the former are the rollout's, since old and new log-probs are compared at these, and answers to one prompt
+    must differ whatever seed the agent sets. `max_n`: choices per request. `max_turns`: requests per session, answered or
+    in flight. `request_seconds`: time limit of one; None if the trajectory has its own. `max_image_mb`: MiB of pixel values
+    that the session's images may hold; None: unlimited.
     """
 
     own_sampling: bool = False
@@ -64,7 +64,7 @@ class SessionRules:
 
 @dataclass(frozen=True)
 class Completion:
-    """What a request is answered with: its turns, one a choice, and the prompt's ids."""
+    """The answer to a request: its turns, one per choice, and the prompt's ids."""
 
     request: ChatRequest
     turns: list[Turn]
@@ -73,7 +73,7 @@ class Completion:
 
 
 class GatewaySession:
-    """One trajectory; `sampling` holds what requests leave open."""
+    """One trajectory; `sampling` holds the defaults of its requests."""
 
     def __init__(
         self,
@@ -87,43 +87,43 @@ class GatewaySession:
         self._client, self._context, self._sampling = client, context, sampling
         self.recording = Recording()
         self.refused: StopReason | None = None
-        """Why the last request was refused, where a limit was in its way."""
+        """The limit that rejected the last request, if one did."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
-        """What kept a request from being answered that was no fault of its own."""
+        """The failure of a request that was not the request's fault."""
         self.started = self.last_used = time.monotonic()
         self._at_work: set[asyncio.Task[Any]] = set()
         self.declined: GatewayError | None = None
-        """What the last request that got no answer was told."""
+        """The error message of the last request that failed."""
         self._closed = False
         self._requests = self._answered = self._admitted = 0
         self._images = KeptImages(self.rules.max_image_mb)
 
     @property
     def under_way(self) -> int:
-        """Choices that are being sampled, and images that are read for one."""
+        """Tasks that sample choices or decode images."""
         return len(self._at_work)
 
     @property
     def request_id(self) -> str:
-        """The trajectory's at the engine."""
+        """The trajectory's ids at the engine."""
         return self._client.request_id
 
     def end(self) -> None:
-        """Gives up what is under way; nothing more is sampled."""
+        """Cancels what is in flight; nothing more is sampled."""
         self._closed = True
         for task in self._at_work:
             task.cancel()
 
     async def close(self) -> None:
-        """As `end`, and waits until it is so."""
+        """As `end`, and waits until the cancelled tasks are done."""
         self.end()
         await settle(set(self._at_work))
 
     def read(self, body: bytes) -> ChatRequest:
-        """The request in a body.
+        """Parses a body as a request.
 
         Raises:
-            GatewayError: it is none, asks for what cannot be done, or is too long, which `refused` tells then.
+            GatewayError: it is malformed, asks for something unsupported, or is too long (`refused` is then set).
         """
         longest = longest_sequence(self._context.options)
         try:
@@ -135,7 +135,7 @@ class GatewaySession:
         """Answers a request.
 
         Raises:
-            GatewayError: it is refused, or the engine or something of ours failed, which `broken` tells then.
+            GatewayError: it is rejected, or the engine or another part of ours failed (`broken` is then set).
         """
         try:
             return await self._complete(request)
@@ -149,12 +149,12 @@ class GatewaySession:
         self._check_limits(request)
         messages, addresses = plain_messages(request.messages)
         longest = longest_sequence(self._context.options)
-        if (count := sum(map(len, addresses))) > longest:  # each takes a token at least
+        if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
         pictures = Pictures.none(len(messages))
         if any(addresses):
             [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
-            self._check_limits(request)  # others may have come meanwhile
+            self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
         history = History(messages, pictures.digests, json.dumps([request.tools, _drawn(params)]))
         place = placed(self.recording, messages, pictures, history, request, self._context)
@@ -188,10 +188,10 @@ class GatewaySession:
         return Completion(request, turns, place.ids, f"{self.name}-{number}")
 
     def reward(self, body: object) -> None:
-        """Takes `{"reward": number, "name": text?}` as a step reward of the last turn.
+        """Adds `{"reward": number, "name": text?}` as a step reward of the last turn.
 
         Raises:
-            GatewayError: it is none, or nothing was sampled yet.
+            GatewayError: it is malformed, or nothing was sampled yet.
         """
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
@@ -209,7 +209,7 @@ class GatewaySession:
         self.recording.rewards.append((self.recording.last, name[:100], value))
 
     def trajectories(self) -> list[Trajectory]:
-        """The sequences in time order, the main one last; without any turn one that is empty."""
+        """The sequences in time order, the main one last; a single empty one if there are no turns."""
         name = self.request_id
         made = self.recording.sequences(name) if self.recording.turns else [Trajectory(name, [])]
         if self.refused is not None:
@@ -265,7 +265,7 @@ class GatewaySession:
     # -- sampling ------------------------------------------------------------------------------------------------
 
     async def _all(self, works: Iterable[Coroutine[Any, Any, T]], arrived: float) -> list[T]:
-        """What `works` give, done at the same time as part of a request; a session that ends gives them up."""
+        """The results of `works`, run concurrently as part of a request; a session that ends cancels them."""
         tasks = [asyncio.ensure_future(work) for work in works]
         self._at_work.update(tasks)
         try:
@@ -317,7 +317,7 @@ class GatewaySession:
         return GatewayError(404, f"the session '{self.name}' is over", code="session_not_found")
 
     def _failed(self, error: Exception) -> GatewayError:
-        """The engine failed, or something of ours: no fault of the request."""
+        """The engine or another part of ours failed, through no fault of the request."""
         if not self.broken.done():
             self.broken.set_result(error)
         status = 503 if is_infrastructure(error) else 500
@@ -370,6 +370,6 @@ def _drawn(params: SamplingParams) -> dict[str, float]:
 
 
 def _call_id(order: tuple[int, int], number: int) -> str:
-    """For formats in which the model gives none: nine letters and digits, as Mistral's template wants them, and the same in
-    every run, since templates may write them."""
+    """For formats in which the model writes none: nine letters and digits, as Mistral's template requires, and the same in
+    every run, since templates may render them."""
     return hashlib.blake2b(f"{order}/{number}".encode(), digest_size=8).hexdigest()[:9]

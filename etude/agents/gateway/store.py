@@ -1,7 +1,7 @@
 """`SessionStore`: the sessions of a server, by name, and who may use them.
 
-Invariant: at most `max_sessions` at once, those of a single request among them. A session that was made here on a request
-(`make` is given) ends once, whether asked for, idle for `idle_seconds`, or at the server's end; then `on_end` gets it.
+Invariant: at most `max_sessions` at once, including those of a single request. A session created here by a request (`make`
+is given) ends once: when asked to, after `idle_seconds` idle, or at server shutdown; then `on_end` gets it.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class _Entry:
 
 
 class SessionStore:
-    """Sessions are added, or made by `make(name)` when something is first asked of their model."""
+    """Sessions are added, or created by `make(name)` on their first request."""
 
     def __init__(
         self,
@@ -44,22 +44,22 @@ class SessionStore:
         return len(self._entries)
 
     def makes(self, name: str) -> bool:
-        """Whether a session `name` would begin with its first request now."""
+        """Whether a request would now create the session `name`."""
         return self._make is not None and name not in self._entries
 
     def add(self, session: GatewaySession, secret: str | None) -> None:
-        """Takes in a session, whose requests must bear `secret`."""
+        """Adds a session, whose requests must carry `secret`."""
         self._entries[session.name] = _Entry(session, secret)
 
     def remove(self, name: str) -> None:
-        """Its requests are refused from now on; it does not end here."""
+        """Rejects its requests from now on; does not end it."""
         self._entries.pop(name, None)
 
     def get(self, name: str, key: str) -> GatewaySession:
-        """The session `name` for a request that bears `key`.
+        """The session `name` for a request that carries `key`.
 
         Raises:
-            GatewayError: there is none, or the key is not its own.
+            GatewayError: the session does not exist, or the key is not its own.
         """
         entry = self._entries.get(name)
         if entry is None:
@@ -69,10 +69,10 @@ class SessionStore:
         return entry.session
 
     def get_or_make(self, name: str, key: str) -> GatewaySession:
-        """As `get`, or a new session, where they are made here.
+        """As `get`, or a new session, if the store creates them.
 
         Raises:
-            GatewayError: as `get`, or the name cannot be one, or there are too many.
+            GatewayError: as `get`, or the name is invalid, or there are too many sessions.
         """
         if self._make is None or name in self._entries:
             return self.get(name, key)
@@ -85,7 +85,7 @@ class SessionStore:
         return session
 
     def end(self, session: GatewaySession) -> None:
-        """Ends a session that was made here, unless it has ended."""
+        """Ends a session that was created here, unless it has ended."""
         entry = self._entries.get(session.name)
         if entry is None or entry.session is not session:
             return
@@ -100,7 +100,7 @@ class SessionStore:
             self.end(entry.session)
 
     async def end_idle(self) -> None:
-        """Ends sessions that nobody used for `idle_seconds`, until it is cancelled."""
+        """Ends sessions idle for `idle_seconds`, until cancelled."""
         assert self.idle_seconds is not None
         while True:
             await asyncio.sleep(min(self.idle_seconds / 4, 10.0))

@@ -1,9 +1,9 @@
-"""The request of `/v1/chat/completions`, as far as it can be kept to.
+"""The request of `/v1/chat/completions`, as far as it is supported.
 
-Invariant: a request is done as it asks or refused by name. What only hints (`user`, `store` …) is accepted and has no
-effect; what would change the words that come out, and cannot be done here, is refused unless it is set to do nothing. One
-thing is taken for a hint that is none elsewhere: `strict` of a tool, since the policy is there to learn its arguments. And
-`parallel_tool_calls=false` cannot be kept to where the model's format writes several calls as one list: see `reading`.
+Invariant: each parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; a
+parameter that would change the output and is not supported is rejected unless it is set to do nothing. One parameter is a
+hint only here: `strict` of a tool, since the policy is there to learn its arguments. And `parallel_tool_calls=false` cannot
+be honoured if the model's format writes several calls as one list: see `reading`.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from etude.errors import one_line
 from etude.registry import did_you_mean
 
 CHARACTERS_PER_TOKEN = 32
-"""Requests of more than that, for each token of the context, are refused unread: real text has three or four."""
-_BYTES_PER_CHARACTER = 6  # of JSON at most, with every character escaped
+"""Requests with more than this per token of the context are rejected unread: real text has three or four."""
+_BYTES_PER_CHARACTER = 6  # maximum in JSON, with every character escaped
 _IMAGE = re.compile(rb'"url"\s*:\s*"data:image/[^"\\]*"')
-_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # of a character that is spelled as two
+_HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one surrogate of a pair
 MOST_STOPS = 16
 MOST_NESTED = 64
-"""Levels of a tool's parameters."""
+"""Nesting depth of a tool's parameters."""
 
 
 class StreamOptions(BaseModel):
@@ -40,7 +40,7 @@ class StreamOptions(BaseModel):
 class ChatRequest(BaseModel):
     """What a client asks for; see OpenAI's reference for the fields' meaning.
 
-    `top_k`, `return_token_ids` are extensions that other servers have, too.
+    `top_k` and `return_token_ids` are extensions that other servers have too.
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -63,7 +63,7 @@ class ChatRequest(BaseModel):
     stream_options: StreamOptions | None = None
     return_token_ids: bool | None = None
 
-    # Cannot be done: accepted where they ask for nothing.
+    # Unsupported: accepted only at values that do nothing.
     top_logprobs: Literal[0] | None = None
     presence_penalty: float | None = Field(None, ge=0, le=0)
     frequency_penalty: float | None = Field(None, ge=0, le=0)
@@ -134,18 +134,18 @@ class ChatRequest(BaseModel):
 
     @property
     def most_tokens(self) -> int | None:
-        """Of one choice."""
+        """The maximum of one choice."""
         return self.max_completion_tokens if self.max_tokens is None else self.max_tokens
 
     @property
     def reads_calls(self) -> bool:
-        """Whether what looks like a tool call is one."""
+        """Whether text that looks like a tool call is read as one."""
         return bool(self.tools) and self.tool_choice != "none"
 
 
 def _check_schema(schema: object, where: str, depth: int = 0) -> None:
-    """Checks of a tool's parameters what templates and parsers read."""
-    if schema is None or (depth and isinstance(schema, bool)):  # true is the schema of anything
+    """Checks the parts of a tool's parameters that templates and parsers read."""
+    if schema is None or (depth and isinstance(schema, bool)):  # true is the schema that allows anything
         return
     if not isinstance(schema, dict):
         raise ValueError(f"{where} must be an object")
@@ -174,7 +174,7 @@ def _is_texts(value: object) -> bool:
 
 
 class TooLong(Exception):
-    """A request is longer than any that fits the context; `length` says how long."""
+    """A request is longer than any that fits the context; `length` is its length."""
 
     def __init__(self, length: str) -> None:
         super().__init__(length)
@@ -182,14 +182,14 @@ class TooLong(Exception):
 
 
 def read_request(body: bytes, longest: int) -> ChatRequest:
-    """The request in a body of JSON, for a context of `longest` tokens.
+    """Parses a JSON body as a request, for a context of `longest` tokens.
 
-    Everything that a template would write counts towards one budget (messages, calls' arguments, tools' schemas) and is
-    counted before it is looked at, so that no request keeps the event loop busy for longer than a full context does.
+    Everything that a template would render counts towards one budget (messages, calls' arguments, tools' schemas) and is
+    counted before it is parsed, so that no request keeps the event loop busy for longer than a full context does.
 
     Raises:
-        TooLong: the budget does not hold it.
-        GatewayError: it is no request, or asks for what cannot be done; names the parameter.
+        TooLong: it exceeds the budget.
+        GatewayError: it is malformed, or asks for something unsupported; names the parameter.
     """
     budget = longest * CHARACTERS_PER_TOKEN
     if len(body) > budget * _BYTES_PER_CHARACTER:
@@ -212,7 +212,7 @@ def decode_body(body: bytes) -> Any:
     """The JSON in a body.
 
     Raises:
-        GatewayError: it is none, or holds what cannot be encoded.
+        GatewayError: it is invalid, or cannot be encoded.
     """
     try:
         text = body.decode()
@@ -229,7 +229,7 @@ def decode_body(body: bytes) -> Any:
 
 
 def _count_characters(request: Mapping[str, Any]) -> int:
-    """Characters of all texts and keys of a request, images' addresses apart; whatever is no text counts as one."""
+    """Characters of all texts and keys of a request, except image URLs; a value that is not text counts as one."""
     count, waiting = -sum(map(len, _image_addresses(request.get("messages")))), [request]
     while waiting:
         value: Any = waiting.pop()

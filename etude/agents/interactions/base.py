@@ -1,9 +1,9 @@
-"""`BaseInteraction`: a user that answers the policy, with the documents' four methods.
+"""`BaseInteraction`: a user that answers the policy, with verl's four methods.
 
     start_interaction → generate_response* → finalize_interaction
 
 Invariant (kept by `InteractionSession`): one start, then any number of answers, then exactly one `finalize_interaction`
-in every ending. An interaction object is shared by all trajectories; what belongs to one of them is kept by instance id.
+in every ending. An interaction object is shared by all trajectories; per-trajectory state is kept by instance id.
 """
 
 from __future__ import annotations
@@ -39,22 +39,22 @@ class BaseInteraction:
         """Answers the conversation so far.
 
         Args:
-            messages: the conversation. An assistant message's `content` is all that was sampled, its `spoken` what is
-                left of it without reasoning and tool calls; whatever tools answered has the role `tool`.
+            messages: the conversation. An assistant message's `content` is all that was sampled, its `spoken` the same
+                without reasoning and tool calls; tool answers have the role `tool`.
 
         Returns:
-            Whether the conversation is over, the user's next words (unused when it is), the reward of the assistant's
-            last turn, and figures to keep.
+            Whether the conversation is over, the user's next message (unused if it is), the reward of the assistant's
+            last turn, and metrics to keep.
 
         Raises:
-            InfrastructureError: the trajectory is retried from fresh state; any other exception is treated likewise,
+            InfrastructureError: the trajectory is retried from fresh state; any other exception is treated the same way,
                 because an interaction's failure is never the model's.
         """
         raise NotImplementedError
 
     @staticmethod
     def check_keys(config: dict[str, Any], known: Sequence[str]) -> None:
-        """For a constructor that reads `known` keys of its `config`, beside those of every interaction.
+        """For a constructor: checks that `config` has only the `known` keys and those of every interaction.
 
         Raises:
             ConfigError: there is another key.
@@ -69,4 +69,4 @@ class BaseInteraction:
         return 0.0
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Lets go of what the conversation held."""
+        """Releases the conversation's resources."""

@@ -15,8 +15,8 @@ INCORRECT = "Your response is incorrect! You need to reflect on your answer and 
 class Gsm8kInteraction(BaseInteraction):
     """Judges the assistant's last message; the row's `interaction_kwargs` hold the `ground_truth`.
 
-    The conversation ends with the first right answer, which is worth 1.0; a wrong one is worth 0.0. `config.method` is
-    `strict` (the answer stands behind `####`; one that is written without is read as if it did) or `flexible` (the last
+    The conversation ends with the first correct answer, reward 1.0; a wrong one gets 0.0. `config.method` is
+    `strict` (the answer follows `####`; a message without it is read as if it began with it) or `flexible` (the last
     number counts).
     """
 
@@ -32,7 +32,7 @@ class Gsm8kInteraction(BaseInteraction):
     async def start_interaction(
         self, instance_id: str | None = None, ground_truth: str | None = None, **kwargs: Any
     ) -> str:
-        """Remembers the `ground_truth`; ValueError without one."""
+        """Stores the `ground_truth`; ValueError without one."""
         if ground_truth is None:
             raise ValueError("the row's interaction_kwargs need a 'ground_truth'")
         instance_id = await super().start_interaction(instance_id)

@@ -1,11 +1,11 @@
-"""`load_interactions`: the YAML of the documents as interactions.
+"""`load_interactions`: interactions from verl's YAML.
 
     interaction:
       - name: gsm8k                      # default: the class's name without "Interaction", in lower case
         class_name: etude.agents.interactions.gsm8k.Gsm8kInteraction    # or path/to/file.py:Class
         config: {}
 
-Invariant: whatever is wrong is one `ConfigError` that names file and entry, before any model is loaded.
+Invariant: every mistake is one `ConfigError` that names file and entry, before any model is loaded.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ def _interaction(entry: object, file: Path, where: str) -> BaseInteraction:
         InteractionLimits.from_config(config, name)
         made = found({**config, "name": name})
         made.name = name
-    except Exception as error:  # whatever a user's constructor raises is theirs to read
+    except Exception as error:  # a user's constructor may raise anything
         kind = "" if isinstance(error, ConfigError) else f"{type(error).__name__}: "
         raise ConfigError(f"{where} ({entry['class_name']}): {kind}{one_line(error)}") from error
     return made

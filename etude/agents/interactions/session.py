@@ -1,7 +1,7 @@
 """`InteractionSession`: one trajectory's conversation with an interaction.
 
-Invariant: one `start_interaction`; if it was called, exactly one `finalize_interaction` in every ending, cancellation
-included; no call waits longer than the interaction's `timeout`; a failure is `InfrastructureError`, never a reward.
+Invariant: one `start_interaction`; if it was called, exactly one `finalize_interaction` in every ending, including
+cancellation; no call waits longer than the interaction's `timeout`; a failure is `InfrastructureError`, never a reward.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class InteractionLimits:
 
 @dataclass(frozen=True)
 class UserTurn:
-    """What the user made of the assistant's turn: whether it ends here, the next words, the turn's reward."""
+    """The user's reaction to the assistant's turn: whether it ends here, the next message, the turn's reward."""
 
     over: bool
     text: str
@@ -69,7 +69,7 @@ class InteractionSession:
         try:
             started = await self._call("start_interaction", self._id, **self._kwargs)
         except BaseException:
-            await uninterrupted(self._finalize())  # it may have got half-way
+            await uninterrupted(self._finalize())  # it may be half-started
             raise
         self._id = started if isinstance(started, str) and started else self._id
         return self
@@ -77,14 +77,14 @@ class InteractionSession:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
-        """Finalizes; raises nothing but a cancellation that arrived."""
+        """Finalizes; raises nothing but a cancellation."""
         await uninterrupted(self._finalize())
 
     async def answer(self, messages: Sequence[Mapping[str, Any]]) -> UserTurn:
-        """The user's reaction to `messages`, which it may change at will: it has a copy.
+        """The user's reaction to `messages`; it gets a copy, which it may change.
 
         Raises:
-            InfrastructureError: it failed, took too long, or returned something else than four values of the right kind.
+            InfrastructureError: it failed, timed out, or returned anything but four values of the right types.
         """
         returned = await self._call("generate_response", self._id, copy.deepcopy(list(messages)), **self._kwargs)
         try:

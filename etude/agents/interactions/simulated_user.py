@@ -8,8 +8,8 @@
         api_key: ${OPENAI_API_KEY}             # left out where none is needed
         system_prompt: You are a customer who wants a refund for order {order}. …
 
-Invariant: the user's model sees what a user sees: the words of the assistant, neither its reasoning nor its tools. The
-endpoint is asked within bounds of time and size, and whatever goes wrong there is infrastructure.
+Invariant: the user's model sees what a user sees: the assistant's text, neither its reasoning nor its tools. Requests to
+the endpoint are bounded in time and size, and any failure there is an infrastructure failure.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _KEYS = (
 
 
 class SimulatedUser(BaseInteraction):
-    """Its turns are worth 0.0; what the conversation was worth is the reward manager's to say.
+    """Its turns have reward 0.0; the reward manager scores the conversation.
 
-    `config`: `base_url`, `model`; `api_key`, `system_prompt` (with `{name}` where one of the row's `interaction_kwargs`
-    belongs), `stop` (the words that end the conversation, default `###STOP###`), `temperature` (1.0), `max_tokens`
-    (512), `connections` (at once, 100), and the session's `timeout` and `max_response_chars`.
+    `config`: `base_url`, `model`; `api_key`, `system_prompt` (with `{name}` as placeholder for one of the row's
+    `interaction_kwargs`), `stop` (the text that ends the conversation, default `###STOP###`), `temperature` (1.0),
+    `max_tokens` (512), `connections` (concurrent, 100), and the session's `timeout` and `max_response_chars`.
     """
 
     def __init__(self, config: dict[str, Any]) -> None:
@@ -75,7 +75,7 @@ class SimulatedUser(BaseInteraction):
         )
 
     async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Opens the way to the endpoint."""
+        """Opens the connection to the endpoint."""
         instance_id = await super().start_interaction(instance_id)
         self._service.hold(instance_id)
         return instance_id
@@ -83,7 +83,7 @@ class SimulatedUser(BaseInteraction):
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
-        """The next message of the user's model; the conversation is over when it holds the words that end it."""
+        """The next message of the user's model; the conversation is over when it contains the stop text."""
         prompt = re.sub(r"\{(\w+)\}", lambda place: str(kwargs.get(place[1], place[0])), self._prompt)
         asked = [{"role": "system", "content": prompt}, *_seen_by_the_user(messages)]
         answer = await self._service.request("POST", seconds=self._seconds, body={**self._options, "messages": asked})
@@ -91,12 +91,12 @@ class SimulatedUser(BaseInteraction):
         return self._stop in text, text.replace(self._stop, "").strip(), 0.0, {}
 
     async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Gives the way back."""
+        """Releases the connection."""
         await self._service.drop(instance_id)
 
 
 def _seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """The conversation with its roles exchanged: the assistant's words are what the user's model answers."""
+    """The conversation with its roles swapped: the user's model answers the assistant's text."""
     seen = []
     for message in messages:
         text = text_of(message.get("content"))

@@ -1,8 +1,8 @@
 """`format: auto`: the parser that a model's chat template asks for.
 
-Invariant: a template decides by the tags it writes around calls, never by a model's name; one that no rule knows is an error
-that lists the formats. Rules are tried in order, the more particular before the more general. What a rule says is then
-tried: a parser that does not read the call which the template itself writes is refused.
+Invariant: the format is inferred from the tags that the template writes around calls, never from a model's name; a template
+that no rule matches is an error that lists the formats. Rules are tried in order, the more specific first. The result is
+then tested: a parser that does not read a call as the template itself writes it is rejected.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def format_of(template: str) -> str:
     """The name of the format that a chat template writes calls in.
 
     Raises:
-        ConfigError: no rule knows it.
+        ConfigError: no rule matches.
     """
     for name, marks in _RULES:
         if all(mark in template for mark in marks):

@@ -1,10 +1,10 @@
-"""`ToolParser`: from what a model wrote to the calls it made.
+"""`ToolParser`: from a model's text to its calls.
 
-Invariant: a call that cannot be read is an entry of `ParsedResponse.errors`, in words the model can act on; nothing
-that looks like a call vanishes. A parser works on text and needs no tokenizer for that; ids are decoded here, once.
+Invariant: a malformed call is an entry of `ParsedResponse.errors`, in words the model can act on; nothing that looks like a
+call is dropped. A parser works on text and needs no tokenizer for that; ids are decoded here, once.
 
-A parser defines `parse`, or, as in the documents, only `async extract_tool_calls(ids)`, which may return the calls or
-`(content, calls)`. `parse_ids` is what agent loops call and accepts either.
+A parser defines `parse`, or, as in verl, only `async extract_tool_calls(ids)`, which may return the calls or
+`(content, calls)`. Agent loops call `parse_ids`, which accepts either.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ P = TypeVar("P", bound="type[ToolParser]")
 
 @dataclass(frozen=True)
 class ParsedResponse:
-    """One assistant turn: the text outside its calls, the calls in order, one line for each unreadable call.
+    """One assistant turn: the text outside its calls, the calls in order, one line for each malformed call.
 
-    `reasoning` is what of the content is marked as a thought, without its tags, and `spoken` the rest; where the format
-    marks none, all of it. `result_tag` names the tag that results of its calls are given in, for formats without a role
-    of tools.
+    `reasoning` is the part of the content that is marked as a thought, without its tags, and `spoken` the rest; all of it if
+    the format marks none. `result_tag` names the tag that results of its calls are given in, for formats without a tool
+    role.
     """
 
     content: str
@@ -49,8 +49,8 @@ class ParsedResponse:
         return self.content if self.words is None else self.words
 
     def result_message(self, text: str, call: FunctionCall | None = None) -> dict[str, str]:
-        """The message that answers `call`, or what could not be read as one, with `text`; it bears the identifier that
-        the model gave the call."""
+        """The message that answers `call`, or a malformed one, with `text`; it carries the id that the model gave the
+        call."""
         if self.result_tag is None:
             message = {"role": "tool", "content": text}
             return message if call is None or call.id is None else {**message, "tool_call_id": call.id}
@@ -58,7 +58,7 @@ class ParsedResponse:
 
 
 class ToolParser:
-    """Base of all parsers; `tokenizer` may be None where only text is parsed."""
+    """Base of all parsers; `tokenizer` may be None if only text is parsed."""
 
     tokenizer: PreTrainedTokenizerBase | None = None
     special_tokens: tuple[str, ...] = ()
@@ -66,7 +66,7 @@ class ToolParser:
     stop_tokens: tuple[str, ...] = ()
     """Tokens, besides the template's, that end a turn of this format, where the tokenizer has them."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end a turn of this format where `rollout.stop` is null: what follows them is not the model's to write."""
+    """Texts that end a turn of this format if `rollout.stop` is null: the model must not write what follows them."""
     result_tag: str | None = None
     """The tag that results are given in, in a user's message, by formats that do not need a chat template with tools."""
     _decoder: Decoder | None = None
@@ -129,7 +129,7 @@ class ToolParser:
         """One assistant turn given as ids.
 
         Raises:
-            ConfigError: a parser of the user's returned something that is no list of calls.
+            ConfigError: a user's parser returned something other than a list of calls.
         """
         if self.reads_text():
             return self.parse(self.decode(response_ids), tools)

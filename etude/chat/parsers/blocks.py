@@ -1,12 +1,12 @@
 """`BlockParser`: the one reader of turns in which calls stand in blocks that a tag opens.
 
 Invariant: every opening tag outside reasoning is one or more calls or an error, in the order written, and so is a tag
-that announces calls where none follows. Reasoning is what stands between the tags of a thought, what follows an opening
-one that is never closed, and, where the text has none before it, what precedes the first closing one (the prompt opened
-that thought). A call in reasoning is none, and an error where the model waits for an answer that does not come: in a
-thought that the turn ends with, and in one that begins with a call, shows no opening tag and has no call after it.
+that announces calls if none follows. Reasoning is the text between the tags of a thought, after an opening one that is
+never closed, and, if the text has no opening one before it, before the first closing one (the prompt opened that thought).
+A call in reasoning is ignored, but an error if the model waits for an answer to it: in a thought that the turn ends with,
+and in one that begins with a call, has no opening tag and no call after it.
 
-Reading takes linear time, as long as `read_block` takes time in proportion to what it consumes or to the way to the next
+Reading takes linear time, as long as `read_block` takes time proportional to what it consumes or to the distance to the next
 tag.
 """
 
@@ -27,7 +27,7 @@ LIST_OF_CALLS = re.compile(rf"\s*\[\s*{KEYS_OF_A_CALL}")  # JSON; what may follo
 
 @dataclass(frozen=True)
 class Malformed:
-    """A call that cannot be read; `reason` is a part of a sentence for the model."""
+    """A malformed call; `reason` is a part of a sentence for the model."""
 
     reason: str
 
@@ -144,7 +144,7 @@ class BlockParser(ToolParser):
         return [*pieces, text[position:]]
 
     def _lost(self, pieces: Pieces, tools: Tools | None) -> Pieces:
-        """An error for each call in reasoning that the model waits for in vain; see the invariant."""
+        """An error for each call in reasoning that the model waits for; see the invariant."""
         lost: Pieces = []
         for piece in reversed(pieces):
             if isinstance(piece, Thought):
@@ -258,7 +258,7 @@ def skip_space(text: str, start: int) -> int:
 
 
 def as_response(pieces: Pieces) -> ParsedResponse:
-    """The words and thoughts as content, the calls, and one line for each that could not be read."""
+    """The words and thoughts as content, the calls, and one line for each malformed one."""
     content: list[str] = []
     words: list[str] = []
     thoughts: list[str] = []

@@ -1,13 +1,13 @@
 """Calls written as elements: an opening tag with the function's name, one element for each argument, a closing tag.
 
-Invariant: an argument's text is what stands between its tags, read as the tool's schema says. These formats have no escapes:
-an argument ends at its first closing tag, and whatever else stands before that tag is text, be it tags of calls or blocks.
-Only where another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at
-the next tag; if that one opens a call or a block, nobody can tell what is text and what is not: the call is an error, and
-nothing after it is read, so that no call is made of a text.
+Invariant: an argument's text is what is between its tags, read according to the tool's schema. These formats have no
+escapes: an argument ends at its first closing tag, and anything before that tag is text, even tags of calls or blocks. Only
+if another argument's opening tag comes first, or no closing tag at all, is the argument not closed. Then it ends at the next
+tag; if that one opens a call or a block, text and markup are indistinguishable: the call is an error, and nothing after it
+is read, so that no text becomes a call.
 
-An argument is sought to the next tag that closes one or opens one, and reading goes on at that tag or before it, so that
-reading is linear.
+An argument is scanned to the next tag that closes or opens one, and reading goes on at that tag or before it, so that it is
+linear.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Calls written as JSON: where a JSON text ends, what it holds, and how a call is made of it.
 
 Invariant: a `FunctionCall` from here has a name and arguments that are the JSON of one object, in characters that every
-tokenizer takes. Nothing is repaired: what is no JSON is `Unreadable`, whose text tells the model why.
+tokenizer takes. Nothing is repaired: invalid JSON is `Unreadable`, whose text tells the model why.
 
 Linear time: outside its strings JSON has no `<`, no backslash and few letters, so a reader that begins at a tag and runs
 into another one stops there. Where two readings of one text overlap, one is inside a string where the other is not.
@@ -26,7 +26,7 @@ _STEP = {"{": 1, "[": 1, "}": -1, "]": -1}
 
 
 class Unreadable(Exception):
-    """Something is no call; the text tells the model why, in a part of a sentence."""
+    """Something is not a call; the message says why, in a part of a sentence for the model."""
 
 
 def json_end(text: str, start: int) -> int | None:

@@ -1,7 +1,7 @@
-"""Python literals in what a model wrote: parsed by Python's own parser, never evaluated.
+"""Python literals in a model's text: parsed by Python's own parser, never evaluated.
 
-Invariant: a value from here is one that JSON can say: a text, a number, true, false, null, a list or an object. JSON's own
-names for the last of the scalars (`true`, `false`, `null`) are read, too.
+Invariant: a value from here is a JSON value: a text, a number, true, false, null, a list or an object. JSON's own names
+`true`, `false` and `null` are read, too.
 """
 
 from __future__ import annotations

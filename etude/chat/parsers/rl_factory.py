@@ -1,7 +1,7 @@
 """RL-Factory's rules: `<tool_call>` blocks of JSON5, and an `<answer>` that ends the conversation.
 
 `read_tools` gives what RL-Factory's tool managers work with: a block that cannot be read is the tool `<empty>`. As a parser
-of the loop the same block is an error, so that the model is told. `rl_factory` lets an answer win over calls in the same
+of the loop the same block is an error that the model sees. `rl_factory` lets an answer win over calls in the same
 turn, as RL-Factory does; `rl_factory_calls_first` lets the calls win. Reasoning is never read for either.
 
 JSON5 (comments, single quotes, trailing commas) is tried where JSON fails, up to `MAX_JSON5_CHARS`.

@@ -1,6 +1,6 @@
-"""Whether a parser reads the calls that a chat template writes: tried, by having the template write one.
+"""Whether a parser reads the calls that a chat template writes: tested by rendering one.
 
-Invariant: what is said was seen. A template that writes no calls, or not these, says nothing of a parser.
+Invariant: the verdict rests on a rendering. A template that renders no calls, or not these, gives no verdict.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def unread_call(parser: ToolParser, tokenizer: PreTrainedTokenizerBase, **option
         try:
             if any(_reads(parser, parser.decode(encoder.ids(turn[start:]))) for start in starts):
                 return None
-        except Exception:  # a user's parser, of which its first turn will tell more
+        except Exception:  # a user's parser; its first turn will show the error
             return None
         unread = unread or turn[starts[0] :].strip()[:120]
     return unread

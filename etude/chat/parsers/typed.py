@@ -1,8 +1,8 @@
-"""Arguments that a format writes as plain text, read as the tool's schema says.
+"""Arguments that a format writes as plain text, read according to the tool's schema.
 
-Invariant: no text is lost: one that is no value of the types its schema allows stays a text, so that whoever checks the
-arguments can say what is wrong with it. As vLLM does, `null` and `None` are null wherever no text is allowed, `True` and
-`False` are read in any case, and an object or a list may be written in Python. Nothing is evaluated.
+Invariant: no text is lost: one that is not a value of the types its schema allows stays a text, so that the arguments'
+validation can say what is wrong with it. As in vLLM, `null` and `None` are null where no text is allowed, `True` and `False`
+are read in any case, and an object or a list may be written in Python. Nothing is evaluated.
 """
 
 from __future__ import annotations

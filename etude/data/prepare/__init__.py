@@ -1,1 +1,1 @@
-"""Builds parquet files: a generated arithmetic task, and public data sets as rows whose tools come along."""
+"""Builds parquet files: a generated arithmetic task, and public datasets as rows with their tools."""

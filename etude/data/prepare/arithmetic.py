@@ -1,10 +1,10 @@
 """The quickstart's task: three integers, two operators, one calculator.
 
 Invariant: an expression belongs to exactly one split, chosen by a hash of its text, so no two splits share a question
-whatever the seeds and sizes; within a split no expression comes twice. Rows depend on (n, seed, split) alone.
+whatever the seeds and sizes; within a split expressions are unique. Rows depend only on (n, seed, split).
 
-Demonstrations teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that there is
-something for reinforcement learning to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
+Demonstrations teach the format and, on purpose, mostly the wrong habit (answering without the tool), so that
+reinforcement learning has something to correct. Scoring (`etude/arithmetic`) is left to `etude.rewards`.
 """
 
 from __future__ import annotations
@@ -165,10 +165,10 @@ def _answer(number: str) -> Row:
 
 
 def guess(problem: Problem) -> str:
-    """A wrong answer that takes no thought: always 0 (or 1, where 0 is right).
+    """A constant wrong answer: always 0 (or 1, if 0 is correct).
 
-    Random digits would be noise to learn, and numbers of the question a rival for the tool's result; a small model then
-    copies results badly, and no amount of calling helps it.
+    Random digits would be noise to learn, and numbers of the question would compete with the tool's result; a small model
+    then copies results badly, and no amount of calling helps it.
     """
     return "1" if problem.answer == 0 else "0"
 

@@ -27,7 +27,7 @@ _ENDINGS = (".parquet", "-00000-of-00001.parquet", ".jsonl")
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract out of `{"problem", "answer", "images"}`.
+    """One row of the RL row contract from `{"problem", "answer", "images"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.

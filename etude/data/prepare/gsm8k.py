@@ -1,6 +1,6 @@
 """GSM8K for training with a tool: the public JSON lines into rows whose tool checks the answer.
 
-Invariant: the files keep their rows and order (`index` is the row's number), and a row without a final `#### answer`
+Invariant: the files keep their rows and order (`index` is the row's index), and a row without a final `#### answer`
 is an error that names its line. Nothing is downloaded.
 """
 
@@ -25,7 +25,7 @@ SYSTEM = (
 )
 INSTRUCTION = "Think step by step and put the final answer after `####`."
 
-_FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the data set keep their files
+_FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the dataset keep their files
 _ENDINGS = (".jsonl", ".parquet", "-00000-of-00001.parquet")
 _FINAL = re.compile(r"####[ \t]*(-?\$?[0-9][0-9,]*(?:\.[0-9]+)?|-?\.[0-9]+)")
 
@@ -37,7 +37,7 @@ def final_answer(solution: str) -> str | None:
 
 
 def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract out of `{"question", "answer"}`.
+    """One row of the RL row contract from `{"question", "answer"}`.
 
     Raises:
         DataError: a field is missing or the answer has no `#### number`; names `where`.
@@ -76,7 +76,7 @@ def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
     """The file of each split among `inputs`: files named `train*` or `test*`, or folders that hold them.
 
     Raises:
-        DataError: nothing is found, a split comes twice, or a file's name tells no split.
+        DataError: nothing is found, a split is duplicate, or a file's name has no split.
     """
     return find_split_files(inputs, SPLITS, folders=_FOLDERS, endings=_ENDINGS)
 

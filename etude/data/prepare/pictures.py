@@ -1,7 +1,7 @@
-"""Questions on one picture as rows for `image_zoom_in_tool`.
+"""Questions about one image as rows for `image_zoom_in_tool`.
 
-Invariant: the tool gets the picture that the model is shown. Paths in a file are relative to that file and written as
-absolute ones; a picture that does not exist is an error that names its row.
+Invariant: the tool gets the image that the model sees. Paths in a file are relative to that file and written as absolute
+ones; a missing image is an error that names its row.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ SYSTEM = (
 
 
 def make_row(example: Mapping[str, Any], where: str, folder: Path, split: str, index: int, data_source: str) -> Row:
-    """One row of the RL row contract out of `{"question", "answer", "image"}`; `image` is a path, bytes, or both.
+    """One row of the RL row contract from `{"question", "answer", "image"}`; `image` is a path, bytes, or both.
 
     Raises:
-        DataError: a field is missing or of another type, or the picture does not exist; names `where`.
+        DataError: a field is missing or of another type, or the image does not exist; names `where`.
     """
     question, answer = example.get("question"), example.get("answer")
     if not isinstance(question, str) or not isinstance(answer, str):

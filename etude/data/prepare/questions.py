@@ -1,7 +1,7 @@
 """Questions with short answers as rows for a search tool.
 
-Invariant: the files keep their rows and order, and a row's answers are all forms that count as right. The prompt says how
-to reason, search and answer; the call's own format is the chat template's, or, with `tags`, Search-R1's.
+Invariant: the files keep their rows and order, and a row's answers are all accepted forms. The prompt says how to reason,
+search and answer; the call format is the chat template's, or, with `tags`, Search-R1's.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _BY_TAGS = (
 def make_row(
     example: Mapping[str, Any], where: str, split: str, index: int, *, tool: str, data_source: str, tags: bool
 ) -> Row:
-    """One row of the RL row contract out of `{"question", "answers" | "golden_answers" | "answer"}`.
+    """One row of the RL row contract from `{"question", "answers" | "golden_answers" | "answer"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.

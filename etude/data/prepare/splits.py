@@ -1,6 +1,6 @@
-"""Finding the files of a data set's splits among what a user names.
+"""Finds the files of a dataset's splits among the user's inputs.
 
-Invariant: each split is read from one file; a file whose name tells no split, or a split that comes twice, is an error.
+Invariant: each split is read from one file; a file whose name has no split, or a duplicate split, is an error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def find_split_files(
     In a folder, and in its `folders`, a split's file is `<split><ending>` for the first of `endings` that exists.
 
     Raises:
-        DataError: nothing is found, a split comes twice, or a file's name tells no split.
+        DataError: nothing is found, a split is duplicate, or a file's name has no split.
     """
     found: dict[str, Path] = {}
     sources = [Path(name).expanduser() for name in inputs]

@@ -25,10 +25,10 @@ _ENDINGS = ("_Video-Holmes.json", ".json", ".jsonl", ".parquet")
 
 
 def make_row(example: Mapping[str, Any], where: str, videos: Path, split: str, index: int) -> Row:
-    """One row of the RL row contract out of `{"video ID", "Question", "Options", "Answer"}`.
+    """One row of the RL row contract from `{"video ID", "Question", "Options", "Answer"}`.
 
     Raises:
-        DataError: a field is missing or of another type, or there is no such video; names `where`.
+        DataError: a field is missing or of another type, or the video does not exist; names `where`.
     """
     name, question = example.get("video ID"), example.get("Question")
     options, answer = example.get("Options"), example.get("Answer")

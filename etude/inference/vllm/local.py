@@ -1,7 +1,7 @@
 """vLLM in this process: an `AsyncLLM`, whose engine core vLLM runs in a child process.
 
-Weights reach it as a checkpoint's folder; with `transfer="cuda_ipc"`, where trainer and engine share a GPU, as handles of
-the trainer's own tensors instead, and nothing is written. (That way was written without a GPU at hand and has never run.)
+Weights reach it as a checkpoint's folder; with `transfer="cuda_ipc"`, if trainer and engine share a GPU, as handles of the
+trainer's own tensors instead, and nothing is written. (That way was written without a GPU at hand and has never run.)
 
 vLLM is imported when the engine is built, in the environment that the trainer runs in.
 """
@@ -31,7 +31,7 @@ from etude.registry import did_you_mean
 
 _RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
 _SHUTDOWN_SECONDS = 5.0
-_OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # what the engine's correctness hangs on
+_OURS = ("model", "tokenizer", "logprobs_mode", "worker_extension_cls")  # the engine's correctness depends on these
 
 
 @ENGINES.register("vllm")
@@ -41,7 +41,7 @@ class VLLMEngine(ServedEngine):
     servers = "optional"
 
     def __init__(self, arguments: Mapping[str, Any], max_model_len: int, sync_timeout: float = 600.0) -> None:
-        """Raises ConfigError where vLLM refuses the arguments, EngineError where it cannot start."""
+        """Raises ConfigError if vLLM rejects the arguments, EngineError if it cannot start."""
         super().__init__(max_model_len)
         self._arguments, self._sync_timeout = dict(arguments), sync_timeout
         self._engine: Any = None
@@ -49,7 +49,7 @@ class VLLMEngine(ServedEngine):
 
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
-        """Servers where addresses are given (a router over several), else vLLM in this process."""
+        """Servers if addresses are given (a router over several), else vLLM in this process."""
         servers = setup.servers()
         if servers:
             made = {s.url: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout) for s in servers}
@@ -72,11 +72,11 @@ class VLLMEngine(ServedEngine):
 
     @staticmethod
     def check_installed(given: Mapping[str, Any]) -> None:
-        """Refuses, before a model is loaded, what could not start: no vLLM here, arguments that it does not know.
+        """Rejects, before a model is loaded, what could not start: vLLM missing, or arguments it does not know.
 
         Raises:
             MissingExtraError: vLLM is not installed.
-            ConfigError: `given`, the section engine_kwargs.vllm, has a name that is none of vLLM's.
+            ConfigError: `given`, the section engine_kwargs.vllm, has a name that vLLM does not know.
         """
         if find_spec("vllm") is None:
             raise MissingExtraError("rollout.name=vllm without rollout.server_urls", "vllm")
@@ -92,7 +92,7 @@ class VLLMEngine(ServedEngine):
                 raise ConfigError(f"{KEY}.engine_kwargs.vllm: vLLM has no argument '{name}'{did_you_mean(name, known)}")
 
     async def _started(self) -> Any:
-        """The `AsyncLLM`, started at its first use: it lives in the event loop that uses it."""
+        """The `AsyncLLM`, started on first use: it is bound to the event loop that uses it."""
         async with self._starting:
             if self._engine is None:
                 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -105,7 +105,7 @@ class VLLMEngine(ServedEngine):
                     raise ConfigError(f"{KEY}.engine_kwargs.vllm: {one_line(error)}") from error
                 except Exception as error:
                     raise EngineError(f"vLLM did not start: {type(error).__name__}: {one_line(error)}") from error
-                atexit.register(_end, weakref.ref(self._engine))  # its processes would hold up the interpreter's exit
+                atexit.register(_end, weakref.ref(self._engine))  # its processes would block the interpreter's exit
         return self._engine
 
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
@@ -137,7 +137,7 @@ class VLLMEngine(ServedEngine):
         await (await self._started()).abort(name)
 
     async def check(self) -> None:
-        """Raises EngineError where the engine core is dead."""
+        """Raises EngineError if the engine core is dead."""
         try:
             await (await self._started()).check_health()
         except Exception as error:
@@ -168,30 +168,28 @@ class VLLMEngine(ServedEngine):
         await (await self._started()).sleep(level=1)
 
     async def wake(self) -> None:
-        """Takes the device's memory again."""
+        """Reallocates the device's memory."""
         await (await self._started()).wake_up()
 
     async def shutdown(self) -> None:
-        """Ends vLLM's processes; the engine may be used again, and starts anew."""
+        """Ends vLLM's processes; using the engine again restarts it."""
         engine, self._engine = self._engine, None
         if engine is not None:
             _end(lambda: engine)
 
 
 def _end(reference: Callable[[], Any]) -> None:
-    """Shuts down the engine behind a weak reference, whatever state it is in."""
+    """Shuts down a weakly referenced engine, whatever state it is in."""
     if (engine := reference()) is not None:
         with suppress(Exception):
             engine.shutdown(timeout=_SHUTDOWN_SECONDS)
-            engine.shutdown = lambda timeout=None: (
-                None
-            )  # its finalizer calls it again, when the interpreter is half gone
+            engine.shutdown = lambda timeout=None: None  # its finalizer calls it again, during interpreter shutdown
 
 
 @contextmanager
 def _unheard_interrupts() -> Iterator[None]:
-    """Processes started inside never hear of an interrupt: the trainer finishes its step after a Ctrl-C, and needs the
-    engine for it; it ends them itself. One that comes meanwhile is delivered afterwards."""
+    """Processes started inside ignore interrupts: after a Ctrl-C the trainer finishes its step, for which it needs the
+    engine, and ends them itself. An interrupt in the meantime is delivered afterwards."""
     resource_tracker.ensure_running()  # starting it later would unblock the signal again
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:

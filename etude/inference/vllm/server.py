@@ -4,9 +4,9 @@ The server must run with `VLLM_SERVER_DEV_MODE=1` (the routes that pause, abort 
 processed_logprobs` (log-probs of the distribution that is sampled from) and `--worker-extension-cls
 etude.inference.vllm.worker.WeightReceiver`; `docs/engines.md` has the command. Routes are those of vLLM 0.32.
 
-Requests go to `/inference/v1/generate` where the server opens it (`--enable-scale-out`), because that one says which
-weights drew which token; otherwise to `/v1/completions` with `return_token_ids`. There a request that a weight update
-overtakes counts as drawn by the older weights throughout.
+Requests go to `/inference/v1/generate` if the server has it (`--enable-scale-out`), because that one reports which weights
+drew which token; otherwise to `/v1/completions` with `return_token_ids`. There a request that spans a weight update counts
+as drawn entirely by the older weights.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ from etude.inference.types import SamplingParams, TokenOutput
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
 _RPC = "/collective_rpc"
-_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for a step of the model to end
+_CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
 
 
 def sampling_fields(params: SamplingParams) -> dict[str, Any]:
-    """Parameters as vLLM names them, those that a model's generation_config.json may set among them."""
+    """Parameters as vLLM names them, including those that a model's generation_config.json may set."""
     stop = {"stop": list(params.stop), "include_stop_str_in_output": True, "detokenize": True} if params.stop else {}
     return stop | {
         "max_tokens": params.max_tokens,
@@ -49,8 +49,8 @@ def sampling_fields(params: SamplingParams) -> dict[str, Any]:
 
 
 class VLLMServerEngine(ServedEngine):
-    """One server; the interface is `etude.inference.Engine`. `route`: None, or one of the two that generate, to insist
-    on it. `sync_timeout`: seconds that new weights may take."""
+    """One server; the interface is `etude.inference.Engine`. `route`: one of the two generating routes to force it, or
+    None. `sync_timeout`: seconds that a weight sync may take."""
 
     def __init__(
         self, server: HttpServer, max_model_len: int, sync_timeout: float = 600.0, route: str | None = None
@@ -61,7 +61,7 @@ class VLLMServerEngine(ServedEngine):
         self._connected: str | None = None
 
     async def _connect(self) -> str:
-        """The route that generates; asked once what the server offers.
+        """The generating route; the server is queried once.
 
         Raises:
             ConfigError: the server lacks the routes that weight updates need.
@@ -73,14 +73,14 @@ class VLLMServerEngine(ServedEngine):
                         f"{self._server.url} cannot be paused or given weights: start vLLM (0.32 or newer) with "
                         "VLLM_SERVER_DEV_MODE=1; docs/engines.md has the command"
                     )
-                if self._route is None:  # an empty request: what it lacks is named only where the route is open
+                if self._route is None:  # an empty request: only an existing route reports what it lacks
                     refused = await self._refusal(self._server.post(GENERATE))
                     self._route = GENERATE if refused in (400, 422) else COMPLETIONS
                 self._connected = self._route
         return self._connected
 
     async def _refusal(self, asked: Awaitable[object]) -> int | None:
-        """The error status of a request; None where it was answered."""
+        """The error status of a request; None if it succeeded."""
         try:
             await asked
         except StatusError as error:
@@ -104,7 +104,7 @@ class VLLMServerEngine(ServedEngine):
         await self._server.post("/abort_requests", {"request_ids": [external]}, timeout=_CONTROL_SECONDS)
 
     async def check(self) -> None:
-        """Raises EngineError where the server's engine is dead or does not answer."""
+        """Raises EngineError if the server's engine is dead or does not answer."""
         await self._server.get("/health")
 
     async def _pause(self) -> None:
@@ -137,7 +137,7 @@ class VLLMServerEngine(ServedEngine):
         await self._control("/sleep", level="1", mode="wait")
 
     async def wake(self) -> None:
-        """Takes the device's memory again."""
+        """Reallocates the device's memory."""
         await self._control("/wake_up")
 
     async def _control(self, path: str, **query: str) -> None:
@@ -145,7 +145,7 @@ class VLLMServerEngine(ServedEngine):
 
 
 def check_loaded(results: Any, source: str) -> None:
-    """Raises EngineError unless every worker says that it loaded parameters."""
+    """Raises EngineError unless every worker reports loaded parameters."""
     counts = results if isinstance(results, list) else []
     if not counts or not all(str(count).isdecimal() and int(count) > 0 for count in counts):
         raise EngineError(f"{source}: not every worker loaded the weights: {json.dumps(results, default=str)[:200]}")
@@ -172,6 +172,6 @@ def _read_generate(answer: dict[str, Any]) -> Answer:
 
 
 def version_spans(spans: Any) -> list[tuple[int, int, int]]:
-    """vLLM's spans; weights that bear no version of ours ("default", before the first update) are left out."""
+    """vLLM's spans; weights without a version of ours ("default", before the first update) are left out."""
     named = [(str(span["version"]), span["start"], span["end"]) for span in spans or ()]
     return [(int(version), start, end) for version, start, end in named if version.isdecimal()]

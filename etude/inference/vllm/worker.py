@@ -1,8 +1,8 @@
-"""What runs inside vLLM's worker processes: taking new weights in place (vLLM's `--worker-extension-cls`).
+"""Runs inside vLLM's worker processes: loads new weights in place (vLLM's `--worker-extension-cls`).
 
 vLLM imports this module before it builds the model, and adds the class's methods to its worker. On a CPU the import also
-changes how linear layers multiply: vLLM packs their weights at loading into a form of its own and drops or keeps the
-plain ones beside it, so that loading weights later changes nothing that is computed with, and reports success. Plain
+changes how linear layers multiply: at loading vLLM packs their weights into its own format and drops the originals or keeps
+them unused, so that loading weights later reports success but has no effect on the computation. Plain
 `torch.nn.functional.linear` computes with the parameter itself. Other devices are left alone.
 
 This module needs vLLM and is never imported by the trainer.
@@ -24,7 +24,7 @@ _USERS = ("utils", "linear", "vocab_parallel_embedding")  # below vllm.model_exe
 
 
 def compute_with_parameters() -> None:
-    """Replaces vLLM's packed matrix products on the CPU; weights that are no matrix keep vLLM's own treatment."""
+    """Replaces vLLM's packed matrix products on the CPU; weights that are not matrices are left to vLLM."""
     from importlib import import_module
 
     modules = [import_module(f"vllm.model_executor.layers.{name}") for name in _USERS]
@@ -47,7 +47,7 @@ class WeightReceiver:
     model_runner: Any
 
     def etude_load_folder(self, folder: str) -> int:
-        """Loads the safetensors files of a Hugging Face checkpoint into the model as it stands."""
+        """Loads the safetensors files of a Hugging Face checkpoint into the model in place."""
         return self._etude_load(_tensors(Path(folder)))
 
     def _etude_load(self, weights: Iterator[tuple[str, Tensor]]) -> int:
@@ -56,8 +56,8 @@ class WeightReceiver:
 
 
 class SharedWeightReceiver(WeightReceiver):
-    """Also takes tensors by their CUDA IPC handles. For an engine that this very program started, and for no server:
-    handles arrive pickled, and whoever can send a pickle can run code."""
+    """Also takes tensors by their CUDA IPC handles. Only for an engine started by this program, never for a server:
+    handles arrive pickled, and anyone who can send a pickle can run code."""
 
     def etude_load_handles(self, pickled: str) -> int:
         """`pickled`: base64 of [(name, what `torch.multiprocessing.reductions.reduce_tensor` returned)]."""
