@@ -1,4 +1,4 @@
-"""Warnings about a step, in words, where its metrics alone would look healthy: for the display and the report.
+"""Warnings about a step whose metrics alone would look healthy: for the display and the report.
 
 Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
 run.
@@ -18,8 +18,8 @@ _CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
 }
-_CUT_SHARE = 0.1  # of trajectories; fewer are not worth a warning
-_FAILED_SHARE = 0.1  # of a tool's calls, likewise
+_CUT_SHARE = 0.1  # share of trajectories; below it no warning
+_FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 
 
 def _count(what: str) -> Callable[[float], str]:
