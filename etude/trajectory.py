@@ -113,8 +113,7 @@ class Rewards:
 
 
 class _Column:
-    """A per-token field of all segments, concatenated and cached: every turn reads it, the end of a trajectory several
-    times."""
+    """A per-token field of all segments, concatenated and cached, since every turn reads it."""
 
     __slots__ = ("_joined", "_of", "_values")
 
