@@ -1,6 +1,6 @@
-"""What the shell completes: names of configurations, and keys of the chosen one.
+"""Shell completion: names of configurations, and keys of the chosen one.
 
-Invariant: nothing is printed and nothing raised; what cannot be composed completes to nothing.
+Invariant: nothing is printed or raised; an invalid configuration completes to nothing.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def complete_name(context: click.Context, parameter: click.Parameter, incomplete
 
 
 def complete_key(context: click.Context, parameter: click.Parameter, incomplete: str) -> list[str]:
-    """`key=` for each key of the configuration that the line names."""
+    """`key=` for each key of the configuration named on the command line."""
     from etude.config import DEFAULT_ROOT, compose_with_sources
     from etude.errors import EtudeError
 

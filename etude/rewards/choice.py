@@ -31,8 +31,7 @@ def extract_choice(text: str) -> str | None:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 for the reference choice, else 0.0; a reference that is not a letter is compared as text, ignoring case and
-    whitespace."""
+    """1.0 for the reference choice, else 0.0; other references than a letter are compared as text, ignoring case."""
     reference = str(ground_truth).strip()
     if _LETTER.fullmatch(reference):
         return float(extract_choice(solution_str) == reference.upper())

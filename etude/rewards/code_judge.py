@@ -117,7 +117,7 @@ def _same_line(ours: str, theirs: str) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    """Whether two numbers, not both integers, agree up to rounding; integers must be equal."""
+    """Whether two numbers agree up to rounding; False for two integers, which must be identical."""
     if max(len(ours), len(theirs)) > 400 or (ours.lstrip("+-").isdigit() and theirs.lstrip("+-").isdigit()):
         return False
     try:

@@ -1,6 +1,6 @@
-"""`rollout_trace_op`: the decorator of the documents, which records a coroutine function's calls as spans.
+"""`rollout_trace_op`: a decorator that records a coroutine function's calls as spans.
 
-Invariant: the decorated function behaves as the plain one; outside a traced trajectory a call costs one look-up more.
+Invariant: the decorated function behaves like the original; outside a traced trajectory a call costs one extra look-up.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _inputs(signature: inspect.Signature, args: tuple[Any, ...], kwargs: Mapping
     """The arguments by name, without `self`."""
     try:
         named = dict(signature.bind(*args, **kwargs).arguments)
-    except TypeError:  # the call itself will raise it
+    except TypeError:  # the call itself will raise
         return {}
     named.pop("self", None)
     return named
