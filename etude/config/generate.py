@@ -1,4 +1,4 @@
-"""`python -m etude.config.generate`: generates from the keys' declarations the group files of
+"""`python -m etude.config.generate`: generates, from the declarations of the keys, the group files of
 `tree/`, the tables of docs/configuration.md, and those of docs/migrating.md that compare them with verl's.
 
 Invariant: running it twice changes nothing; a test runs it and compares.
