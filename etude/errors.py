@@ -37,7 +37,7 @@ class ConfigErrors(ConfigError):
     """Several settings are wrong: one line each, so that all can be fixed at once."""
 
     def __init__(self, faults: Sequence[str]) -> None:
-        super().__init__("\n".join([f"{len(faults)} settings cannot be taken:", *faults]))
+        super().__init__("\n".join([f"{len(faults)} settings are invalid:", *faults]))
 
 
 def raise_faults(faults: Sequence[str]) -> None:

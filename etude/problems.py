@@ -30,7 +30,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
     "actor/skipped_steps": lambda value: "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": lambda value: "critic update skipped: its gradient is not finite",
     "sft/skipped_steps": lambda value: "update skipped: its gradient is not finite",
-    "rollout/dropped": _count("trajectories dropped: infrastructure failed again and again"),
+    "rollout/dropped": _count("trajectories dropped: infrastructure failed repeatedly"),
     "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
     "rollout/prompt_too_long": _count("prompts too long"),
     "rollout/nothing_sampled": _count("rollouts without a sampled token"),

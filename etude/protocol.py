@@ -139,7 +139,7 @@ class DataProto:
                 raise ValueError(f"column '{key}' of batch is a {type(tensor).__name__}; see from_tensordict")
         for key, column in self._columns().items():
             if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim == 0:
-                raise ValueError(f"column '{key}' of non_tensor_batch is not an object array with one entry a row")
+                raise ValueError(f"column '{key}' of non_tensor_batch is not an object array with one entry per row")
             if len(column) != len(self):
                 raise ValueError(f"column '{key}' has {len(column)} rows, the batch has {len(self)}")
             if key in self._tensors():
@@ -513,7 +513,7 @@ class DataProtoFuture(Generic[T]):
         if not self._result:
             _, missing = concurrent.futures.wait(self._futures, timeout)
             if missing:
-                raise TimeoutError(f"{len(missing)} of {len(self._futures)} results were not there in {timeout} s")
+                raise TimeoutError(f"{len(missing)} of {len(self._futures)} results were not ready in {timeout} s")
             self._result.append(self._collect([future.result() for future in self._futures]))
         return self._result[0]
 

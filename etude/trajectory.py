@@ -418,6 +418,6 @@ class AgentLoopOutput:
         for name, values in theirs.items():
             if list(getattr(self, name)) != list(values):
                 raise ValueError(
-                    f"{name} differs from that of its trajectory, which is what is trained on: change the trajectory and "
+                    f"{name} differs from that of its trajectory, which is used for training: change the trajectory and "
                     "return its to_output(), or set trajectory=None"
                 )

@@ -203,7 +203,7 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
     if val.n > 1 and not (val.do_sample and val.temperature > 0):
         yield (
             f"{_ROLLOUT}.val_kwargs.n",
-            "without sampling, answers are equal: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
+            "without sampling, all answers are the same: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
             "val_kwargs.temperature above 0",
         )
     needed = rollout.prompt_length + 1

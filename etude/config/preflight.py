@@ -20,8 +20,8 @@ from etude.options.validate import value_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NO_REWARD = (
-    "leaves nothing that could reward: no tools, interaction, environment or code of your own is configured with a weight "
-    "above 0, so every answer would earn the same; set reward_model.enable=true, or configure what rewards"
+    "leaves no source of rewards: no tools, interaction, environment or code of your own is configured with a weight "
+    "above 0, so every answer would earn the same; set reward_model.enable=true, or configure a source of rewards"
 )
 Command = Literal["train", "eval", "sft"]
 _ROWS = "is empty: give one or more parquet or JSON-lines files"
@@ -84,7 +84,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
 def _training(run: TrainOptions) -> Iterator[Problem]:
     """Settings that are valid for evaluation and serving, but not for training."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
-    greedy = "training needs answers that differ: the likeliest one every time has no ratio to learn from"
+    greedy = "training needs sampled answers: greedy ones do not differ, so nothing is learned"
     if not rollout.do_sample:
         yield f"{_ROLLOUT}.do_sample", greedy
     if rollout.top_k == 1:

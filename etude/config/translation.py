@@ -73,7 +73,7 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
         if refusal:
-            found.faults.append(f"{key}={value} cannot be taken here ({layer.source}): {refusal}")
+            found.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
             _remove(values, key)
         if table.knows(key):
             continue
@@ -86,7 +86,7 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
         elif advice:
             found.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
         elif ours or rule:
-            found.inert[key] = rule if isinstance(rule, str) else "so it is here anyway"
+            found.inert[key] = rule if isinstance(rule, str) else "the same holds here"
         else:
             continue
         _remove(values, key)

@@ -70,7 +70,7 @@ def load_compute_score(
     where = f"'{name}' of {path} (custom_reward_function)"
     function = import_object(f"{path}:{name}")
     if not callable(function):
-        raise ConfigError(f"{where} is no function but of type {type(function).__name__}")
+        raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
     extra = dict(reward_kwargs or {})
     accepted = _accepted_arguments(function, where, extra)
 

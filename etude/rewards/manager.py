@@ -121,7 +121,7 @@ class RewardManagerBase(AbstractRewardManager):
             raise ConfigError(f"{type(self).__name__} needs a tokenizer, got {type(self.tokenizer).__name__}")
         scorer = given.pop("compute_score", None) or default.compute_score
         if not callable(scorer):
-            raise ConfigError(f"{type(self).__name__}: compute_score is no function but {type(scorer).__name__}")
+            raise ConfigError(f"{type(self).__name__}: compute_score is not a function but {type(scorer).__name__}")
         if given.pop("reward_fn_key", "data_source") != "data_source":
             raise ConfigError("reward_fn_key: the column data_source picks a row's scorer, no other does")
         self.compute_score = BoundedScorer(scorer, timeout)

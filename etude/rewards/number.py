@@ -26,7 +26,7 @@ def as_reward(value: object, source: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InfrastructureError(f"{source} returned a reward that is no single number: {error}") from error
+        raise InfrastructureError(f"{source} returned a reward that is not a single number: {error}") from error
     if not math.isfinite(number):
         raise InfrastructureError(f"{source} returned the reward {number}, which is not finite")
     return number

@@ -62,4 +62,4 @@ class Background:
                     call()
             except Exception as error:  # an error in a third-party library must not end the thread
                 self._failed = True
-                logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+                logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))

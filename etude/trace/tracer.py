@@ -100,4 +100,4 @@ class _Guarded:
 
     def _give_up(self, error: Exception) -> None:
         self._backend = None
-        logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+        logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))

@@ -152,7 +152,9 @@ class PPOTrainer:
             self.save()
         if abandoned or self.global_step < self.total_steps:
             done = f"stopped after step {self.global_step} of {self.total_steps}"
-            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.global_step else ""
+            where = (
+                f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.global_step else ""
+            )
             raise Interrupted(done + where, interrupts.signal_number)
         return validated
 
@@ -377,8 +379,8 @@ class PPOTrainer:
             resumption.announce()
             return f"resumed from {resumption.folder}"
         return (
-            f"{resumption.folder} is already at the last step, and nothing is done: raise trainer.total_training_steps, or "
-            "set trainer.default_local_dir to start another run"
+            f"{resumption.folder} is already at the last step, so there is nothing to do: raise "
+            "trainer.total_training_steps, or set trainer.default_local_dir to start another run"
         )
 
 

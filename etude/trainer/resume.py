@@ -72,7 +72,7 @@ RULES = (
     Rule("data.seed", Effect.REFUSED, _ORDER),
     Rule("actor_rollout_ref.actor.optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
     Rule("optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
-    Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller goes on from its own", _stays_adaptive),
+    Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller continues from its own", _stays_adaptive),
     Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),
 )
 """First match counts; a key that matches none is honoured."""
@@ -147,7 +147,7 @@ def find_resumption(options: RunOptions, checkpoints: Checkpoints, config: DictC
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
             f"{folder} was made with another configuration: {listed}. Undo the change, set trainer.default_local_dir for a "
-            "run of its own, or trainer.resume_mode=disable to begin again in this folder"
+            "run of its own, or trainer.resume_mode=disable to start over in this folder"
         )
     return found
 

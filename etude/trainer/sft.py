@@ -172,7 +172,7 @@ class SFTTrainer:
                 with self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
-                raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
+                raise Interrupted("stopped during a trial", interrupts.signal_number) from None
             finally:
                 tracking.close()
                 emit(RunEnded())
@@ -184,7 +184,7 @@ class SFTTrainer:
         if self.trial is None and self.step:
             self._write(result)
         if self.step < self.total_steps:
-            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.step else ""
+            where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
         if self.trial is not None and self._trials.kept is None:
             raise EtudeError(

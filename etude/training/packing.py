@@ -75,7 +75,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     orphans = (prompts[row] + column == 0).nonzero()
     if len(orphans):
         first = rows[int(row[orphans[0]])]
-        raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
+        raise DataError(f"row {first}: its first token is scored but nothing precedes it: give it a prompt")
     sequences, placed = _needed_rows(batch, rows, vision)
     laid_out, layout, flat = prefix_tree(sequences)
     token_ids, places = torch.tensor(laid_out, dtype=torch.long), torch.tensor(flat)

@@ -37,7 +37,7 @@ class RunConsole(Console):
         """Goes quiet, with one log line."""
         if not self.quiet:
             self.quiet = True
-            logger.warning("nobody reads the output any more; training goes on")
+            logger.warning("the output is no longer read; training continues")
 
 
 class Display:
@@ -142,7 +142,7 @@ class Display:
             self._close()
         except Exception:
             logger.debug("the live view could not be stopped", exc_info=True)
-        logger.warning("the display stopped (%s: %s); training goes on", type(error).__name__, error)
+        logger.warning("the display stopped (%s: %s); training continues", type(error).__name__, error)
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)

@@ -210,7 +210,7 @@ def _log_probs_where_sampled(trajectory: Trajectory) -> Check:
             wrong = wrong or f"segment {number} ({segment.provenance.value}) breaks it"
         for value in segment.log_probs or ():
             if not (math.isfinite(value) and value <= 1e-6):
-                wrong = wrong or f"segment {number} holds {value}, which is no log-prob"
+                wrong = wrong or f"segment {number} holds {value}, which is not a log-prob"
             lowest = min(lowest, value)
     return _check(statement, wrong, f"the least likely: {lowest:.3f} nats")
 

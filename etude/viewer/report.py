@@ -175,7 +175,7 @@ def _ending(record: Mapping[str, Any]) -> str:
     """Why the run is not complete; empty if it is, or if unknown."""
     if not record or record.get("ended") == COMPLETED:
         return ""
-    return str(record.get("ended") or "it is still under way, or was killed")[:300]
+    return str(record.get("ended") or "it is still running, or was killed")[:300]
 
 
 def _problems(records: Records) -> list[str]:
