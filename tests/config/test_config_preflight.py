@@ -129,8 +129,8 @@ def test_what_is_missing_stands_beside_what_is_wrong(files):
 @pytest.mark.parametrize(
     ("overrides", "key", "why"),
     [
-        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "training needs answers that differ"),
-        ([f"{ROLLOUT}.top_k=1"], f"{ROLLOUT}.top_k=1", "training needs answers that differ"),
+        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "training needs sampled answers"),
+        ([f"{ROLLOUT}.top_k=1"], f"{ROLLOUT}.top_k=1", "training needs sampled answers"),
         (
             [f"{ROLLOUT}.name=openai", f"{ROLLOUT}.server_urls=[http://a:1]"],
             f"{ROLLOUT}.name=openai",
