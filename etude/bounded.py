@@ -1,8 +1,8 @@
-"""Calls that cannot wait for ever: `within` limits a coroutine, `BlockingCalls` takes blocking functions off the loop.
+"""Calls that cannot hang: `within` puts a time limit on a coroutine, `BlockingCalls` moves blocking functions off the loop.
 
-Invariant: whatever a user's code does (hang, swallow its cancellation, exit the interpreter), the caller gets an answer
-or an exception in bounded time, and a cancelled caller leaves no call behind that it did not try to stop. A thread
-cannot be killed: a function that never returns keeps its thread, but neither its caller nor the process's exit.
+Invariant: whatever a user's code does (hang, swallow its cancellation, exit the interpreter), the caller gets an answer or
+an exception in bounded time, and a cancelled caller leaves no call running that it did not try to stop. A thread cannot be
+killed: a function that never returns holds its thread, but blocks neither its caller nor process exit.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ async def called(function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs
 
 
 async def settle(tasks: Iterable[asyncio.Task[Any]], grace: float | None = None) -> None:
-    """Cancels those `tasks` that still run and waits up to `grace` seconds (default `GRACE_SECONDS`) for their end.
+    """Cancels the `tasks` still running and waits up to `grace` seconds (default `GRACE_SECONDS`) for them to end.
 
-    A cancellation of the caller meanwhile is raised afterwards, so that it cannot cut a clean-up short.
-    Their results and errors are left in them; one that is never read is not reported by the event loop.
+    If the caller is cancelled meanwhile, that is raised afterwards, so that it cannot cut a clean-up short. Results and
+    errors stay in the tasks; the event loop does not report those that are never read.
     """
     pending = set()
     for task in tasks:
@@ -83,7 +83,7 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
 
 
 async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:
-    """The result of `await function(...)`, which is cancelled for good after `seconds`, or when the caller is.
+    """The result of `await function(...)`, which is cancelled after `seconds`, or when the caller is.
 
     Raises:
         TimeoutError: no result in time.
@@ -93,9 +93,9 @@ async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: 
 
 
 async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None = None) -> R:
-    """What `within` gives, of a task that runs already and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
+    """Like `within`, for a task that is already running and has `grace` seconds (default `GRACE_SECONDS`) to clean up."""
     try:
-        await asyncio.sleep(0)  # what waits for nothing has ended then, and needs no timer
+        await asyncio.sleep(0)  # a task that waits for nothing has ended by then, and needs no timer
         if not task.done():
             await ended(task, seconds)
     except BaseException:
@@ -110,7 +110,7 @@ async def result_of(task: asyncio.Task[R], seconds: float, grace: float | None =
 
 
 async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
-    """Whether `future` ended within `seconds` (None: waits for ever): `asyncio.wait` for one, at a third of its price."""
+    """Whether `future` ended within `seconds` (None: no limit): `asyncio.wait` for one future, at a third of the cost."""
     if future.done():
         return True
     loop = asyncio.get_running_loop()
@@ -128,7 +128,7 @@ async def ended(future: asyncio.Future[Any], seconds: float | None) -> bool:
 
 
 async def uninterrupted(work: Awaitable[R]) -> R:
-    """The result of `work`, which runs to its end however often the caller is cancelled meanwhile; that is raised then."""
+    """The result of `work`, which runs to its end even if the caller is cancelled; the cancellation is raised afterwards."""
     task = asyncio.ensure_future(work)
     cancelled: asyncio.CancelledError | None = None
     while not task.done():
@@ -149,7 +149,7 @@ def wake(waiter: asyncio.Future[None], *_: object) -> None:
 
 
 class BlockingCalls:
-    """Up to `limit` daemon threads, started as they are needed and kept; further calls wait their turn."""
+    """Up to `limit` daemon threads, started on demand and kept; further calls queue."""
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
@@ -222,7 +222,7 @@ class BlockingCalls:
 
 
 class _TimedCall:
-    """One call that knows when it started, and stands among the `overdue` ones from its time's end to its return."""
+    """One call that knows when it started, and is listed in `overdue` from its time-out until it returns."""
 
     def __init__(self, overdue: set[_TimedCall]) -> None:
         self.started: float | None = None
@@ -264,8 +264,8 @@ _loops_lock = threading.Lock()
 
 
 def background_loop(name: str) -> asyncio.AbstractEventLoop:
-    """An event loop on a daemon thread called `name`, started when it is first asked for and kept: for what has to serve
-    several event loops and threads of this process."""
+    """An event loop on a daemon thread called `name`, started on first use and kept: for services shared by several event
+    loops and threads of this process."""
     with _loops_lock:
         loop = _loops.get(name)
         if loop is None:

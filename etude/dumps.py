@@ -1,9 +1,9 @@
-"""Rollout dumps: one JSON-lines file a step, one trajectory a line.
+"""Rollout dumps: one JSON-lines file per step, one trajectory per line.
 
-Invariant: a dump file is either absent or complete (temporary file, then rename), every line is strict JSON that any
-reader accepts, and the segments of a written trajectory come back from it token for token, log-prob for log-prob. A
-record can be replayed, re-scored and viewed without the model or its tokenizer. Of images it says how many there were,
-their sizes and digests; it holds no pixels.
+Invariant: a dump file is either absent or complete (temporary file, then rename), every line is strict JSON that any reader
+accepts, and the segments of a written trajectory come back from it token for token, log-prob for log-prob. A record can be
+replayed, re-scored and viewed without the model or its tokenizer. Of images it holds the count, sizes and digests, but no
+pixels.
 
 Deciding which trajectories to dump, and decoding their text, is the trainer's part. Nothing here imports torch, so that
 viewers start fast.
@@ -94,7 +94,7 @@ def rollout_record(
         "reward_weights": reward_weights or {"tool": 1.0, "score": 1.0},
     }
     sequence = sequence_record(trajectory, input=input, output=output, texts=texts)
-    first = {key: sequence.pop(key) for key in ("input", "output")}  # what one reads by eye
+    first = {key: sequence.pop(key) for key in ("input", "output")}  # for reading by eye
     flat_row = cast("dict[str, JsonValue]", json_safe(head | known | flat))
     return first | flat_row | {"earlier": [dict(each) for each in earlier]} | sequence
 

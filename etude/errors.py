@@ -1,4 +1,4 @@
-"""The failure classes, and the one rule that tells "wrong" from "broken".
+"""The failure classes, and the one rule that distinguishes "wrong" from "broken".
 
 Vocabulary
 - *The model was wrong*: `ToolError`. The text goes to the model; the trajectory goes on.
@@ -23,7 +23,7 @@ from pathlib import Path
 
 
 class EtudeError(Exception):
-    """Base of every error a user is meant to read: its text is one line that names what to change."""
+    """Base of all errors meant for users: the message is one line that says what to change."""
 
     exit_status = 2
     """Of a command that ends with it."""
@@ -34,14 +34,14 @@ class ConfigError(EtudeError):
 
 
 class ConfigErrors(ConfigError):
-    """Several settings are wrong: a line each, so that one look at the message mends them all."""
+    """Several settings are wrong: one line each, so that all can be fixed at once."""
 
     def __init__(self, faults: Sequence[str]) -> None:
-        super().__init__("\n".join([f"{len(faults)} settings cannot be taken:", *faults]))
+        super().__init__("\n".join([f"{len(faults)} settings are invalid:", *faults]))
 
 
 def raise_faults(faults: Sequence[str]) -> None:
-    """Raises what is wrong, if anything is: one line for one fault, a list for several.
+    """Raises if there are faults: one line for a single fault, a list for several.
 
     Raises:
         ConfigError: there are faults.
@@ -66,7 +66,7 @@ class MissingExtraError(EtudeError):
 
 
 class ToolError(Exception):
-    """Raised by a tool to tell the model something: the message is the tool's answer."""
+    """Raised by a tool to tell the model something: the message becomes the tool's answer."""
 
 
 class InfrastructureError(Exception):
@@ -94,7 +94,7 @@ _CONNECTION_CLASSES = frozenset(
         "APIConnectionError",  # openai, anthropic
     }
 )
-"""Of HTTP clients: they do not derive from `ConnectionError`, and need not be installed to be told by name."""
+"""Of HTTP clients: they do not derive from `ConnectionError`, and need not be installed to be recognised by name."""
 _SERVER_FAULTS = (408, 429)
 
 
@@ -109,7 +109,7 @@ def is_infrastructure(error: BaseException) -> bool:
 
 
 def http_status(error: BaseException) -> int | None:
-    """The status of the HTTP answer that `error` tells of, where its client says so: aiohttp, httpx, openai, requests …"""
+    """The status of the HTTP response behind `error`, where its client reports one: aiohttp, httpx, openai, requests …"""
     for holder in (error, getattr(error, "response", None)):
         for name in ("status_code", "status"):
             status = getattr(holder, name, None)
@@ -125,7 +125,7 @@ def one_line(error: BaseException, limit: int = 300) -> str:
 
 
 def describe_error(error: BaseException, limit: int = 300) -> str:
-    """`KeyError: 'answer' (reward.py:12)`: kind, text, and the line of a user's file where it arose, if it did in one."""
+    """`KeyError: 'answer' (reward.py:12)`: type, message, and the line of the user's file that raised it, if one did."""
     kind = "" if isinstance(error, InfrastructureError) else f"{type(error).__name__}: "
     text, place = f"{kind}{one_line(error, limit)}", user_place(error)
     return text if place is None or place in text else f"{text} ({place})"

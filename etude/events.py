@@ -1,7 +1,7 @@
-"""Events that a run emits while it is under way; a viewer consumes them.
+"""Events that a run emits as it goes; a viewer consumes them.
 
 Invariant: an event is plain data that pickles, so that it may come from another process, and emitting one never waits
-for its consumer. What is read after the run stands in the files of its folder.
+for its consumer. What is read after the run is in the files of its folder.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """`ImageInput`: one image as a model reads it, from the chat that shows it to the engines that compute it.
 
-Invariant: two images have the same digest exactly when their pixel values and grids are the same (but for the chance of
-2⁻⁶³ that two hashes meet), so whatever is kept for an image is kept under its digest. An image stands in a context as
-`tokens` placeholder ids in a row. How it was decoded and cut into patches is the affair of the model's processor.
+Invariant: two images have the same digest exactly when their pixel values and grids are the same (up to a hash collision,
+chance 2⁻⁶³), so caches are keyed by the digest. In a context an image is a run of `tokens` placeholder ids. Decoding it and
+cutting it into patches is left to the model's processor.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ class ImageInput:
     digest: int
 
     def to_record(self) -> dict[str, Any]:
-        """What a rollout dump says of the image: anything but its pixels."""
+        """What a rollout dump holds of the image: everything but its pixels."""
         return {"grid": list(self.grid), "tokens": self.tokens, "digest": f"{self.digest:016x}"}
 
     @classmethod
     def of(cls, pixel_values: Tensor, grid: tuple[int, int, int], merge_size: int) -> ImageInput:
-        """From what the processor gives for one image; `merge_size` patches a side make one token.
+        """From the processor's output for one image; `merge_size` × `merge_size` patches make one token.
 
         Raises:
             DataError: the grid does not fit the patches or the merge size.

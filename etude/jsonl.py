@@ -32,7 +32,7 @@ _MAX_REPR = 200
 
 
 def json_safe(value: object, _depth: int = 0) -> JsonValue:
-    """`value` as plain JSON data; never raises for data of any kind.
+    """`value` as plain JSON data; never raises, whatever the data.
 
     Non-finite numbers become None, bytes `{"base64": …}`, arrays and tensors lists, anything unknown its shortened
     `repr`; nesting deeper than 48 levels is cut.

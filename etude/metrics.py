@@ -1,6 +1,6 @@
-"""A training step's metrics on their way to numbers: sums with their counts, divided once when all parts are added.
+"""A training step's metrics as sums with their counts, divided once when all parts have been added.
 
-Invariant: how work was cut (into micro-batches, mini-batches, refills, ranks) changes no metric but by rounding.
+Invariant: how work was split (into micro-batches, mini-batches, refills, ranks) changes metrics only by rounding.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean: `sum` over `count` things, of any weight."""
+    """A mean: `sum` over `count` items or their total weight."""
 
     sum: float
     count: float
@@ -20,7 +20,7 @@ class Mean:
 
 @dataclass(frozen=True, slots=True)
 class Max:
-    """The largest of several."""
+    """A maximum."""
 
     value: float
 
@@ -35,7 +35,7 @@ def add_metrics(parts: Iterable[Mapping[str, Metric]]) -> Metrics:
     """The metrics of all parts together.
 
     Raises:
-        TypeError: parts that mean different kinds of metric by one name.
+        TypeError: parts use one name for different kinds of metric.
     """
     total: Metrics = {}
     for part in parts:
@@ -55,7 +55,7 @@ def _add(name: str, one: Metric, other: Metric) -> Metric:
 
 
 def finish_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """As numbers; a mean of nothing has none."""
+    """As numbers; a mean over nothing is left out."""
     return {name: _value(metric) for name, metric in metrics.items() if not isinstance(metric, Mean) or metric.count}
 
 

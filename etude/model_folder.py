@@ -1,7 +1,7 @@
-"""A model's name: a local folder, or what only a hub can know.
+"""A model's name: a local folder, or the name of a model on a hub.
 
 Invariant: a name that looks like a path is never looked up on a hub: only `org/name` is, where no local folder `org` exists
-and `org` is not what people call their own folders. Nothing here imports torch.
+and `org` is not a common folder name. Nothing here imports torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _OWN_FOLDERS = frozenset(
 
 
 def local_folder(path: str | Path) -> Path | None:
-    """The folder, or None when `path` is a name that only a hub can know.
+    """The folder, or None when `path` is the name of a model on a hub.
 
     Raises:
         ConfigError: it is neither.
@@ -33,7 +33,7 @@ def local_folder(path: str | Path) -> Path | None:
         raise ConfigError(f"{folder}: a model is a folder, this is a file")
     is_hub_name = not isinstance(path, Path) and _HUB_NAME.fullmatch(text) is not None
     if not is_hub_name or Path(text).parent.is_dir() or text.partition("/")[0] in _OWN_FOLDERS:
-        raise ConfigError(f"{text}: model folder not found (a model of a hub is named 'org/name')")
+        raise ConfigError(f"{text}: model folder not found (a model on a hub is named 'org/name')")
     return None
 
 
@@ -55,7 +55,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def longest_context(config: dict[str, Any]) -> int | None:
-    """How many positions a model has, by its config.json; None where that does not say."""
+    """The maximum context length by the model's config.json; None where that does not say."""
     nested = config.get("text_config")
     places = (config, nested) if isinstance(nested, dict) else (config,)
     found = [place["max_position_embeddings"] for place in places if "max_position_embeddings" in place]

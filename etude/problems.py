@@ -1,4 +1,4 @@
-"""Warnings about a step, in words, where its metrics alone would look healthy: for the display and the report.
+"""Warnings about a step whose metrics alone would look healthy: for the display and the report.
 
 Invariant: a pure function of a step's metrics; the kinds of warning are a fixed set, so that they can be counted over a
 run.
@@ -18,8 +18,8 @@ _CUT = {  # endings that the model did not choose, and the key that sets them
     StopReason.TIME_LIMIT: "ran out of multi_turn.max_seconds",
     StopReason.MALFORMED_CALL: "ended by a malformed call",
 }
-_CUT_SHARE = 0.1  # of trajectories; fewer are not worth a warning
-_FAILED_SHARE = 0.1  # of a tool's calls, likewise
+_CUT_SHARE = 0.1  # share of trajectories; below it no warning
+_FAILED_SHARE = 0.1  # share of a tool's calls, likewise
 
 
 def _count(what: str) -> Callable[[float], str]:
@@ -30,7 +30,7 @@ _COUNTS: dict[str, Callable[[float], str]] = {
     "actor/skipped_steps": lambda value: "actor update skipped: its gradient is not finite",
     "critic/skipped_steps": lambda value: "critic update skipped: its gradient is not finite",
     "sft/skipped_steps": lambda value: "update skipped: its gradient is not finite",
-    "rollout/dropped": _count("trajectories dropped: infrastructure failed again and again"),
+    "rollout/dropped": _count("trajectories dropped: infrastructure failed repeatedly"),
     "rollout/infrastructure_failures": _count("infrastructure failures, retried or dropped"),
     "rollout/prompt_too_long": _count("prompts too long"),
     "rollout/nothing_sampled": _count("rollouts without a sampled token"),

@@ -1,12 +1,12 @@
 """`DataProto`: the batch that travels between the controller and the workers.
 
-Three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry a row;
-`meta_info`, settings that concern the whole batch.
+Three parts: `batch`, a TensorDict with one batch dimension; `non_tensor_batch`, object arrays with one entry per row;
+`meta_info`, settings of the whole batch.
 
 Invariant: every column, tensor or object, has as many rows as the batch, and no two batches share a `meta_info` or a
-container inside one. Whatever picks rows (slices, chunks, repetition, padding) goes through `_rows`, so all of it
-follows one rule: a slice is a view of the tensors, an index copies them, the objects in a row are shared. Padding has
-one meaning, `pad_dataproto_to_divisor`. Misuse is a ValueError that names the column, the key or the sizes.
+container inside one. All row selection (slices, chunks, repetition, padding) goes through `_rows` and follows one rule: a
+slice is a view of the tensors, an index copies them, the objects in a row are shared. Padding has one meaning,
+`pad_dataproto_to_divisor`. Misuse is a ValueError that names the column, the key or the sizes.
 
 How rows are sent to workers and gathered again is left to `etude.distributed`.
 """
@@ -36,7 +36,7 @@ Keys = Iterable[str] | None
 
 @dataclass
 class DataProtoItem:
-    """One row: tensors without the batch dimension, one object a column."""
+    """One row: tensors without the batch dimension, one object per column."""
 
     batch: Any = None  # TensorDict | None: tensordict has no types that a checker could use
     non_tensor_batch: dict[str, Any] = field(default_factory=dict)
@@ -47,8 +47,8 @@ class DataProtoItem:
 class DataProto:
     """Rows of tensors and objects, and settings of the whole.
 
-    Fields: `batch`, tensors (rows, …); `non_tensor_batch`, arrays (rows, …) of dtype object, lists, put there at any time,
-    count as such; `meta_info`, copied down to its last dict, list, tuple, set, array and tensor whenever rows are picked.
+    Fields: `batch`, tensors (rows, …); `non_tensor_batch`, arrays (rows, …) of dtype object (lists assigned to it are
+    converted); `meta_info`, deep-copied (dicts, lists, tuples, sets, arrays and tensors) whenever rows are selected.
     """
 
     batch: Any = None  # TensorDict | None: tensordict has no types that a checker could use
@@ -65,7 +65,7 @@ class DataProto:
     def from_single_dict(
         cls, data: Mapping[str, Any], meta_info: Mapping[str, Any] | None = None, auto_padding: bool = False
     ) -> DataProto:
-        """Columns by type: tensors to `batch`; numpy arrays and lists, one entry a row, to `non_tensor_batch`.
+        """Columns by type: tensors to `batch`; numpy arrays and lists, one entry per row, to `non_tensor_batch`.
 
         `auto_padding` is verl's and changes nothing: a batch that the ranks cannot share evenly is always padded for them,
         and the rows of padding are removed again (`etude.distributed.dispatch`).
@@ -87,7 +87,7 @@ class DataProto:
         meta_info: Mapping[str, Any] | None = None,
         auto_padding: bool = False,
     ) -> DataProto:
-        """A batch of `tensors` (rows, …) and `non_tensors` (one entry a row); without tensors `batch` is None.
+        """A batch of `tensors` (rows, …) and `non_tensors` (one entry per row); without tensors `batch` is None.
 
         `auto_padding`: see `from_single_dict`.
 
@@ -139,7 +139,7 @@ class DataProto:
                 raise ValueError(f"column '{key}' of batch is a {type(tensor).__name__}; see from_tensordict")
         for key, column in self._columns().items():
             if not isinstance(column, np.ndarray) or column.dtype != object or column.ndim == 0:
-                raise ValueError(f"column '{key}' of non_tensor_batch is not an object array with one entry a row")
+                raise ValueError(f"column '{key}' of non_tensor_batch is not an object array with one entry per row")
             if len(column) != len(self):
                 raise ValueError(f"column '{key}' has {len(column)} rows, the batch has {len(self)}")
             if key in self._tensors():
@@ -219,8 +219,8 @@ class DataProto:
     def concat(data: Sequence[DataProto]) -> DataProto:
         """The rows of all parts, in order; always a copy.
 
-        `meta_info["metrics"]` (a dict, or a list of dicts) of the parts is gathered into a dict of lists; any other
-        key must have one value wherever it occurs.
+        `meta_info["metrics"]` (a dict, or a list of dicts) of the parts is gathered into a dict of lists; any other key must
+        have the same value in all parts that have it.
 
         Raises:
             ValueError: no part, parts with different columns or devices, or a conflict in meta_info; names it.
@@ -435,7 +435,7 @@ class DataProto:
         return rows.long() % max(len(self), 1)
 
     def _known(self, *wanted: Keys, default_all: bool) -> list[list[str]]:
-        """The keys asked for in `batch`, `non_tensor_batch` and `meta_info`, checked; None stands for all or none."""
+        """The requested keys of `batch`, `non_tensor_batch` and `meta_info`, checked; None stands for all or none."""
         places: dict[str, Mapping[str, Any]] = {
             "batch": self._tensors(),
             "non_tensor_batch": self.non_tensor_batch,
@@ -463,7 +463,7 @@ def collate_fn(items: Sequence[DataProtoItem]) -> DataProto:
 
 
 def pad_dataproto_to_divisor(data: DataProto, size_divisor: int) -> tuple[DataProto, int]:
-    """Appends copies of rows, from the head and round again, until the size is a multiple of `size_divisor`.
+    """Appends copies of rows, from the first on and cyclically, until the size is a multiple of `size_divisor`.
 
     Rows 0, 1, 2 and divisor 4 give 0, 1, 2, 0; row 0 and divisor 3 give 0, 0, 0; no rows stay no rows. Returns the
     padded batch and the number of rows appended.
@@ -484,7 +484,7 @@ def unpad_dataproto(data: DataProto, pad_size: int) -> DataProto:
 
 
 class DataProtoFuture(Generic[T]):
-    """A result still being computed: one future a part, and how the parts become the result, gathered once at `get`."""
+    """A result still being computed: one future per part, and how the parts become the result, gathered once by `get`."""
 
     def __init__(self, futures: Sequence[concurrent.futures.Future[Any]], collect: Callable[[list[Any]], T]) -> None:
         self._futures, self._collect = list(futures), collect
@@ -496,7 +496,7 @@ class DataProtoFuture(Generic[T]):
         return DataProtoFuture(futures, DataProto.concat)
 
     def chunk(self: DataProtoFuture[DataProto], chunks: int) -> list[DataProtoFuture[DataProto]]:
-        """Futures of the equal chunks of the result; a size that cannot be divided shows at their `get`."""
+        """Futures of the equal chunks of the result; a size that cannot be divided raises in their `get`."""
 
         def part(i: int) -> DataProtoFuture[DataProto]:
             return DataProtoFuture(self._futures, lambda _: self.get().chunk(chunks)[i])
@@ -504,23 +504,23 @@ class DataProtoFuture(Generic[T]):
         return [part(i) for i in range(chunks)]
 
     def get(self, timeout: float | None = None) -> T:
-        """Waits for all parts, `timeout` seconds in total (None: as long as it takes), and gathers them.
+        """Waits for all parts, `timeout` seconds in total (None: no limit), and gathers them.
 
         Raises:
             TimeoutError: a part was not there in time.
-            Exception: what computing a part raised, the first such part's.
+            Exception: what the first failing part raised.
         """
         if not self._result:
             _, missing = concurrent.futures.wait(self._futures, timeout)
             if missing:
-                raise TimeoutError(f"{len(missing)} of {len(self._futures)} results were not there in {timeout} s")
+                raise TimeoutError(f"{len(missing)} of {len(self._futures)} results were not ready in {timeout} s")
             self._result.append(self._collect([future.result() for future in self._futures]))
         return self._result[0]
 
 
 def object_array(values: np.ndarray | Sequence[Any]) -> np.ndarray:
-    """(rows, …) of dtype object; a list becomes one cell an entry, however its entries nest: NumPy would spread equal ones
-    over a second axis."""
+    """(rows, …) of dtype object; a list becomes one cell per entry, however deeply entries nest: NumPy would spread equal
+    lengths over a second axis."""
     if isinstance(values, np.ndarray):
         return values.astype(object, copy=False)
     array = np.empty(len(values), dtype=object)
@@ -578,7 +578,7 @@ def _concatenated(key: str, tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _merged_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = ("metrics",)) -> dict[str, Any]:
-    """One meta_info of many: the `gathered` keys as dicts of lists, the others equal wherever they occur."""
+    """Merges meta_infos: the `gathered` keys as dicts of lists, the others equal in all that have them."""
     merged: dict[str, Any] = {}
     for meta in metas:
         for key, value in meta.items():

@@ -1,4 +1,4 @@
-"""The one registry that every plug-in point uses, and the one way to import what a user names.
+"""The registry behind every plug-in point, and the one way to import what a user names.
 
 Invariant: a name in a registry means one object for the life of the process; registering a different object under a
 taken name is an error, registering the same one again (a module imported twice) is not.
@@ -23,7 +23,7 @@ from etude.renamed import renamed_imports
 T = TypeVar("T")
 
 USER_MODULE = "etude_user_"
-"""How the names of modules begin that were imported from a file."""
+"""Name prefix of modules imported from a file."""
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
@@ -33,7 +33,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def one_edit_from(name: str, known: Iterable[str]) -> str | None:
-    """The one of `known` that one letter more, less, other or exchanged with the next makes of `name`."""
+    """The entry of `known` one edit from `name`: a letter inserted, deleted, replaced, or swapped with the next."""
     return next((other for other in known if _is_one_edit(name, other)), None)
 
 
@@ -44,7 +44,7 @@ def _is_one_edit(a: str, b: str) -> bool:
 
 
 class Registry(Generic[T]):
-    """Names of one kind of thing (`kind` is the noun that errors use) and the objects they stand for."""
+    """Maps names to objects of one kind (`kind` is the noun that error messages use)."""
 
     def __init__(self, kind: str) -> None:
         self.kind = kind
@@ -92,7 +92,7 @@ def _where(item: object) -> str:
 
 
 def _same_definition(a: object, b: object) -> bool:
-    """True for one object, and for a class or function that was defined again by re-importing its file."""
+    """True for the same object, and for a class or function defined again by re-importing its file."""
     a, b = (getattr(item, "__wrapped__", item) for item in (a, b))
     if a is b:
         return True

@@ -1,4 +1,4 @@
-"""Where verl's and RL-Factory's modules are here, for a Python file that still imports them.
+"""Where verl's and RL-Factory's modules are found here, for Python files that still import them.
 
 Invariant: every module named on the right exists. Names within a module keep theirs; docs/migrating.md has both tables.
 """

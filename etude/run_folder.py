@@ -1,8 +1,8 @@
 """The files in a run's folder: their names, how to read them back, and `run.json`, which records how the run ended.
 
 Invariant: reading needs no trainer, and a line that a kill cut short is skipped. `run.json` exists from the start with
-`ended: null`, so that a killed run can be told from a complete one. Rollouts are read and written by `etude.dumps`; the
-metrics are written by the trainer's tracking.
+`ended: null`, so that a killed run can be distinguished from a complete one. Rollouts are read and written by `etude.dumps`;
+the metrics are written by the trainer's tracking.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or
 
 
 def read_metrics(path: Path | str) -> list[dict[str, Any]]:
-    """The records of a metrics file, one a step in ascending order; lines of one step are merged, cut lines left out.
+    """The records of a metrics file, one per step, ascending; lines of one step are merged, cut lines left out.
 
     Raises:
         DataError: the file cannot be read.
@@ -45,7 +45,7 @@ def read_metrics(path: Path | str) -> list[dict[str, Any]]:
 
 
 def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
-    """Each line of a metrics file with its record, None where the line is not a step's object."""
+    """Each line of a metrics file with its record; None where the line is not a step's record."""
     with path.open("rb") as file:
         for line in file:
             try:
@@ -58,7 +58,7 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 @contextmanager
 def run_record(run_dir: Path) -> Iterator[None]:
-    """Keeps `run.json` while the block, which is the run, lasts."""
+    """Writes `run.json` when the block (the run) begins and when it ends."""
     facts = {"versions": versions(), "hardware": hardware()}
     write_json(run_dir / RUN_FILE, facts | {"ended": None})
     try:

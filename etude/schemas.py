@@ -1,7 +1,7 @@
 """Tool schemas, tool responses and tool calls: what passes between the model, the chat room and the tools.
 
-Invariant: a schema keeps the *whole* JSON Schema it was given (items, nested properties, enum, default, $defs …), so
-that what the model is shown is what the tool's author wrote.
+Invariant: a schema keeps the *whole* JSON Schema it was given (items, nested properties, enum, default, $defs …), so that
+the model sees what the tool's author wrote.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ class OpenAIFunctionToolCall(BaseModel):
 class FunctionCall(BaseModel):
     """A tool call of the model: `arguments` is the JSON text of an object.
 
-    `id` is how the model labelled the call, in formats that do; two calls that ask for the same are equal all the same.
+    `id` is the model's label of the call, in formats that have one; it does not count for equality.
     """
 
     model_config = ConfigDict(frozen=True)

@@ -1,8 +1,8 @@
-"""Folders for what a process keeps on disk or in memory while it lives.
+"""Temporary folders that live as long as their process.
 
-Invariant: a folder is locked by the process that made it for as long as that process lives, so that whoever makes the next
-one of its kind on the same host can tell, and removes those that a killed process has left. Those of other hosts are left
-alone: on a shared file system locks may hold for one host only.
+Invariant: a folder is locked by the process that made it for as long as that process lives, so that the next process to make
+one on the same host can remove those of killed processes. Those of other hosts are left alone: on a shared file system locks
+may hold for one host only.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 _MOST_NAME = 1024
-_STALE_SECONDS = 3600.0  # of a folder without a lock: whoever was making or removing it was killed
+_STALE_SECONDS = 3600.0  # of a folder without a lock: the process making or removing it was killed
 
 
 @dataclass(frozen=True)
@@ -30,8 +30,7 @@ class Scratch:
 
     @classmethod
     def make(cls, prefix: str, base: str | os.PathLike[str] | None = None) -> Scratch:
-        """A new one in `base` (default: wherever temporary files go), in place of those with this prefix there whose process
-        has ended.
+        """A new one in `base` (default: the temporary directory); removes those with this prefix whose process has ended.
 
         Raises:
             OSError: nothing can be written there.

@@ -1,4 +1,4 @@
-"""Every seed that a run derives from its configured ones, so that a step that is done again draws the same.
+"""All seeds that a run derives from its configured ones, so that a repeated step draws the same samples.
 
 | configured | derived here | used for |
 |---|---|---|
@@ -12,7 +12,7 @@ From a request's seed, the number behind each token follows in `etude.inference.
 injected faults seed a `random.Random` of their own with a text.
 
 Invariant: a function of its arguments alone: no clock, no global generator, no state. A value that changes here changes
-every run: checkpoints would go on with other draws.
+every run: resumed runs would draw differently.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def batch_seed(seed: int, step: int, attempt: int = 0) -> int:
 
 
 def trajectory_seed(batch: int, index: int) -> int:
-    """Of the trajectory at place `index` of a step's whole batch: in [0, 2^56)."""
+    """Of the trajectory at index `index` of a step's whole batch: in [0, 2^56)."""
     return _hashed(f"{batch}/{index}", 7)
 
 
@@ -50,7 +50,7 @@ def request_seed(trajectory: int, number: int) -> int:
 
 
 def environment_seed(trajectory: int) -> int:
-    """What a trajectory's environment is reset with: in [0, 2^31), as Gymnasium wants it."""
+    """Seed that a trajectory's environment is reset with: in [0, 2^31), as Gymnasium expects."""
     return trajectory & 0x7FFFFFFF
 
 

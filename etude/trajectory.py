@@ -1,4 +1,4 @@
-"""`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: what came of one row.
+"""`Trajectory`: one sequence of a rollout, with the provenance of every token; `Rollout`: the outcome of one row.
 
 Agent loops return trajectories, the manager puts those of a row into a `Rollout`, and these travel to the batch, the scorer,
 the metrics and the dump. `AgentLoopOutput` is a flat form that a user's loop may return instead, as in verl; it becomes a
@@ -49,7 +49,7 @@ class StopReason(str, Enum):
 class Segment(NamedTuple):
     """A run of tokens of one provenance.
 
-    `log_probs` has one entry a token for sampled segments (natural log, of the distribution sampled from) and is None
+    `log_probs` has one entry per token for sampled segments (natural log, of the distribution sampled from) and is None
     otherwise; `weight_versions` likewise; `turn` counts assistant turns from 0.
     """
 
@@ -72,9 +72,9 @@ class Segment(NamedTuple):
 
 @dataclass(frozen=True)
 class ToolCallRecord:
-    """One executed (or refused) tool call: what was asked, what was answered, how long it took.
+    """One executed (or refused) tool call: arguments, response, duration.
 
-    `error` is None, "tool" (the tool told the model something), "exception", "invalid_arguments" (of a known tool),
+    `error` is None, "tool" (the tool raised `ToolError`), "exception", "invalid_arguments" (of a known tool),
     "unknown_tool", "malformed", "not_executed" (beyond the calls that one turn may make), or, of a call that ended its
     trajectory, "timeout" or "infrastructure".
     """
@@ -88,9 +88,9 @@ class ToolCallRecord:
     error: str | None = None
     metrics: dict[str, Any] = field(default_factory=dict)
     source: str = "tool"  # "tool" | "cache" | "shared" | "replay" | "fault"
-    retries: int = 0  # attempts before the last, which infrastructure broke
-    timeouts: int = 0  # attempts that took too long
-    blocked_loop: int = 0  # times that it was seen to block the event loop
+    retries: int = 0  # failed attempts before the last one (infrastructure)
+    timeouts: int = 0  # attempts that timed out
+    blocked_loop: int = 0  # times it was caught blocking the event loop
 
 
 @dataclass
@@ -113,7 +113,7 @@ class Rewards:
 
 
 class _Column:
-    """What segments say of their tokens, joined: every turn asks for it, and the end of a trajectory several times."""
+    """A per-token field of all segments, concatenated and cached, since every turn reads it."""
 
     __slots__ = ("_joined", "_of", "_values")
 
@@ -122,11 +122,11 @@ class _Column:
         self._joined: list[Segment] = []
 
     def of(self, segments: list[Segment]) -> list[Any]:
-        """The column of `segments`, to be read only: those that came since it was last asked for are added."""
+        """The column of `segments`, read-only: segments added since the last call are appended."""
         if segments == self._joined:
             return self._values
         if segments[: len(self._joined)] != self._joined:
-            self._values, self._joined = [], []  # somebody changed them
+            self._values, self._joined = [], []  # segments were changed in place
         for segment in segments[len(self._joined) :]:
             self._values += self._of(segment)
             self._joined.append(segment)
@@ -154,10 +154,10 @@ class Trajectory:
     """One sequence of a rollout: usually all of it. Times are in seconds; `timings` holds sums by activity.
 
     `sampling` is the temperature, top_p and top_k that its tokens were drawn with, where the manager knows them.
-    `extra_fields` are what its loop says of it beside: the scorer finds them in `extra_info`. `images`
-    are those of its context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of
-    `messages`. Where it ended before its last messages were shown (the endings that follow tools or a user) they stand in
-    `messages` all the same, in words alone: `[image]` for each image.
+    `extra_fields` are additional fields from its loop: the scorer finds them in `extra_info`. `images` are those of its
+    context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of `messages`. If it
+    ended before its last messages reached the model (endings after tools or a user), they are in `messages` all the same, as
+    text only: `[image]` for each image.
     """
 
     request_id: str
@@ -198,7 +198,7 @@ class Trajectory:
             self.segments.append(segment)
 
     def add_step_reward(self, source: str, value: float, turn: int | None = None) -> None:
-        """Adds a reward of the last assistant turn, or of `turn`; `source` is a tool's name, or says who else gave it."""
+        """Adds a reward of the last assistant turn, or of `turn`; `source` is a tool's name, or who else gave it."""
         self.rewards.steps.append((self.assistant_turns - 1 if turn is None else turn, source, value))
 
     @property
@@ -235,7 +235,7 @@ class Trajectory:
         return self.prompt_ids + self._columns[0].of(self.segments)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_columns": _fresh_columns()}  # what is joined would travel twice
+        return {**self.__dict__, "_columns": _fresh_columns()}  # the concatenation would be pickled twice
 
     @property
     def num_turns(self) -> int:
@@ -305,12 +305,12 @@ class Trajectory:
 
 @dataclass
 class Rollout:
-    """What came of one row: its sequences, or why there are none.
+    """The outcome of one row: its sequences, or why there are none.
 
-    `sequences` stand in time order. The last is the main one, and alone carries rewards, messages and stop reason; those
-    before it are what the agent left behind where it rewrote its history. A rollout that was dropped has none. `attempts`
-    counts runs, `failures` what infrastructure broke (runs, and scorings of a finished one), `cause` is the last of these
-    failures in one line, `broken_calls` are the tool calls that ended a run, whose trajectory is gone.
+    `sequences` are in time order. The last is the main one, and alone carries rewards, messages and stop reason; earlier
+    ones are what the agent abandoned when it rewrote its history. A dropped rollout has none. `attempts` counts runs,
+    `failures` what infrastructure broke (runs, and scorings of a finished one), `cause` is the last of these failures in one
+    line, `broken_calls` are the tool calls that ended a run, whose trajectory is gone.
     """
 
     sequences: list[Trajectory] = field(default_factory=list)
@@ -331,13 +331,13 @@ class Rollout:
         return self.sequences[:-1]
 
     def drop(self, reason: StopReason) -> None:
-        """Takes away what was rolled out."""
+        """Discards the sequences."""
         self.sequences, self.dropped = [], reason
 
 
 @dataclass
 class AgentLoopMetrics:
-    """What a loop measured, in seconds; `num_preempted` is what verl's loops say, and is not reported."""
+    """What a loop measured, in seconds; `num_preempted` is for verl's loops, and is not reported."""
 
     generate_sequences: float = 0.0
     tool_calls: float = 0.0
@@ -348,8 +348,8 @@ class AgentLoopMetrics:
 @dataclass
 class AgentLoopOutput:
     """What a loop may return in place of a `Trajectory`. `response_mask` is 1 for sampled tokens; lengths of the response
-    lists are equal; `images` are those that `generate` was given last. Where there is a `trajectory`, it is
-    trained on: the lists and images must be its own, and a `reward_score` becomes its score.
+    lists are equal; `images` are those last passed to `generate`. A `trajectory`, if given, is what is trained on: the lists
+    and images must match it, and a `reward_score` becomes its score.
 
     `extra_fields` reach the scorer, within `extra_info`, and the dump; `reward_extra_info` among them is reported beside
     a `reward_score`. The last four are verl's, and must be empty here.
@@ -375,7 +375,7 @@ class AgentLoopOutput:
 
         Raises:
             ValueError: the response lists differ in length, a mask value is not 0 or 1, or this view and the trajectory
-                behind it say different things.
+                behind it disagree.
         """
         if self.trajectory is not None:
             self._check_view_of(self.trajectory)
@@ -418,6 +418,6 @@ class AgentLoopOutput:
         for name, values in theirs.items():
             if list(getattr(self, name)) != list(values):
                 raise ValueError(
-                    f"{name} differs from that of its trajectory, which is what is trained on: change the trajectory and "
+                    f"{name} differs from that of its trajectory, which is used for training: change the trajectory and "
                     "return its to_output(), or set trajectory=None"
                 )

@@ -202,7 +202,7 @@ async def test_a_backend_that_fails_costs_no_trajectory(tmp_path, caplog):
         await a_trajectory(tracer)
         await a_trajectory(tracer)
         tracer.close()
-    assert [record.message.split(":")[0] for record in caplog.records] == ["nothing is traced any more"]
+    assert [record.message.split(":")[0] for record in caplog.records] == ["tracing stopped"]
 
 
 async def test_a_backend_of_ones_own_is_registered(monkeypatch):
@@ -426,6 +426,4 @@ async def test_a_backend_that_fails_in_its_thread_is_left_alone(caplog):
                 pass
         background.close()
     assert [each.name for each in slow.spans] == ["good"]
-    assert [record.message for record in caplog.records] == [
-        "nothing is traced any more: RuntimeError: the service said no"
-    ]
+    assert [record.message for record in caplog.records] == ["tracing stopped: RuntimeError: the service said no"]

@@ -1,6 +1,5 @@
 """Pure tensor functions: advantage estimators, policy losses, KL penalties, aggregation; and the records of what they need.
-
-The functions are imported when they are first asked for: the records serve configurations, which need no torch.
+Functions are imported on first use: the records serve configurations, which need no torch.
 """
 
 import importlib

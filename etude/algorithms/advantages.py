@@ -1,8 +1,8 @@
-"""Advantage estimators: from rewards (and values) to how much better than expected each token was.
+"""Advantage estimators: rewards (and values) to per-token advantages.
 
-Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and
-their advantages are 0. Masked tokens (tool output, template glue) have advantage 0, and the values there, even where they
-are not finite, change nothing.
+Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and their
+advantages are 0. Masked tokens (tool output, template glue) have advantage 0, and their values, even non-finite ones, change
+nothing.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def compute_advantage(
         response_mask: (batch, response_len), 1 for sampled tokens.
         index: (batch,) group ids of any hashable kind; rows of one prompt share an id.
         values: (batch, response_len), for estimators that need a critic.
-        options: the estimator's, and the other columns that it needs.
+        options: the estimator's options, and the other columns that it needs.
 
     Raises:
         ConfigError: unknown estimator, or an argument that it needs is missing.
@@ -74,10 +74,10 @@ def grpo(
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε), the spread
-    unbiased; without the division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO). A group with fewer than two valid
-    rows contributes nothing: there is nothing to compare with."""
+    unbiased; without the division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO). A group with fewer than two valid rows
+    contributes nothing."""
     mask = response_mask > 0
-    # In double precision, and nothing at all for equal scores: rounding errors divided by ε are no advantage.
+    # In double precision, and exactly 0 for equal scores: rounding errors divided by ε are not an advantage.
     scores = token_level_rewards.sum(dim=-1)
     advantages = torch.zeros_like(scores)
     for members in _groups(index, mask.any(dim=-1)):
@@ -110,9 +110,9 @@ def gae(
     whiten: bool = True,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the *sampled* tokens: masked tokens are stepped
-    over, so that a tool's answer costs no discount. Returns are advantages + values; advantages are then whitened over
-    the mask. A reward on a masked token counts at the sampled token before it."""
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the *sampled* tokens: masked tokens are skipped, so
+    that a tool's answer is not discounted. Returns are advantages + values; advantages are then whitened over the mask. A
+    reward on a masked token counts at the sampled token before it."""
     mask = response_mask > 0
     width = values.shape[1]
     advantages = torch.zeros_like(values)

@@ -1,7 +1,7 @@
-"""From a loss a token to one number.
+"""Loss aggregation: from per-token losses to a scalar.
 
 Invariant: with `batch_num_tokens` and `global_batch_size` of the whole mini-batch, the sum of the results over
-micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was cut. Rows whose mask is
+micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was split. Rows whose mask is
 all zero count neither as tokens nor as sequences.
 """
 
@@ -28,7 +28,7 @@ def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
 def equal_scores(scores: Tensor) -> bool:
     """Whether scores (n,) of one group differ by rounding at most: max − min ≤ max(1e-6, 1e-8 · max |score|).
 
-    Rounding of log-probs is part of a score where the KL is in the reward: about 1e-7 a token in float32.
+    Rounding of log-probs is part of a score where the KL is in the reward: about 1e-7 per token in float32.
     """
     return bool(scores.max() - scores.min() <= max(1e-6, 1e-8 * float(scores.abs().max())))
 
@@ -50,7 +50,7 @@ def agg_loss(
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
-    """Aggregates a loss a token.
+    """Averages or sums the loss per token.
 
     Args:
         loss_mat: (batch, response_len).

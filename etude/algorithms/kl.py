@@ -17,16 +17,16 @@ from etude.errors import ConfigError
 from etude.registry import did_you_mean
 
 _MAX_K3 = 10.0
-_K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # where exp(−d) − 1 + d is that
+_K3_BOUNDS = -2.6108686381498756, 10.999983298020254  # the d at which exp(−d) − 1 + d reaches the bound
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
-    """The penalty a token, of the inputs' shape (batch, response_len).
+    """The penalty per token, of the inputs' shape (batch, response_len).
 
     With d = log_prob − ref_log_prob: `kl`/`k1` d, `abs` |d|, `mse`/`k2` d²/2, `low_var_kl`/`k3` exp(−d) − 1 + d, with d
-    bounded to ±20 and the result to 10 against overflow; where the result is bounded, the gradient is that at the bound, so
-    that a policy far from its reference is still drawn back. A trailing `+` keeps the value and takes the gradient of `k2`,
-    the unbiased one; that of `k1` is 0 in expectation.
+    clipped to ±20 and the result to 10 against overflow; where the result is clipped, the gradient is that at the bound, so
+    that a policy far from its reference is still pulled back. A trailing `+` keeps the value but uses the gradient of `k2`,
+    which is unbiased; that of `k1` is 0 in expectation.
 
     Raises:
         ConfigError: unknown kind.

@@ -1,6 +1,6 @@
 """Policy and value losses as pure functions of log-probs, advantages and values.
 
-Invariant: nothing at a masked position, label, log-prob, advantage or value, reaches the loss or its gradient.
+Invariant: no label, log-prob, advantage or value at a masked position reaches the loss or its gradient.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def policy_loss(
     **options: Any,
 ) -> tuple[Tensor, dict[str, float]]:
     """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its metrics, each a mean
-    over the mask. Advantages, however precise, are taken in the precision of `log_prob`.
+    over the mask. Advantages are cast to the dtype of `log_prob`.
 
     `options` go to the loss: its own, the columns that it needs, and those that `agg_loss` takes (`dp_size`,
-    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`), which go on to it.
+    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`), which it passes on.
 
     Raises:
         ConfigError: unknown loss or aggregation mode.
@@ -69,7 +69,7 @@ def vanilla(
     if clip_ratio_c <= 1:
         raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {clip_ratio_c}")
     mask = response_mask.bool()
-    # Masked positions get a log-ratio of exactly 0, so that whatever stands there moves nothing.
+    # Masked positions get a log-ratio of exactly 0, so that their values have no effect.
     log_ratio = torch.where(mask, log_prob - old_log_prob, torch.zeros_like(log_prob)).clamp(-20.0, 20.0)
     ratio = log_ratio.exp()
     unclipped = -advantages * ratio

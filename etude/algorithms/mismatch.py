@@ -1,4 +1,4 @@
-"""How far the engine that sampled lies from the model that trains."""
+"""Mismatch between the sampling engine and the trained model."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from etude.metrics import Max, Mean, Metrics
 
 
 def rollout_mismatch(log_prob: Tensor, rollout_log_prob: Tensor, response_mask: Tensor) -> Metrics:
-    """`training/rollout_probs_diff_{mean,max}`: by how much the actor's probabilities of the sampled tokens differ from
-    those that the engine drew them with; tensors are (batch, response_len).
+    """`training/rollout_probs_diff_{mean,max}`: difference between the actor's and the engine's probabilities of the sampled
+    tokens; tensors are (batch, response_len).
 
-    More than rounding means that actor and engine do not run the same model on the same context, or that the engine drew
+    More than rounding means that actor and engine do not run the same model on the same context, or that the engine sampled
     from a restricted distribution (`top_p`, `top_k`).
     """
     mask = response_mask > 0

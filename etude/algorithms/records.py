@@ -1,8 +1,8 @@
 """The estimators and policy losses, and what each needs: a record for every name, in one table.
 
-A record tells the rest of the system what it must not know by name: which columns to compute beside what a rollout has
-(values mean a critic, reference log-probs a reference), how many answers to a prompt are compared, whether a sequence is
-an episode, which options are read. The kinds of KL and of loss aggregation stand here, too.
+Records keep estimator and loss names out of the rest of the system: a record says which columns to compute beyond those of a
+rollout (values need a critic, reference log-probs a reference), how many answers to a prompt are compared, whether a
+sequence is an episode, which options are read. The kinds of KL and of loss aggregation are here, too.
 
 Invariant: nothing here imports torch, so that configurations are checked without it; built-in functions are named by
 their place and imported when they are first called. Leaves computing to `advantages` and `losses`.
@@ -45,12 +45,11 @@ class Record:
     """A function and what it needs.
 
     Args:
-        fn: called with keyword arguments: what every function of its kind is offered, the columns it `needs`, and its
-            options. It is given what its signature names, or all of it where that has `**kwargs`. `module:name` is
-            imported at the first call.
+        fn: called with keyword arguments: those common to its kind, the columns it `needs`, and its options. It gets those
+            that its signature names, or all if it has `**kwargs`. `module:name` is imported at the first call.
         needs: names of `COLUMNS`.
-        options: names of the options that it reads; a dataclass whose fields they are, which checks values, too; or None:
-            whatever else its signature names. An option that is a key of the configuration's section has that key's
+        options: names of the options that it reads; or a dataclass with them as fields, which also checks values; or None:
+            the other parameters of its signature. An option that is a key of the configuration's section has that key's
             value, others come from the section's free-form `…_kwargs`.
 
     Raises:
@@ -79,7 +78,7 @@ class Record:
                 raise ConfigError(f"{self._name} takes '{name}' without declaring it: needs={{'{name}'}}")
 
     def __call__(self, **arguments: Any) -> Any:
-        """Calls the function; what is offered and not in its signature is left out."""
+        """Calls the function with the arguments that its signature takes."""
         if not self._is_open:
             unasked = (self.offered | set(COLUMNS)) - self._parameters.keys()
             arguments = {name: value for name, value in arguments.items() if name not in unasked}
@@ -120,14 +119,14 @@ class Record:
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
     def reads(self, option: str) -> bool:
-        """Whether `option` changes anything."""
+        """Whether `option` has an effect."""
         return self.option_names is None or option in self.option_names
 
     def own_options(self, given: Mapping[str, Any], elsewhere: Collection[str]) -> dict[str, Any]:
         """The free-form options `given`, checked; `elsewhere` are the options that have keys of their own.
 
         Raises:
-            ConfigError: one that it does not take, a value that its dataclass refuses, or one that is missing.
+            ConfigError: an option that it does not take or that is missing, or a value that its dataclass refuses.
         """
         own = None if self.option_names is None else self.option_names - set(elsewhere)
         for name in given:
@@ -159,14 +158,14 @@ class Record:
 class Estimator(Record):
     """An advantage estimator: (batch, response_len) rewards and mask → advantages and returns of that shape.
 
-    It is offered `token_level_rewards`, `response_mask`, `index` (batch,) group ids, and `values`, which are None unless it
-    needs them; `gamma` and `lam` are options like others.
+    It is called with `token_level_rewards`, `response_mask`, `index` (batch,) group ids, and `values`, None unless it needs
+    them; `gamma` and `lam` are ordinary options.
 
     Args:
-        min_group: survivors among the answers to one prompt below which they teach nothing.
-        ties_teach: whether a group of equal scores teaches something; if not, `algorithm.filter_groups` may leave it out.
-        episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is
-            by rollout. None: where it needs values, which are of contexts.
+        min_group: minimum number of surviving answers per prompt; a smaller group is not trained on.
+        ties_teach: whether a group of equal scores has a training signal; if not, `algorithm.filter_groups` may drop it.
+        episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is by
+            rollout. None: true if it needs values, since these belong to contexts.
     """
 
     min_group: int = 1
@@ -187,8 +186,8 @@ class Estimator(Record):
 class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
-    It is offered `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and what `agg_loss` takes:
-    `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.
+    It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.
     """
 
     offered: ClassVar[frozenset[str]] = frozenset(
@@ -216,7 +215,7 @@ class Records(Registry[Result]):
         return enter
 
     def find(self, name: str) -> Result | None:
-        """The record of `name`; None where nothing is registered, or nothing yet."""
+        """The record of `name`; None where nothing is registered (yet)."""
         return self._items.get(name)
 
     def reads(self, name: str, option: str) -> bool:
@@ -233,11 +232,11 @@ class Records(Registry[Result]):
         return [name for name, record in self._built_in.items() if column in record.needs]
 
     def settings(self, name: str, *sections: Any, own: Mapping[str, Any]) -> dict[str, Any]:
-        """The options that `name` is called with: those keys of the configuration's `sections` that it reads, and its `own`
-        free-form ones. A function with `**kwargs` gets each key that a built-in one reads.
+        """The options that `name` is called with: the keys of the configuration's `sections` that it reads, and its `own`
+        free-form ones. A function with `**kwargs` gets every key that a built-in one reads.
 
         Raises:
-            ConfigError: something is wrong with the free-form ones; the message does not name their section.
+            ConfigError: a free-form option is invalid; the message does not name their section.
         """
         record = self.get(name)
         keys = {each.name: getattr(section, each.name) for section in sections for each in dataclasses.fields(section)}

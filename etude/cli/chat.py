@@ -1,6 +1,6 @@
 """`etude chat check`: whether a model's chat template is safe for training, before anything is trained.
 
-Invariant: exit status 0 means that it is; 1 that it is not.
+Invariant: exit status 0 means safe, 1 not safe.
 """
 
 from __future__ import annotations

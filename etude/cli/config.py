@@ -70,7 +70,7 @@ def configuration_arguments(function: F) -> F:
 @click.command(context_settings=PLAIN_SETTINGS)
 @configuration_arguments
 @click.option("--explain", "explained", metavar="KEY", multiple=True, help="What a key means, takes and has here.")
-@click.option("--yaml", "as_yaml", is_flag=True, help="Plain YAML, fit for a file; no column of sources.")
+@click.option("--yaml", "as_yaml", is_flag=True, help="Plain YAML, without the column of sources.")
 @click.option("--resolve/--no-resolve", default=True, help="Fill in ${…} interpolations (default) or show them.")
 def config(
     config_name: str | None,
@@ -130,7 +130,7 @@ def _print_table(composition: Composition) -> None:
 
 
 def _rows(composition: Composition) -> list[tuple[Text, str]]:
-    """One row a line of the tree: (the key and its value, the source of that value)."""
+    """One row per line of the tree: (the key and its value, the source of that value)."""
     rows: list[tuple[Text, str]] = []
     _add_rows(rows, composition.config, composition.sources, "", 0)
     return rows

@@ -1,6 +1,6 @@
 """`open_console`: where commands print their tables, and the colours of provenance in them.
 
-Invariant: on a terminal lines fit it; in a pipe or a file they are as long as they are.
+Invariant: on a terminal lines fit its width; in a pipe or a file they are not wrapped.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 from rich.console import Console
 
 PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
-_PIPE_WIDTH = 1000  # columns: a table is never wider than what it holds
+_PIPE_WIDTH = 1000  # columns: a table is never wider than its content
 
 
 def open_console() -> Console:

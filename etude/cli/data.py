@@ -1,7 +1,7 @@
 """`etude data`: makes the parquet files that training reads.
 
-Invariant: a command writes its files whole or not at all, downloads nothing, and shows one of the rows it wrote. What
-the rows hold is left to `etude.data.prepare`.
+Invariant: a command writes its files completely or not at all, downloads nothing, and prints one of the rows. Their content
+is left to `etude.data.prepare`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def data() -> None:
 @click.option("--val", default=256, help="Prompts for validation while training.")
 @click.option("--test", default=256, help="Prompts for the final evaluation.")
 @click.option("--demonstrations", default=2048, help="Conversations for supervised fine-tuning, mostly wrong habits.")
-@click.option("--seed", default=0, help="Another seed draws other questions; splits stay disjoint whatever the seeds.")
+@click.option("--seed", default=0, help="Another seed draws other questions; splits stay disjoint for all seeds.")
 def arithmetic(output_dir: Path, train: int, val: int, test: int, demonstrations: int, seed: int) -> None:
     """Generate the quickstart's arithmetic task.
 
@@ -87,7 +87,7 @@ def geo3k(inputs: tuple[Path, ...], output_dir: Path) -> None:
 
 
 @data.command()
-@_input_option("File of questions; may be given more than once. Its name is the name of the file that is written.")
+@_input_option("File of questions; may be given more than once. The output file has the same name.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/questions", help="Folder to write to.")
 @click.option("--tool", type=click.Choice(["search", "web_search"]), default="search", help="The tool that rows name.")
 @click.option("--data-source", default="searchR1_nq", help="The rows' data source, which picks their scorer.")
@@ -107,11 +107,11 @@ def questions(inputs: tuple[Path, ...], output_dir: Path, tool: str, data_source
 
 
 @data.command()
-@_input_option("File of questions on pictures; may be given more than once.")
+@_input_option("File of questions about images; may be given more than once.")
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/pictures", help="Folder to write to.")
 @click.option("--data-source", default="etude/pictures", help="The rows' data source, which picks their scorer.")
 def pictures(inputs: tuple[Path, ...], output_dir: Path, data_source: str) -> None:
-    """Turn questions on pictures into rows for the `image_zoom_in_tool`.
+    """Turn questions about images into rows for the `image_zoom_in_tool`.
 
     Reads rows {"question": …, "answer": …, "image": path or bytes}; paths are relative to the file.
 
@@ -126,12 +126,14 @@ def pictures(inputs: tuple[Path, ...], output_dir: Path, data_source: str) -> No
 
 @data.command("video-holmes")
 @_input_option("Folder with train_Video-Holmes.json and/or test_Video-Holmes.json, or such a file.")
-@click.option("--videos", type=click.Path(path_type=Path), required=True, help="Folder with the films, <video ID>.mp4.")
+@click.option(
+    "--videos", type=click.Path(path_type=Path), required=True, help="Folder with the videos, <video ID>.mp4."
+)
 @click.option("--output-dir", type=click.Path(path_type=Path), default="data/video-holmes", help="Folder to write to.")
 def video_holmes(inputs: tuple[Path, ...], videos: Path, output_dir: Path) -> None:
     """Turn Video-Holmes into rows for the video tools.
 
-    Reads rows {"video ID", "Question", "Options", "Answer"}; nothing is downloaded. A film that is missing is an error
+    Reads rows {"video ID", "Question", "Options", "Answer"}; nothing is downloaded. A missing video is an error
     that names its row.
 
     \b
@@ -157,5 +159,5 @@ def _show(paths: dict[str, Path]) -> None:
 
 
 def _shown(value: object) -> str:
-    """What stands for a value that JSON does not know: the bytes of a picture."""
+    """A placeholder for values that are not JSON: the bytes of an image."""
     return f"({len(value)} bytes)" if isinstance(value, bytes) else str(value)

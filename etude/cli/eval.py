@@ -23,8 +23,8 @@ def evaluate(
 ) -> None:
     """Roll out a model on data.val_files and score it, one data source after another.
 
-    Samples of a prompt count as one: metrics are means over prompts, intervals count prompts. Where infrastructure broke
-    more than trainer.min_valid_fraction allows, there are no metrics.
+    Samples of a prompt count as one: metrics are means over prompts, intervals count prompts. Where infrastructure failures
+    drop more than trainer.min_valid_fraction allows, there are no metrics.
 
     Greedy by default; sampled with  actor_rollout_ref.rollout.val_kwargs.do_sample=true
 

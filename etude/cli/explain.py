@@ -1,4 +1,4 @@
-"""`etude explain ROLLOUTS.jsonl`: one trajectory, token by token, with the proofs that it is token-exact.
+"""`etude explain ROLLOUTS.jsonl`: one trajectory, token by token, with checks that it is token-exact.
 
 Invariant: exit status 0 means that no check failed; 1 that one did.
 """
@@ -45,11 +45,11 @@ _MARKS = {Verdict.HOLDS: ("✓", "green"), Verdict.FAILS: ("✗", "bold red"), V
 def explain(rollouts: Path, row: int, model: Path | None, tolerance: float, tokens: bool) -> int:
     """Print trajectory ROW of a rollout dump token by token, and verify it.
 
-    Each response token stands with its mask, turn, log-prob and reward; green was sampled by the policy, cyan came from
-    a tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of
-    the context, that the mask is provenance, that log-probs and rewards are where they belong, and, with the weights
-    at hand, that a full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence
-    is shown and verified, in time order; the last carries the rewards.
+    Each response token comes with its mask, turn, log-prob and reward; green was sampled by the policy, cyan came from a
+    tool, yellow from a user, grey from the chat template. Then come the checks: that the ids trained on are those of the
+    context, that the mask is provenance, that log-probs and rewards are on the right tokens, and, with the weights, that a
+    full forward pass gives the engine's log-probs. Where the agent rewrote its history, every sequence is printed and
+    verified, in time order; the last carries the rewards.
     """
     console = open_console()
     record = read_row(rollouts, row)
@@ -84,7 +84,7 @@ def _own_checkpoint(rollouts: Path, versions: list[int]) -> Path | None:
 
 
 def _any_checkpoint(rollouts: Path) -> Path | None:
-    """Any checkpoint of the run: all of them have its tokenizer."""
+    """Any checkpoint of the run: all have its tokenizer."""
     return next(iter(sorted(rollouts.absolute().parents[1].glob("global_step_*/actor/huggingface"))), None)
 
 

@@ -18,7 +18,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
 @click.argument("model")
 @click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
+@click.option("--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
 @click.option(
     "--record",
     type=click.Path(path_type=Path, dir_okay=False),
@@ -30,7 +30,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     default=1800.0,
     show_default=True,
     type=click.FloatRange(0, min_open=True),
-    help="A session that nobody uses for so long ends.",
+    help="Idle seconds after which a session ends.",
 )
 @click.option("--max-n", default=16, show_default=True, type=click.IntRange(1), help="Choices of one request.")
 @click.option("--max-turns", default=1000, show_default=True, type=click.IntRange(1), help="Requests of one session.")
@@ -43,7 +43,7 @@ _OURS = ("actor_rollout_ref.rollout.multi_turn.format=auto",)
     help="Pixel values that one session keeps.",
 )
 @click.option(
-    "--token", help=f"API key that requests must bear; better set {TOKEN_VARIABLE}, which other users cannot see."
+    "--token", help=f"API key that requests must carry; better set {TOKEN_VARIABLE}, which other users cannot see."
 )
 @click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
 @click.option("--grace", default=10.0, show_default=True, help="Seconds that requests have to finish after Ctrl-C.")
@@ -65,8 +65,8 @@ def gateway(
 ) -> None:
     """Serve MODEL, a folder or a name on the hub, at /v1/chat/completions.
 
-    Give each conversation a base URL of its own, /s/NAME/v1: it is recorded as one rollout, and continued without
-    encoding anything again. OVERRIDES are key=value arguments of the configuration: engine, sampling, tool-call format.
+    Give each conversation its own base URL, /s/NAME/v1: it is recorded as one rollout, and continued without re-encoding
+    anything. OVERRIDES are key=value arguments of the configuration: engine, sampling, tool-call format.
 
     \b
     Example:

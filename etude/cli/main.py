@@ -1,8 +1,8 @@
 """`etude`: the group of all commands.
 
-Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that
-a user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where a
-run stopped in good order because of them; anything else keeps its traceback.
+Invariant: listing the commands imports none of them, hence neither torch nor ray, transformers or hydra. An error that a
+user is meant to read is one red line on stderr and exit status 2; Ctrl-C is 130, SIGTERM 143 and SIGHUP 129, also where they
+stopped a run cleanly; anything else keeps its traceback.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from etude.registry import did_you_mean
 
 @dataclass(frozen=True)
 class LazyCommand:
-    """Where a command lives, and what the list of commands says of it."""
+    """Where a command lives, and its line in the list of commands."""
 
     target: str
     help: str
@@ -55,7 +55,7 @@ class LazyGroup(click.Group):
         return [name for name, command in COMMANDS.items() if _is_installed(command)]
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Imports the command, or None where there is none of that name."""
+        """Imports the command; None if it does not exist."""
         if cmd_name not in self.list_commands(ctx):
             return None
         module, _, name = COMMANDS[cmd_name].target.partition(":")
@@ -66,7 +66,7 @@ class LazyGroup(click.Group):
     def resolve_command(
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
-        """As click's, with the nearest command named where there is none of that name."""
+        """As click's; for an unknown command it suggests the nearest."""
         if args and args[0] not in self.list_commands(ctx) and not args[0].startswith("-"):
             ctx.fail(f"no command '{args[0]}'{did_you_mean(args[0], self.list_commands(ctx))}")
         return super().resolve_command(ctx, args)
@@ -103,12 +103,12 @@ def set_logging_level(level: str) -> None:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Runs `etude` with `arguments` (the process's own by default) and leaves the process with an exit status."""
+    """Runs `etude` with `arguments` (default: the process's own) and exits with a status."""
     sys.exit(run(cli, arguments))
 
 
 def run(command: click.Command, arguments: Sequence[str] | None = None, name: str = "etude") -> int:
-    """Runs a command and turns every way in which it may end into an exit status."""
+    """Runs a command and turns every ending into an exit status."""
     try:
         status = command.main(
             args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False
@@ -126,7 +126,7 @@ def run(command: click.Command, arguments: Sequence[str] | None = None, name: st
         _print_error("\n  ".join(" ".join(line.split()) for line in lines))
         return error.exit_status
     except Exception as error:
-        if debugging() or user_place(error) is None:  # a fault of ours
+        if debugging() or user_place(error) is None:  # our own bug
             raise
         _print_error(f"{describe_error(error)}; ETUDE_DEBUG=1 shows the traceback")
         return EtudeError.exit_status

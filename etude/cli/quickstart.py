@@ -23,7 +23,7 @@ def quickstart(output_dir: Path | None, seed: int, overrides: tuple[str, ...]) -
 
     folder = (output_dir or Path("runs") / "quickstart" / f"seed-{seed}").resolve()
     summary = Quickstart(folder, seed, overrides, _say).run()
-    from etude.viewer.report import write_report  # draws charts: a wrong argument need not wait for them
+    from etude.viewer.report import write_report  # draws charts: slow to import, not needed to refuse a wrong argument
 
     report = write_report(folder, title=f"Quickstart, seed {seed}", validation=folder / "evaluation" / "sampled")
     _print(summary, folder, report)

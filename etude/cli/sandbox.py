@@ -1,4 +1,4 @@
-"""`etude sandbox`: serve the sandbox over HTTP, and show what isolation this machine can prove."""
+"""`etude sandbox`: serve the sandbox over HTTP, and verify the isolation on this machine."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ def sandbox() -> None:
 
 @sandbox.command()
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
-@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="0 takes a free one.")
-@click.option("--workers", type=click.IntRange(1), help="Programs at once; default one for each CPU.")
+@click.option("--port", default=8080, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one.")
+@click.option("--workers", type=click.IntRange(1), help="Programs at once; default one per CPU.")
 @click.option(
-    "--max-concurrency", type=click.IntRange(1), help="Requests at once, waiting ones included; default 64 a worker."
+    "--max-concurrency", type=click.IntRange(1), help="Requests at once, waiting ones included; default 64 per worker."
 )
 @click.option("--queue-seconds", default=60.0, show_default=True, help="Longest wait for a worker.")
 @click.option("--max-run-seconds", default=600.0, show_default=True, help="Longest run_timeout a request may ask for.")
@@ -39,7 +39,7 @@ def sandbox() -> None:
     default=1024,
     show_default=True,
     type=click.IntRange(16),
-    help="Memory of a program, and the most it may ask for.",
+    help="Memory of a program, and the maximum it may request.",
 )
 @click.option("--max-request-mb", default=32, show_default=True, type=click.IntRange(1), help="Largest request.")
 @click.option(
@@ -50,7 +50,7 @@ def sandbox() -> None:
     help="'none' runs code as this user.",
 )
 @click.option(
-    "--token", help=f"Bearer token that requests must bear; better set {TOKEN_VARIABLE}, which other users cannot see."
+    "--token", help=f"Bearer token that requests must carry; better set {TOKEN_VARIABLE}, which other users cannot see."
 )
 @click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
 @click.option(

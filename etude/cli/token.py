@@ -1,6 +1,6 @@
 """The bearer token of a server that a command starts.
 
-Invariant: one of option, file and environment variable gives it; an empty one is refused, because it would protect nothing.
+Invariant: it comes from option, file or environment variable; an empty one is refused, since it would protect nothing.
 """
 
 from __future__ import annotations
@@ -34,6 +34,6 @@ def bearer_token(token: str | None, token_file: Path | None, variable: str) -> s
 
 
 def warn_if_open(token: str | None, host: str) -> None:
-    """Says so where a server without a token listens beyond this machine."""
+    """Warns if a server without a token listens beyond this machine."""
     if token is None and host not in ("127.0.0.1", "localhost", "::1"):
         click.echo(f"warning: {host} may be reached by others, and there is no --token", err=True)

@@ -2,7 +2,7 @@
 
 Invariant: `call` runs a tool exactly as a rollout does, through a `ToolSession`: create, the calls, calc_reward, release.
 Exit status of `call`: 0 every call was answered, 1 one was refused or failed, 3 infrastructure broke, 2 anything that
-the user must change. What is printed on stdout is the answer alone; everything else goes to stderr.
+the user must change. Only the answer is printed on stdout; everything else goes to stderr.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def tools() -> None:
     """Show tools, run them by hand, or serve them to MCP clients.
 
     CONFIG is a tool configuration (YAML, JSON with mcpServers, RL-Factory's .pydata), a Python file with @function_tool
-    functions, or the name of a tool that comes along, such as calculator.
+    functions, or the name of a built-in tool, such as calculator.
     """
 
 
@@ -67,7 +67,7 @@ def list_tools(config: str, plugins: tuple[str, ...]) -> None:
 @click.argument("names", nargs=-1)
 @_plugin
 def schema(config: str, names: tuple[str, ...], plugins: tuple[str, ...]) -> None:
-    """Print the schemas of CONFIG's tools, or of those NAMES, as the model is shown them: a JSON list.
+    """Print the schemas of CONFIG's tools, or of those NAMES, as the model sees them: a JSON list.
 
     \b
     Example:
@@ -170,7 +170,7 @@ def serve(
     server = ToolServer(_load(config, plugins), kwargs)
     if transport == "stdio":
         if sys.stdin.isatty():
-            click.echo("waiting for an MCP client on stdin; this command is meant to be started by one", err=True)
+            click.echo("waiting for an MCP client on stdin; this command is normally started by one", err=True)
         asyncio.run(_until_terminated(server.serve_stdio()))
         return
     from etude.sandbox.serving import listen
@@ -256,7 +256,7 @@ def _mapping(given: str, option: str) -> dict[str, Any]:
 async def _run(
     tool: BaseTool, texts: Sequence[str], kwargs: dict[str, Any], *, at_once: bool, aloud: bool
 ) -> dict[str, Any]:
-    """Everything that happened, in the order of the lifecycle; said on the way where `aloud`."""
+    """Runs the whole lifecycle and returns a report; prints along the way if `aloud`."""
     from etude.schemas import FunctionCall
     from etude.tools import ToolSession
 

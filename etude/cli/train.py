@@ -23,8 +23,8 @@ def train(config_name: str | None, config_path: str | None, overrides: tuple[str
       etude train --config-name gsm8k_tool data.train_files=gsm8k/train.parquet \\
         data.val_files=gsm8k/test.parquet actor_rollout_ref.model.path=models/mine
 
-    A run continues from its last checkpoint (trainer.resume_mode). Ctrl-C ends it after the step in hand, with a
-    checkpoint; a second Ctrl-C abandons the step.
+    A run continues from its last checkpoint (trainer.resume_mode). Ctrl-C ends it after the current step, with a checkpoint;
+    a second Ctrl-C abandons the step.
     """
     from etude.config import compose_run
 

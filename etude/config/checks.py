@@ -1,7 +1,7 @@
-"""What is wrong with a composed configuration, and what of it has no effect.
+"""Finds what is wrong with a composed configuration, and which keys have no effect.
 
-Invariant: everything that can be known from the values alone is found here, all of it at once, each with its key, its
-value, where that was set, and what is allowed. What needs files is left to `preflight`.
+Invariant: all faults that the values alone reveal are found here, at once, each with its key, value, where that was set, and
+what is allowed. What needs files is left to `preflight`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.registry import Registry, did_you_mean, import_object
 
 Options = TrainOptions | SFTOptions
 Problem = tuple[str, str]
-"""A key, and why its value cannot be."""
+"""A key, and why its value is invalid."""
 
 _POLICY, _ROLLOUT = "actor_rollout_ref", "actor_rollout_ref.rollout"
 
@@ -33,9 +33,9 @@ def problems_with(
     sources: Mapping[str, str],
     more: Callable[[Options], Iterable[Problem]] = lambda options: (),
 ) -> tuple[Options, list[str]]:
-    """(`values` as options of the class `tree`, a line for each thing that is wrong).
+    """(`values` as options of the class `tree`, one line per fault).
 
-    `raw` are the leaves before they were filled in; `more` finds what else is wrong with options that fit their types.
+    `raw` are the leaves before interpolation; `more` finds further faults of options that fit their types.
     """
     options, wrong = build(tree, values)
     lines = {
@@ -51,7 +51,7 @@ def problems_with(
 
 
 def shown_value(options: Any, key: str) -> str:
-    """The same as a message shows it: text without quotes."""
+    """The value as messages render it: text without quotes."""
     value = value_of(options, key)
     if isinstance(value, bool):
         return str(value).lower()
@@ -59,7 +59,7 @@ def shown_value(options: Any, key: str) -> str:
 
 
 def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str]) -> Iterator[str]:
-    """A line for each of `keys`, which the user set, that has no effect, and for what is allowed and seldom meant."""
+    """A line for each of the user's `keys` that has no effect, and for settings that are allowed but probably unintended."""
     yield from inert(options, keys, sources)
     for key in keys:
         section, _, name = key.rpartition(".")
@@ -78,7 +78,7 @@ def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> 
 
 
 def inert_reason(options: Options, key: str) -> str:
-    """Where `key` would apply, if it has no effect in this configuration; else nothing."""
+    """Where `key` would apply, if it has no effect in this configuration; else empty."""
     declared = declarations(type(options)).get(key)
     if declared is None:
         return ""
@@ -87,19 +87,19 @@ def inert_reason(options: Options, key: str) -> str:
 
 
 def effective_keys(run: TrainOptions) -> list[str]:
-    """The keys away from their defaults that have an effect, as far as is known: beside an estimator or a loss that a plugin
-    has yet to register, each may have one."""
+    """The non-default keys that have an effect, as far as is known: with an estimator or loss that a plugin has yet to
+    register, each may have one."""
     declared = declarations(TrainOptions).items()
     chosen = [key for key, each in declared if value_of(run, key) != each.default and not each.about.written]
     return [key for key in chosen if not inert_reason(run, key)]
 
 
 def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
-    """Holds `run` against its estimator and its loss, now that plugins are imported; returns a line for each of the
-    `effective` keys before that has no effect after all.
+    """Checks `run` against its estimator and loss, now that plugins are imported; returns a line for each of the `effective`
+    keys that has no effect after all.
 
     Raises:
-        ConfigError: settings do not go with them.
+        ConfigError: settings do not fit them.
     """
     raise_faults([f"{key}={shown_value(run, key)}: {text}" for rule in _OF_RECORDS for key, text in rule(run)])
     return [
@@ -110,13 +110,13 @@ def check_records(run: TrainOptions, effective: Iterable[str]) -> list[str]:
 
 
 def _borrowed(key: str, raw: Mapping[str, Any], wrong: Mapping[str, str]) -> bool:
-    """Whether `key` only has the value of another key that is wrong."""
+    """Whether `key` only repeats the value of another faulty key."""
     link = raw.get(key)
     return isinstance(link, str) and any(f"${{{other}}}" in link for other in wrong)
 
 
 def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
-    """The place where `key` was set; for a section, those of the keys that `text` speaks of."""
+    """Where `key` was set; for a section, where the keys named in `text` were."""
     if key in sources:
         return f" ({sources[key]})"
     names = [name for name in sources if name.startswith(f"{key}.") and is_users(sources[name])]
@@ -128,17 +128,17 @@ def _where(key: str, text: str, sources: Mapping[str, str]) -> str:
 # -- names of registered things ----------------------------------------------------------------------------------------
 
 _ALSO = {"reward_model.reward_manager": ("parallel",)}
-"""Names that stand for something that is not registered."""
+"""Names that are valid without being registered."""
 _MOST_NAMES = 12
 _NOT_FOR_RUNS = ("scripted",)
-"""The engine that plays what a test gives it."""
+"""The engine that replays a test's script."""
 
 
 def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -> Iterator[Problem]:
-    """Keys whose name nothing is registered under, each with what is.
+    """Keys with unregistered names, each with the registered ones.
 
-    `late` judges those, too, that are judged when a run starts. `imported` says that the user's own code has been; until
-    then only what that cannot register is refused.
+    `late` includes those checked when a run starts. `imported`: the user's own code has been imported; before that, only
+    names that it cannot register are refused.
     """
     if options.plugins and not imported:
         return
@@ -160,7 +160,7 @@ def unknown_names(options: Any, *, late: bool = False, imported: bool = False) -
 
 
 def check_names(options: Any) -> None:
-    """Refuses names that nothing is registered under, now that the plugins are imported.
+    """Refuses unregistered names, now that the plugins are imported.
 
     Raises:
         ConfigError: names every key, and the nearest name.
@@ -169,7 +169,7 @@ def check_names(options: Any) -> None:
 
 
 def known_names(names: Names) -> list[str]:
-    """What is registered now, as far as can be known without importing torch."""
+    """The registered names, as far as known without importing torch."""
     module, _, _ = names.registry.partition(":")
     if names.builtin and module not in sys.modules:
         return list(names.builtin)
@@ -177,7 +177,7 @@ def known_names(names: Names) -> list[str]:
     return registry.names()
 
 
-# -- settings that are fine alone and wrong together --------------------------------------------------------------------
+# -- settings that are valid alone and invalid together -----------------------------------------------------------------
 
 
 def _contradictions(options: Options) -> Iterator[Problem]:
@@ -203,7 +203,7 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
     if val.n > 1 and not (val.do_sample and val.temperature > 0):
         yield (
             f"{_ROLLOUT}.val_kwargs.n",
-            "without sampling, answers are equal: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
+            "without sampling, all answers are the same: set val_kwargs.n=1, or val_kwargs.do_sample=true and a "
             "val_kwargs.temperature above 0",
         )
     needed = rollout.prompt_length + 1
@@ -295,7 +295,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
 
 
 _OF_RECORDS = (_groups, _own_options)
-"""What depends on records, and so is asked again once plugins are imported."""
+"""Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,

@@ -1,8 +1,8 @@
 """Composes a configuration from its four layers: group defaults < a package root < the user's YAML < the command line.
 
-Invariant: what comes out has exactly the keys of the package's tree (free-form sections apart), each with a value of
-its type, interpolations filled in; anything else is one `ConfigError` that names the key, where it was set and the
-nearest known key. No Hydra output folder, logging set-up or global state is left behind.
+Invariant: the result has exactly the keys of the package's tree (free-form sections apart), each with a value of its type,
+interpolations resolved; anything else is one `ConfigError` that names the key, where it was set and the nearest known key.
+Hydra leaves no output folder, logging set-up or global state.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def compose_run(
     *,
     root: str = DEFAULT_ROOT,
 ) -> DictConfig:
-    """As `compose`, for a run that starts now: what is missing on this machine is refused, before torch is imported."""
+    """As `compose`, for a run that starts now: also checks that this machine has what it needs, before torch is imported."""
     return compose_with_sources(config_name, overrides, config_path, root=root, command=command).config
 
 
@@ -94,7 +94,7 @@ def compose_with_sources(
         config_path: folder of the user's YAML. None: a root of the package, else `config/` and the current folder.
         root: the package root under the user's YAML, unless its defaults list names another.
         resolve: fill in interpolations in the result (types are checked with them filled in either way).
-        command: what starts now on this machine, which must have what the configuration names. None: nothing does.
+        command: the command that starts now; this machine must have what the configuration names. None: no check.
 
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
@@ -180,8 +180,8 @@ def _merge(layers: Sequence[Layer]) -> DictConfig:
 
 
 def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
-    """Relative paths of a user's YAML that name something beside that file get their full form, in place; others are left
-    as they are, and so start in the working directory. Paths that a run writes to are never touched."""
+    """Relative paths of a user's YAML that name something beside that file get their full form, in place; others are left as
+    they are, relative to the working directory. Output paths are never changed."""
     folder, declared = Path(layer.source).parent, declarations(tree)
     for key, value in flatten(plain(layer)):
         about = declared[key].about if key in declared else None
@@ -207,16 +207,16 @@ def _sources(layers: Sequence[Layer]) -> dict[str, str]:
     sources: dict[str, str] = {}
     for layer in layers:
         for key, _ in flatten(plain(layer)):
-            for section in ancestors(key):  # a free-form section that is no longer empty
+            for section in ancestors(key):  # a free-form section no longer empty
                 sources.pop(section, None)
             sources[key] = layer.source
     return sources
 
 
 def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[Layer]) -> list[str]:
-    """Gives a key and its other names the same value: what the user set under one of them, else the key's default.
+    """Gives a key and its aliases the same value: what the user set under one of them, else the key's default.
 
-    Returns a line for each that was set to different values, naming both places.
+    Returns a line for each that was set to different values, naming both sources.
     """
     merged, faults = _leaves(config), []
     for key, aliases in _aliases().items():
@@ -234,7 +234,7 @@ def _unify_aliases(config: DictConfig, sources: dict[str, str], user: Sequence[L
 
 @cache
 def _aliases() -> dict[str, list[str]]:
-    """Key → its other names."""
+    """Key → its aliases."""
     found: dict[str, list[str]] = {}
     for key, declaration in declarations(TrainOptions).items():
         if declaration.about.alias_of:
@@ -244,7 +244,7 @@ def _aliases() -> dict[str, list[str]]:
 
 def _last_setting(names: Sequence[str], user: Sequence[Layer]) -> tuple[tuple[Any, str] | None, str]:
     """((value, source) that `user` gives last under one of `names`, what is wrong); a file or command line with only null
-    clears all, and a link from one of them to another says nothing."""
+    clears all, and an interpolation from one to another does not count."""
     held: tuple[str, Any, str] | None = None
     links = [f"${{{name}}}" for name in names]
     for layer in user:
@@ -272,7 +272,7 @@ def _filled_in(config: DictConfig, sources: dict[str, str]) -> dict[str, Any]:
 
 
 def _with_types(config: DictConfig, raw: dict[str, Any], options: Options, resolve: bool) -> DictConfig:
-    """`config` with each value as `options` has it; interpolations stay as they are unless `resolve` is set."""
+    """`config` with the values of `options`; interpolations are kept unless `resolve` is set."""
     result = OmegaConf.create(OmegaConf.to_container(config, resolve=resolve))
     assert isinstance(result, DictConfig)
     given = _leaves(result)

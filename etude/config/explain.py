@@ -1,4 +1,4 @@
-"""A key's declaration beside what a composition makes of it, in words."""
+"""Describes a key: its declaration, and its value in a composition."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from etude.registry import did_you_mean
 
 
 def explain(composition: Composition, name: str) -> Iterator[str]:
-    """Lines on the key `name`, or on each key of the section `name`; the end of one key's name will do.
+    """Lines on the key `name`, or on each key of the section `name`; a unique suffix suffices.
 
     Raises:
-        ConfigError: no key is called that, or several end so.
+        ConfigError: no key matches, or several do.
     """
     for number, key in enumerate(_keys(composition, name)):
         if number:

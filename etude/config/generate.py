@@ -1,4 +1,4 @@
-"""`python -m etude.config.generate`: writes what is said of the keys elsewhere, from their declarations: the group files of
+"""`python -m etude.config.generate`: generates, from the declarations of the keys, the group files of
 `tree/`, the tables of docs/configuration.md, and those of docs/migrating.md that compare them with verl's.
 
 Invariant: running it twice changes nothing; a test runs it and compares.
@@ -53,7 +53,7 @@ def tree_files() -> dict[Path, str]:
 
 
 def pages() -> dict[Path, str]:
-    """The pages with such tables, and their texts as they should be."""
+    """The pages with such tables, and their expected texts."""
     return {_DOCS / name: _page(_DOCS / name, tables()) for name, tables in _TABLES.items()}
 
 
@@ -83,7 +83,7 @@ def _group_file(cls: type, name: str) -> str:
 
 
 def _defaults(cls: type, folder: str, place: str = "") -> Iterator[str]:
-    """The files of the groups that a section consists of."""
+    """The defaults list: the group files that a section consists of."""
     base = cls.__mro__[1]
     if base in GROUPS:
         yield GROUPS[base].rpartition("/")[2]
@@ -116,13 +116,13 @@ def _leaf(name: str, hint: Any, field: Any, indent: str) -> Iterator[str]:
 
 
 def _note(about: Key, hint: Any) -> str:
-    """Unit and range; that null is allowed goes without saying where all else is."""
+    """Unit and range; that null is allowed is left out where everything else is."""
     bounds = allowed_shortly(hint)
     return ", ".join(filter(None, (about.unit, "" if bounds == "null" else bounds)))
 
 
 def _own_fields(cls: type) -> Iterator[tuple[str, Any, Any]]:
-    """(name, type, field) of what `cls` itself declares."""
+    """(name, type, field) of the fields that `cls` itself declares."""
     hints = get_type_hints(cls, include_extras=True)
     own = inspect.get_annotations(cls)
     for field in dataclasses.fields(cls):

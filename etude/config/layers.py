@@ -1,7 +1,7 @@
-"""The files and arguments that a configuration is made of, in the order in which they override each other.
+"""The files and arguments that make up a configuration, in order of precedence.
 
-Invariant: merging the layers of a configuration in order gives what Hydra composes from the same defaults lists; a
-layer's values sit at the place in the tree where its package puts them, interpolations still unfilled.
+Invariant: merging the layers of a configuration in order gives what Hydra composes from the same defaults lists; a layer's
+values are at the path in the tree given by its package, interpolations unresolved.
 
 Hydra resolves the defaults lists and parses the command line. Which keys exist and what type they have is left to
 `keys`.
@@ -38,7 +38,7 @@ class Layer:
     """One file of a configuration, or all arguments of the command line."""
 
     source: str
-    """What to show a user: the file's path (package files relative to the tree), or "command line"."""
+    """As rendered for users: the file's path (package files relative to the tree), or "command line"."""
     name: str
     """The file's name within its search path, as defaults lists write it: "actor/actor"."""
     is_package: bool
@@ -47,7 +47,7 @@ class Layer:
 
 
 def is_users(source: str) -> bool:
-    """Whether a layer of this source is the user's own: files of the package are named relative to its tree."""
+    """Whether a layer of this source is the user's: package files are named relative to their tree."""
     return source == COMMAND_LINE or Path(source).is_absolute()
 
 
@@ -58,7 +58,7 @@ def package_roots() -> list[str]:
 
 @cache
 def root_layers(root: str, group_choices: tuple[str, ...] = ()) -> tuple[Layer, ...]:
-    """The files of a package root; they do not change while a process runs, so they are read once."""
+    """The files of a package root, cached: they do not change while a process runs."""
     return tuple(file_layers(root, TREE, group_choices))
 
 
@@ -149,7 +149,7 @@ def _unreadable(argument: str) -> ConfigError:
 
 @contextmanager
 def _hydra(folder: Path) -> Iterator[None]:
-    """Hydra's composition over `folder`; whoever had initialised Hydra before finds it as it was."""
+    """Hydra's composition over `folder`; restores any earlier initialisation of Hydra."""
     held = get_gh_backup()
     GlobalHydra.instance().clear()
     try:

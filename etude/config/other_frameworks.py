@@ -1,4 +1,4 @@
-"""Keys that the command lines of verl, Search-R1 and RL-Factory have and Étude's tree has not.
+"""Keys of verl, Search-R1 and RL-Factory that Étude's tree does not have.
 
 Invariant: none of them is a key of ours; one that gets a meaning leaves these tables. Three fates: another name of a key
 of ours (`ALIASES`), no effect on the result (`INERT`, accepted and named at the start), or a line that must change
@@ -27,7 +27,7 @@ ALIASES = {
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
-"""Key, or section with all that is below it → what it is called here."""
+"""Key, or section with all keys below → its name here."""
 
 INERT = {
     key: why
@@ -121,7 +121,7 @@ INERT = {
     }.items()
     for key in keys.split()
 }
-"""Pattern → why such a key changes nothing."""
+"""Pattern → why such a key has no effect."""
 
 _OFF = (None, False)
 _LIMIT = "max_concurrent_calls in a tool's config bounds its calls at once"
@@ -332,7 +332,7 @@ REFUSED_VALUES: dict[str, dict[object, str]] = {
     },
     "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
 }
-"""Key of ours → its values elsewhere that cannot be taken as they are, each with what to do."""
+"""Key of ours → values of other frameworks that are invalid here, each with what to do."""
 
 IN_PROCESS_VLLM: dict[str, tuple[str, object]] = {
     "gpu_memory_utilization": ("gpu_memory_utilization", None),

@@ -1,6 +1,6 @@
-"""What a configuration needs of this machine: files, folders, packages, a model that is long enough.
+"""Checks what a configuration needs on this machine: files, folders, packages, a model with enough context.
 
-Invariant: everything that is missing is found at once, before torch is imported; nothing is created, loaded or fetched.
+Invariant: all that is missing is found at once, before torch is imported; nothing is created, loaded or fetched.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from etude.options.validate import value_of
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _NO_REWARD = (
-    "leaves nothing that could reward: no tools, interaction, environment or code of your own is configured with a weight "
-    "above 0, so every answer would earn the same; set reward_model.enable=true, or configure what rewards"
+    "leaves no source of rewards: no tools, interaction, environment or code of your own is configured with a weight "
+    "above 0, so every answer would earn the same; set reward_model.enable=true, or configure a source of rewards"
 )
 Command = Literal["train", "eval", "sft"]
 _ROWS = "is empty: give one or more parquet or JSON-lines files"
@@ -44,7 +44,7 @@ _EXTRAS = {
 
 
 def start_problems(options: Options, command: Command) -> Iterator[Problem]:
-    """What is missing for `command` of what `options` name, and what only this command refuses."""
+    """What `options` name and this machine lacks, and what only `command` refuses."""
     yield from ((key, advice) for key, advice in _NEEDED[command].items() if not value_of(options, key))
     yield from unknown_names(options, late=True)
     yield from _missing(options)
@@ -59,7 +59,7 @@ def start_problems(options: Options, command: Command) -> Iterator[Problem]:
 
 
 def start_remarks(options: Options) -> Iterator[str]:
-    """What is worth saying before a run starts: trajectories that end where the model does."""
+    """Remarks before a run starts: trajectories that exceed the model's context."""
     longest = _positions(options) if isinstance(options, TrainOptions) else None
     if longest is None or not isinstance(options, TrainOptions):
         return
@@ -73,7 +73,7 @@ def start_remarks(options: Options) -> Iterator[str]:
 
 
 def _serving(run: TrainOptions) -> Iterator[Problem]:
-    """What does not go with an engine of ours; those of plugins are asked when they are there."""
+    """What does not fit a built-in engine; those of plugins are checked once imported."""
     rollout = run.actor_rollout_ref.rollout
     if rollout.name in BUILTIN:
         engines = {*BUILTIN, *rollout.engine_kwargs} if run.plugins else {*BUILTIN}
@@ -82,9 +82,9 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _training(run: TrainOptions) -> Iterator[Problem]:
-    """What is fine for evaluating and serving, and teaches nothing."""
+    """Settings that are valid for evaluation and serving, but not for training."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
-    greedy = "training needs answers that differ: the likeliest one every time has no ratio to learn from"
+    greedy = "training needs sampled answers: greedy ones do not differ, so nothing is learned"
     if not rollout.do_sample:
         yield f"{_ROLLOUT}.do_sample", greedy
     if rollout.top_k == 1:
@@ -97,7 +97,8 @@ def _training(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _others_reward(run: TrainOptions) -> bool:
-    """Whether something beside the reward manager may reward: a tool, a user, an environment, or code of the user's own."""
+    """Whether anything besides the reward manager may reward: a tool, an interaction, an environment, or the user's own
+    code."""
     rollout, reward = run.actor_rollout_ref.rollout, run.reward_model
     talks, agent = rollout.multi_turn, rollout.agent
     tools = talks.tool_config_path or talks.function_tool_path or talks.interaction_config_path
@@ -120,7 +121,7 @@ def _missing(options: Options) -> Iterator[Problem]:
 
 
 def _reason(kind: str, name: str) -> str:
-    """Why `name` cannot be what a key of this kind names; nothing where it can."""
+    """Why `name` is invalid for a key of this kind; empty if it is valid."""
     try:
         if kind == "model":
             folder = local_folder(name)
@@ -138,7 +139,7 @@ def _reason(kind: str, name: str) -> str:
             return f"file not found: {name}"
     except ConfigError as error:
         return str(error)
-    except (OSError, RuntimeError) as error:  # a name too long, or of an unknown user's home
+    except (OSError, RuntimeError) as error:  # the name is too long, or names an unknown user's home
         return str(error)
     return ""
 
@@ -169,7 +170,7 @@ def _extras(options: Options) -> Iterator[Problem]:
 
 
 def _positions(run: TrainOptions) -> int | None:
-    """How many positions the model has; None where that cannot be known here."""
+    """The model's maximum context length; None if unknown here."""
     path = run.actor_rollout_ref.model.path
     try:
         folder = local_folder(path) if path else None

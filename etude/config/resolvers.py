@@ -1,8 +1,8 @@
 """The `${etude.…}` interpolations of our YAML.
 
-`${etude.builtin_tools:calculator}` is the path of a built-in tool file; with several names it is the list of their
-paths, which `tool_config_path` accepts. `${etude.experiment:name}` is `name-` and eight digits that stand for what the
-run trains on (model, data, tools, reward, estimator, seed): another experiment has another folder, and the same one its own.
+`${etude.builtin_tools:calculator}` is the path of a built-in tool file; with several names it is the list of their paths,
+which `tool_config_path` accepts. `${etude.experiment:name}` is `name-` and an eight-digit hash of what the run trains on
+(model, data, tools, reward, estimator, seed): each experiment has its own folder.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _IDENTITY = (
     *(f"data.{name}" for name in ("train_files", "train_batch_size", "shuffle", "seed")),
     *("actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
 )
-"""What makes two runs two experiments, under the roots of `etude train` and `etude sft`: among others whatever a run that
-goes on from a checkpoint may not change."""
+"""Keys that identify an experiment, for `etude train` and `etude sft`: they include all that a resumed run may not
+change."""
 
 
 def builtin_tools(*names: str) -> str | list[str]:
@@ -47,6 +47,6 @@ def experiment(name: str, *, _root_: DictConfig) -> str:
 
 
 def register_resolvers() -> None:
-    """Makes `${etude.…}` known to OmegaConf; calling it again changes nothing."""
+    """Registers `${etude.…}` with OmegaConf; idempotent."""
     OmegaConf.register_new_resolver("etude.builtin_tools", builtin_tools, replace=True)
     OmegaConf.register_new_resolver("etude.experiment", experiment, replace=True)

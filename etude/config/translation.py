@@ -1,8 +1,8 @@
-"""Reads what a user set: which keys exist, and of those of another framework other names, keys without an effect, and keys
-that must change.
+"""Translates the user's keys: renames those of other frameworks, and finds unknown keys, keys without effect, and keys that
+must change.
 
-Invariant: every fault of the user's keys is found at once and has its line; nothing is left out in
-silence. What the keys are called and why is the business of `other_frameworks`; types and ranges are checked later.
+Invariant: all faults of the user's keys are found at once, one line each; nothing is dropped silently. The tables of names
+and reasons are in `other_frameworks`; types and ranges are checked later.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.options import declarations
 from etude.options.types import shown
 
 _Rule = str | tuple[str, tuple[object, ...]]
-"""Why a key has no effect; or what to do about it, and the values with which that need not be done."""
+"""Why a key has no effect; or what to do about it, and the values for which nothing need be done."""
 _RULES: dict[str, _Rule] = {**REPLACED, **INERT}
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -29,14 +29,14 @@ _ROLLOUT = "actor_rollout_ref.rollout"
 
 @dataclass
 class Translation:
-    """The user's layers in keys of ours. `inert`: key → why it has no effect; `faults`: a line each."""
+    """The user's layers in keys of ours. `inert`: key → why it has no effect; `faults`: one line each."""
 
     layers: list[Layer] = field(default_factory=list)
     inert: dict[str, str] = field(default_factory=dict)
     faults: list[str] = field(default_factory=list)
 
     def inert_line(self) -> str:
-        """`inert` as one line, the keys gathered by reason."""
+        """`inert` as one line, keys grouped by reason."""
         reasons: dict[str, list[str]] = {}
         for key, why in self.inert.items():
             reasons.setdefault(why, []).append(key)
@@ -45,7 +45,7 @@ class Translation:
 
 def translate(layers: Sequence[Layer], tree: type, base: Sequence[Layer]) -> Translation:
     """`layers`, the user's own, with the keys of other frameworks renamed or left out; `base`, with the keys of `tree`, lies
-    under them. Keys that do not exist or must change are left out, too, and have a line with what to do in `faults`."""
+    under them. Unknown keys and keys that must change are left out, too; `faults` has a line for each with what to do."""
     found, table = Translation(), KeyTable(tree)
     settings = {key: value for layer in (*base, *layers) for key, value in flatten(plain(layer))}
     local_vllm = settings.get(f"{_ROLLOUT}.name") == "vllm" and not settings.get(f"{_ROLLOUT}.server_urls")
@@ -67,13 +67,13 @@ def _without(layer: Layer, keys: Collection[str]) -> Layer:
 
 
 def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vllm: bool) -> Layer:
-    """`layer` without the keys that are not ours; what became of them goes to `found`."""
+    """`layer` without the keys that are not ours, which are recorded in `found`."""
     values = plain(layer)
     given = dict(flatten(values))
     for key, value in given.items():
         refusal = REFUSED_VALUES.get(key, {}).get(value) if isinstance(value, str | int) else None
         if refusal:
-            found.faults.append(f"{key}={value} cannot be taken here ({layer.source}): {refusal}")
+            found.faults.append(f"{key}={value} is invalid here ({layer.source}): {refusal}")
             _remove(values, key)
         if table.knows(key):
             continue
@@ -86,7 +86,7 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
         elif advice:
             found.faults.append(f"{key} does not exist here ({layer.source}): {advice}")
         elif ours or rule:
-            found.inert[key] = rule if isinstance(rule, str) else "so it is here anyway"
+            found.inert[key] = rule if isinstance(rule, str) else "the same holds here"
         else:
             continue
         _remove(values, key)
@@ -94,7 +94,7 @@ def _translate_layer(layer: Layer, table: KeyTable, found: Translation, local_vl
 
 
 def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> str | None:
-    """What to write instead of a key that is not ours; None where nothing need be done, or nothing is known."""
+    """What to write instead of a key that is not ours; None if nothing need be done, or if it is unknown."""
     name = key.removeprefix(f"{_ROLLOUT}.")
     if local_vllm and name in IN_PROCESS_VLLM:
         argument, preset = IN_PROCESS_VLLM[name]
@@ -107,7 +107,7 @@ def _what_to_do(key: str, value: Any, rule: _Rule | None, local_vllm: bool) -> s
 
 
 def _our_name(key: str) -> str | None:
-    """What a key is called here, if it or a section that it lies in has another name."""
+    """Our name of a key, if it or a section above it has another name here."""
     for theirs, ours in ALIASES.items():
         if key == theirs or key.startswith(f"{theirs}."):
             return ours + key.removeprefix(theirs)
@@ -115,7 +115,7 @@ def _our_name(key: str) -> str | None:
 
 
 def _rule(key: str) -> _Rule | None:
-    """What the tables say of `key`, or of the innermost section that it lies in."""
+    """The tables' entry for `key`, or for the innermost section above it."""
     names = key.split(".")
     for part in (".".join(names[:depth]) for depth in range(len(names), 0, -1)):
         for pattern, rule in _RULES.items():
@@ -125,7 +125,7 @@ def _rule(key: str) -> _Rule | None:
 
 
 def _remove(values: dict[str, Any], key: str) -> None:
-    """Takes `key` out, and the sections that are empty without it."""
+    """Removes `key`, and the sections that become empty."""
     first, _, rest = key.partition(".")
     if rest and isinstance(values.get(first), dict):
         _remove(values[first], rest)
@@ -164,12 +164,12 @@ class KeyTable:
         return key in self._values or key in self._sections or self.free_form(key) is not None
 
     def faults(self, layer: Layer) -> dict[str, str]:
-        """Keys of `layer` that do not exist, or hold a value where a section belongs, each with its line."""
+        """Keys of `layer` that do not exist, or have a value in place of a section, each with its line."""
         found = ((key, self._fault(key, value)) for key, value in flatten(plain(layer)))
         return {key: f"{fault[0]} ({layer.source}){fault[1]}" for key, fault in found if fault}
 
     def _fault(self, key: str, value: Any) -> tuple[str, str] | None:
-        """(what is wrong with a key that was set to `value`, what follows the place where it was), if anything."""
+        """(what is wrong with a key set to `value`, what follows its source in the message), if anything."""
         if key in self._sections or key in self._free:
             return (
                 None
@@ -188,7 +188,7 @@ class KeyTable:
         return next((part for part in ancestors(key) if part not in self._sections), key)
 
     def _nearest(self, key: str) -> str:
-        """`"; did you mean …?"`: the key of the same section whose name is spelled most alike, else of another one."""
+        """`"; did you mean …?"`: the key of the same section with the most similar name, else of another one."""
         parent, _, name = self._unknown_part(key).rpartition(".")
 
         def likeness(known: str) -> tuple[bool, float]:

@@ -1,7 +1,7 @@
 """Workers, and the groups through which a single-process controller drives them.
 
-`@register` on a worker's method says how a call is divided among the ranks and how their answers become one
-(`dispatch.py` holds the table); a `WorkerGroup` carries it out. The room knows nothing of what the workers do.
+`@register` on a worker's method says how a call is divided among the ranks and how their results are gathered (table in
+`dispatch.py`); a `WorkerGroup` carries it out. Nothing here depends on what the workers do.
 """
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register

@@ -2,9 +2,9 @@
 
 | mode | each rank gets | the caller gets |
 |---|---|---|
-| ONE_TO_ALL | the arguments | a list, one entry a rank |
-| ALL_TO_ALL | its entry of each argument; an argument is a list with one entry a rank | a list, one entry a rank |
-| DP_COMPUTE | the same, for data-parallel work | a list, one entry a rank |
+| ONE_TO_ALL | the arguments | a list, one entry per rank |
+| ALL_TO_ALL | its entry of each argument; an argument is a list with one entry per rank | a list, one entry per rank |
+| DP_COMPUTE | the same, for data-parallel work | a list, one entry per rank |
 | DP_COMPUTE_PROTO | its chunk of each `DataProto`, padded to equal size; other arguments whole | one `DataProto` |
 | DP_COMPUTE_PROTO_WITH_FUNC | the same; the first argument is a function, handed to all | one `DataProto` |
 | DP_COMPUTE_METRIC | its chunk of each `DataProto` without padding; other arguments whole | a list, see below |
@@ -12,18 +12,18 @@
 
 Columns. A method may declare the columns of a batch that it reads; no others are sent to it.
 
-Invariant: what becomes of an argument depends on the mode and on its type, never on its length, and padding never
-reaches the caller. Only modes that ask for a list a rank take lists apart; elsewhere a list is an argument like any other.
+Invariant: how an argument is divided depends on the mode and its type, never on its length, and padding never reaches the
+caller. Only modes whose arguments are per-rank lists split lists; elsewhere a list is an ordinary argument.
 
-Padding. A batch that the ranks cannot share evenly is padded by `pad_dataproto_to_divisor`, so the copies are its last
-rows, and with them the last rows of the last chunks. Each chunk says in `meta_info["padding_rows"]` how many of its
-trailing rows are copies, so that a worker computing a loss or a metric can leave them out. All ranks run, even one that
-holds nothing else (they may meet in a collective); of such a rank every result is dropped.
+Padding. A batch that the ranks cannot share evenly is padded by `pad_dataproto_to_divisor`, so the copies are its last rows,
+and with them the last rows of the last chunks. Each chunk says in `meta_info["padding_rows"]` how many of its trailing rows
+are copies, so that a worker computing a loss or a metric can leave them out. All ranks run, even one that holds only padding
+(there may be a collective); results of such a rank are dropped.
 - PROTO: the padding rows of each output are removed. An output without rows (metrics in meta_info alone) is taken
   as it is. An output with another number of rows than its chunk must say how many of its own trailing rows are
-  padding, 0 included, in `meta_info["output_padding_rows"]`: nobody else can know. None from every rank gives None.
-- METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank that had any. A rank
-  without a real row runs on its copies and is left out. An empty batch is no padding: every rank answers.
+  padding, 0 included, in `meta_info["output_padding_rows"]`. None from every rank gives None.
+- METRIC: chunks hold real rows only and differ in size; the list has one entry for each rank that had any. A rank without a
+  real row runs on its copies and is left out. An empty batch has no padding: every rank's result counts.
 
 How a call is carried out is left to `worker_group.py`.
 """
@@ -60,7 +60,7 @@ class Dispatch(Enum):
 
 
 class Execute(Enum):
-    """Which ranks run: all, or rank 0 alone, which then gets the arguments as they are and whose bare result returns."""
+    """Which ranks run: all, or rank 0 alone, which gets the arguments unchanged and whose result is returned as it is."""
 
     ALL = "all"
     RANK_ZERO = "rank_zero"
@@ -68,7 +68,7 @@ class Execute(Enum):
 
 @dataclass(frozen=True)
 class Registration:
-    """What `register` was told about a method. Without `columns` a batch is sent with all it has."""
+    """The arguments of `register` for a method. Without `columns` a batch is sent whole."""
 
     dispatch_mode: Dispatch
     execute_mode: Execute
@@ -77,7 +77,7 @@ class Registration:
     optional: frozenset[str] = frozenset()
 
     def select(self, method: str, value: Any) -> Any:
-        """An argument with no other columns than the declared ones, where it is a batch or a list of them.
+        """The argument restricted to the declared columns, if it is a batch or a list of batches.
 
         Raises:
             ValueError: a declared column is missing; names it and the method.
@@ -96,7 +96,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Call:
-    """One call, divided: the arguments of ranks 0, 1, …, and how the list of their results becomes one."""
+    """A divided call: the arguments of ranks 0, 1, …, and how their results are gathered."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -111,13 +111,13 @@ def register(
     columns: Iterable[str] | None = None,
     optional: Iterable[str] = (),
 ) -> Callable[[F], F]:
-    """Decorates a method of a `Worker` so that its group has it too; the method itself stays as it was.
+    """Decorates a method of a `Worker` so that its group has it too; the method itself is unchanged.
 
     With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result. `columns`
-    are those of a batch that the method reads, beside `optional` ones that may be missing; None: all.
+    are those of a batch that the method reads, plus `optional` ones that may be missing; None: all.
 
     Raises:
-        TypeError: a mode is not of its enum, or an `async` method that is not DIRECT_ROLLOUT_METHOD.
+        TypeError: a mode is not of its enum, or a method is `async` and not DIRECT_ROLLOUT_METHOD.
         ValueError: RANK_ZERO with a mode that shares data among the ranks.
     """
     if not isinstance(dispatch_mode, Dispatch) or not isinstance(execute_mode, Execute):
@@ -137,7 +137,7 @@ def register(
 
 
 def registered_methods(worker_cls: type) -> dict[str, Registration]:
-    """The registered methods of a class by name. An override keeps the registration unless it brings its own."""
+    """The registered methods of a class by name. An override keeps the registration unless it has its own."""
     found: dict[str, Registration] = {}
     for cls in reversed(worker_cls.__mro__):
         for name, attribute in vars(cls).items():
@@ -198,7 +198,7 @@ def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs:
 
 
 def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
-    """The number of rows that all batches among `values` have."""
+    """The common number of rows of all batches among `values`."""
     if any(isinstance(value, TensorDict) for value in values):
         raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
     batches = [value for value in values if isinstance(value, DataProto)]
@@ -235,7 +235,7 @@ def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int
 def _deal(
     world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any], share: Callable[[Any], Sequence[Any]]
 ) -> tuple[list[tuple[Any, ...]], list[dict[str, Any]]]:
-    """The arguments of each rank, where `share` gives the ranks' versions of one argument."""
+    """The arguments of each rank; `share` gives the ranks' versions of one argument."""
     positional = [share(value) for value in args]
     named = {key: share(value) for key, value in kwargs.items()}
     ranks = range(world_size)
@@ -253,7 +253,7 @@ def _entries(value: Any, world_size: int) -> Sequence[Any]:
 
 
 def _own(value: Any) -> Any:
-    """A batch of the rank's own, so that what it adds to it stays its own; anything else as it is."""
+    """A shallow copy of a batch, so that a rank's additions stay its own; anything else unchanged."""
     return value[:] if isinstance(value, DataProto) else value
 
 

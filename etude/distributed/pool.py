@@ -1,4 +1,4 @@
-"""`ResourcePool`: how many worker processes run on which node. Who starts them is left to the groups."""
+"""`ResourcePool`: how many worker processes run on which node. Starting them is left to the groups."""
 
 from __future__ import annotations
 
@@ -21,5 +21,5 @@ class ResourcePool:
 
     @property
     def world_size(self) -> int:
-        """Number of processes in all."""
+        """Total number of processes."""
         return sum(self.process_on_nodes)

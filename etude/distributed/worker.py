@@ -1,7 +1,7 @@
-"""`Worker`: the base of whatever runs once a rank.
+"""`Worker`: the base class of what runs once per rank.
 
-Invariant: a worker learns its place once, at construction, from whoever starts it, and never from global state. A group
-builds it as `worker_cls(*args, rank=…, world_size=…, **kwargs)`; a subclass with arguments of its own hands these on:
+Invariant: a worker gets its rank once, at construction, and never from global state. A group builds it as `worker_cls(*args,
+rank=…, world_size=…, **kwargs)`; a subclass with its own arguments passes these on:
 
     class ActorWorker(Worker):
         def __init__(self, config: ActorConfig, **place: Any) -> None:
@@ -11,8 +11,8 @@ A group that starts processes sets, for `torch.distributed`, the environment WOR
 LOCAL_RANK, MASTER_ADDR and MASTER_PORT before the worker is built, and passes `rank` and `world_size` equal to the
 first two. Workers in one process share that process's environment, so nothing may be read from it there.
 
-Data parallelism hands chunks by reference where it can: a worker must not write into the tensors or row objects it is
-given; adding columns to its chunk, or settings to the chunk's meta_info, is its own affair.
+Chunks are passed by reference where possible: a worker must not write into the tensors or row objects it is given; it may
+add columns to its chunk, or settings to the chunk's meta_info.
 """
 
 from __future__ import annotations
@@ -35,4 +35,4 @@ class Worker:
         self.device = torch.device(device)
 
     def close(self) -> None:
-        """Ends what the worker has running; called once, when its group ends."""
+        """Stops the worker's tasks; called once, when its group ends."""

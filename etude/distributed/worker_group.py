@@ -1,11 +1,11 @@
 """`WorkerGroup`: the controller's handle on all ranks of a worker class.
 
-Invariant: a group has exactly the registered methods of its worker class, and each of them divides the call, runs it on
-its ranks and gathers the results as `dispatch.py` says, whichever way the ranks are run. A group differs from another
-only in `_run`. An error of a rank reaches the caller as the same exception, with a note that names the rank and the
-method (also logged, for the commands that print an error as one line).
+Invariant: a group has exactly the registered methods of its worker class, and each of them divides the call, runs it on its
+ranks and gathers the results as `dispatch.py` says, however the ranks are run. Groups differ only in `_run`. An error of a
+rank reaches the caller as the same exception, with a note that names the rank and the method (also logged, for the commands
+that print an error as one line).
 
-Where the ranks run in this process they run one after another, so a worker must not wait for another rank there.
+In one process the ranks run one after another, so a worker must not wait for another rank there.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class WorkerGroup(ABC):
     """`world_size` ranks of `worker_cls`, each registered method of which is a method of the group.
 
     Raises:
-        ValueError: `world_size` is less than 1, or a registered method has the name of something of the group's.
+        ValueError: `world_size` is less than 1, or a registered method's name clashes with the group's own.
     """
 
     def __init__(self, worker_cls: type[Worker], world_size: int) -> None:
@@ -75,9 +75,9 @@ class WorkerGroup(ABC):
         per_rank_kwargs: Sequence[dict[str, Any]],
         ranks: Sequence[int],
     ) -> list[Future[Any]]:
-        """Starts a method on `ranks`, the i-th with the i-th arguments; one future a rank, in that order.
+        """Starts a method on `ranks`, the i-th with the i-th arguments; one future per rank, in that order.
 
-        A failing rank keeps no other from running, and its future holds the exception, noted by `note_rank`.
+        A failing rank does not stop the others; its future holds the exception, annotated by `note_rank`.
         """
 
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
@@ -106,7 +106,7 @@ class InProcessWorkerGroup(WorkerGroup):
         self._workers = [worker_cls(*args, rank=rank, world_size=world_size, **kwargs) for rank in range(world_size)]
 
     def close(self) -> None:
-        """Ends the workers and lets go of them."""
+        """Ends the workers and drops them."""
         for worker in self._workers:
             worker.close()
         self._workers.clear()
@@ -131,9 +131,9 @@ class InProcessWorkerGroup(WorkerGroup):
 
 
 def note_rank(error: BaseException, rank: int, world_size: int, method: str) -> None:
-    """Notes on `error`, whose type stays as it is, on which rank and in which method it was raised, and logs it.
+    """Adds a note to `error` with the rank and method that raised it, and logs it.
 
-    An error that the user reads anyway, as one line, is logged only where the rank says more.
+    A one-line error that the user sees anyway is logged only if the rank adds information.
     """
     note = f"raised on rank {rank} of {world_size} in {method}"
     error.__notes__ = [*getattr(error, "__notes__", []), note]  # what add_note does, on Python 3.10 too

@@ -1,8 +1,8 @@
 """`AlgebraProcesses`: symbolic equality in child processes with a hard time and memory limit.
 
-Invariant: `equal` returns within its limits from any thread; a child that exceeds them is killed and replaced. Children
-are started when first needed, kept between questions, and end with their parent (their standard input closes).
-What "equal" means is math-verify's business (`algebra_child.py`).
+Invariant: `equal` returns within its limits from any thread; a child that exceeds them is killed and replaced. Children are
+started on demand, reused, and end with their parent (their standard input closes). What "equal" means is left to math-verify
+(`algebra_child.py`).
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ _CHILD = Path(__file__).with_name("algebra_child.py")
 
 
 class _Child:
-    """One child process. `ask` is for one thread at a time."""
+    """One child process. Only one thread at a time may call `ask`."""
 
     def __init__(self) -> None:
-        # -I keeps this folder, whose math.py would hide the standard one, off the child's path; it gets ours instead.
+        # -I keeps this folder, whose math.py would shadow the standard one, off the child's path; it gets ours instead.
         command = [sys.executable, "-I", str(_CHILD), json.dumps(sys.path)]
         try:
             self._process = subprocess.Popen(
@@ -58,11 +58,11 @@ class _Child:
         self._process.wait()
         for pipe in (self._process.stdin, self._process.stdout):
             if pipe is not None:
-                with contextlib.suppress(OSError):  # unsent bytes for a dead child
+                with contextlib.suppress(OSError):  # unsent bytes to a dead child
                     pipe.close()
 
     def _line(self, seconds: float) -> bytes:
-        """The child's next line (a few bytes, written at once); empty on its death or after `seconds`."""
+        """The child's next line (a few bytes, written at once); empty if it dies or after `seconds`."""
         assert self._process.stdout is not None
         descriptor = self._process.stdout.fileno()
         poller = select.poll()  # unlike select(), takes descriptors above 1023
@@ -79,7 +79,7 @@ class AlgebraProcesses:
         atexit.register(self.close)
 
     def equal(self, prediction: str, ground_truth: str, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether both answers are mathematically equal; False when that is not settled within `seconds`.
+        """Whether both answers are mathematically equal; False if undecided after `seconds`.
 
         Raises:
             InfrastructureError: no child could be started.
@@ -97,7 +97,7 @@ class AlgebraProcesses:
             return bool(verdict)
 
     def close(self) -> None:
-        """Ends the children that are free."""
+        """Stops the idle children."""
         with contextlib.suppress(queue.Empty):
             while True:
                 self._free.get_nowait().kill()

@@ -1,4 +1,4 @@
-"""The child process of `algebra.py`: answers one question a line on standard input with `1` or `0`.
+"""The child process of `algebra.py`: answers one question per line of standard input with `1` or `0`.
 
 Invariant: nothing but `ready`, `1` and `0` is written to the parent, whatever the libraries print. It imports nothing
 of this package, so that it stays small and starts fast; its time limit is kept by the parent.
@@ -31,7 +31,7 @@ def main() -> None:
     for line in sys.stdin:
         try:
             verdict = equal(*json.loads(line))
-        except Exception:  # what sympy raises on nonsense is unbounded; nonsense is not equal
+        except Exception:  # sympy may raise anything on malformed input, which is not equal
             verdict = False
         print(int(verdict), file=parent, flush=True)
 

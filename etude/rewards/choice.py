@@ -1,14 +1,14 @@
 """Scoring of multiple-choice questions: the letter of the chosen option.
 
-Invariant: the answer is looked for in the last `<answer>…</answer>` where there is one, else in the whole text, and a
-letter that merely begins a word ("A man walks in") is never taken for a choice, except where nothing follows it.
+Invariant: the answer is searched in the last `<answer>…</answer>` if there is one, else in the whole text, and a letter that
+starts a sentence ("A man walks in") is never taken for a choice, unless nothing follows it.
 """
 
 from __future__ import annotations
 
 import re
 
-MAX_CHARS = 20_000  # at the end of a solution, where the answer stands
+MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}")
 _STATED = re.compile(r"\b(?i:answer|option|choice)\b\s*(?i:is\b)?\s*:?\s*[*(\[]{0,3}([A-Z])(?![A-Za-z'])")
@@ -17,7 +17,7 @@ _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 
 
 def extract_choice(text: str) -> str | None:
-    """The chosen letter as a capital, or None when the text names none."""
+    """The chosen letter in upper case; None if there is none."""
     text = text[-MAX_CHARS:]
     marked = _ANSWER.findall(text)
     if marked:
@@ -31,7 +31,7 @@ def extract_choice(text: str) -> str | None:
 
 
 def compute_score(solution_str: str, ground_truth: str) -> float:
-    """1.0 for the reference choice, else 0.0; a reference that is no letter is compared as text, case and space aside."""
+    """1.0 for the reference choice, else 0.0; other references than a letter are compared as text, ignoring case."""
     reference = str(ground_truth).strip()
     if _LETTER.fullmatch(reference):
         return float(extract_choice(solution_str) == reference.upper())

@@ -1,8 +1,7 @@
-"""Scoring of programs: the code of a solution, run against the problem's tests in the sandbox.
+"""Scoring of programs: a solution's code is run against the problem's tests in the sandbox.
 
-Invariant: a score is about the program. When the sandbox fails there is no score: `SandboxError`, an infrastructure
-failure, is raised. Tests of one solution run beside each other; a program that runs out of time again and again is not
-given more of it.
+Invariant: a score is about the program. When the sandbox fails there is no score: `SandboxError`, an infrastructure failure,
+is raised. Tests of one solution run in parallel; after repeated time-outs the remaining tests are not run.
 
 The sandbox is the embedded one, or the server that the environment variable `ETUDE_SANDBOX_URL` names
 (`ETUDE_SANDBOX_TOKEN`: its bearer token). For other options name this function in the configuration:
@@ -25,12 +24,12 @@ from etude.sandbox import Language, Limits, SandboxClient
 
 TIMEOUT = 10.0
 MAX_CASES = 10
-"""Of those that count towards a fraction: some problems have thousands."""
+"""Default number of tests that count towards a fraction: some problems have thousands."""
 MAX_TIMEOUTS = 3
-"""After so many tests without an end, the rest are taken to have none either."""
+"""After this many time-outs, the remaining tests count as timed out."""
 MAX_CODE_CHARS = 200_000
 CASES_AT_ONCE = 4
-"""Of one solution, so that no solution keeps others waiting."""
+"""Parallel tests per solution, so that no solution blocks others."""
 
 URL_VARIABLE, TOKEN_VARIABLE = "ETUDE_SANDBOX_URL", "ETUDE_SANDBOX_TOKEN"
 _FENCE = re.compile(r"```([^\n`]*)\n(.*?)(?:```|\Z)", re.DOTALL)
@@ -70,7 +69,7 @@ async def score_code(
     Raises:
         SandboxError: the sandbox failed.
         DataError: the ground truth has no tests.
-        ConfigError: an option makes no sense.
+        ConfigError: an option is invalid.
     """
     if mode not in ("fraction", "all"):
         raise ConfigError(f"the code reward's mode must be 'fraction' or 'all', not {mode!r}")
@@ -102,7 +101,7 @@ async def score_code(
 async def _judge_all(
     client: SandboxClient, code: str, cases: list[Case], limits: Limits, language: Language, stop_at_first: bool
 ) -> list[Verdict]:
-    """The verdict on each case, in order; a case that was not run has the verdict that made it needless."""
+    """The verdict on each case, in order; a case that was not run has the verdict that made it unnecessary."""
     slots = asyncio.Semaphore(CASES_AT_ONCE)
     enough: list[Verdict] = []
 
@@ -153,6 +152,6 @@ def compute_score(
 def _client(url: str | None, token: str | None) -> SandboxClient:
     with _clients_lock:
         if (url, token) not in _clients:
-            workers = None if url else max(4, 2 * (os.cpu_count() or 1))  # tests of bad programs mostly wait
+            workers = None if url else max(4, 2 * (os.cpu_count() or 1))  # tests of bad programs mostly time out
             _clients[url, token] = SandboxClient(url, token=token if url else None, workers=workers)
         return _clients[url, token]

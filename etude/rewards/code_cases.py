@@ -4,7 +4,7 @@
     {"inputs": [...], "outputs": [...], "fn_name": "f"}   arguments and value of a function, or of a method of `Solution`
     {"assert_case": [...]}                                statements that must hold after the solution has run
 
-Invariant: a case that exists can be run. The arguments of a call are a list, or a text with one JSON value a line.
+Invariant: a case that exists can be run. The arguments of a call are a list, or a text with one JSON value per line.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from etude.errors import DataError
 
 @dataclass(frozen=True)
 class StdioCase:
-    """The program is to print `output` when it reads `input`."""
+    """The program must print `output` when it reads `input`."""
 
     input: str
     output: str
@@ -27,7 +27,7 @@ class StdioCase:
 
 @dataclass(frozen=True)
 class CallCase:
-    """`function(*arguments)` is to return `expected` (JSON values)."""
+    """`function(*arguments)` must return `expected` (JSON values)."""
 
     function: str
     arguments: list[Any]
@@ -36,7 +36,7 @@ class CallCase:
 
 @dataclass(frozen=True)
 class AssertCase:
-    """`statement` is to run without an exception."""
+    """`statement` must run without an exception."""
 
     statement: str
 
@@ -48,7 +48,7 @@ def read_cases(ground_truth: object) -> list[Case]:
     """The cases of a ground truth: a mapping, or the JSON text of one.
 
     Raises:
-        DataError: it is not of one of the three forms, or has no case.
+        DataError: it has none of the three forms, or no case.
     """
     tests = _mapping(ground_truth)
     cases = _asserts(tests) if "assert_case" in tests else _pairs(tests)

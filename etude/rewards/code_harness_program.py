@@ -1,7 +1,7 @@
 """Runs inside the sandbox, never in this process: a solution, then one test of it.
 
-Standard input holds one line of JSON: `secret`, `kind`, and the test. What the test found is one line on standard
-output that begins with the secret: whoever ends the program early cannot have printed it.
+Standard input holds one line of JSON: `secret`, `kind`, and the test. The result of the test is one line on standard output
+that begins with the secret: a solution that exits early cannot have printed it.
 """
 
 import json
@@ -19,7 +19,7 @@ def main() -> None:
     with open(SOLUTION, "rb") as file:
         source = file.read()
     os.unlink(SOLUTION)
-    module = types.ModuleType("solution")  # what it does as a main program is not under test
+    module = types.ModuleType("solution")  # its behaviour as a main program is not tested
     module.__dict__["__builtins__"] = __builtins__
     sys.modules["solution"] = module
     exec(compile(source, "<solution>", "exec"), module.__dict__)
@@ -41,7 +41,7 @@ def _function(module: types.ModuleType, name: str):  # type: ignore[no-untyped-d
 
 
 def _plain(value):  # type: ignore[no-untyped-def]
-    """`value` as JSON can say it: tuples and sets as lists, keys as text."""
+    """`value` as JSON data: tuples and sets as lists, keys as text."""
     if isinstance(value, dict):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):

@@ -1,7 +1,7 @@
 """`judge`: one test of one solution, run in the sandbox.
 
 Invariant: a verdict is about the solution; a sandbox that fails raises. The reference answer never enters the sandbox,
-but for asserts, which are code. A program that ends early, with whatever status, has not passed a call or an assert.
+but for asserts, which are code. A program that exits early, whatever its status, has not passed a call or an assert.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HARNESS = Path(__file__).with_name("code_harness_program.py")
 
 
 class Verdict(str, Enum):
-    """How a solution did in one test."""
+    """Outcome of one test."""
 
     PASSED = "passed"
     WRONG_ANSWER = "wrong_answer"
@@ -87,7 +87,7 @@ def _failed(result: RunResult) -> Verdict | None:
 def _is_value(found: str, expected: Any) -> bool:
     try:
         return same_value(json.loads(found), expected)
-    except (ValueError, RecursionError):  # a number of too many digits, or nested without measure
+    except (ValueError, RecursionError):  # a number with too many digits, or nested too deeply
         return False
 
 
@@ -96,13 +96,13 @@ def _verdict(right: bool) -> Verdict:
 
 
 def _report(stdout: str, secret: str) -> str | None:
-    """What the harness found, as JSON; None if it did not come so far."""
+    """The harness's result, as JSON; None if it did not get that far."""
     lines = [line.removeprefix(secret) for line in stdout.splitlines() if line.startswith(secret)]
     return lines[-1] if lines else None
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether two outputs agree, but for space at the ends of lines and of the whole, and the last digits of numbers."""
+    """Whether two outputs agree, up to whitespace at the ends of lines and of the text, and the last digits of numbers."""
     ours, theirs = _lines(printed), _lines(expected)
     return ours == theirs or (len(ours) == len(theirs) and all(map(_same_line, ours, theirs)))
 
@@ -117,7 +117,7 @@ def _same_line(ours: str, theirs: str) -> bool:
 
 
 def _close(ours: str, theirs: str) -> bool:
-    """Two numbers that are not both whole; a whole number has no last digits to be wrong in."""
+    """Whether two numbers agree up to rounding; False for two integers, which must be identical."""
     if max(len(ours), len(theirs)) > 400 or (ours.lstrip("+-").isdigit() and theirs.lstrip("+-").isdigit()):
         return False
     try:
@@ -127,7 +127,7 @@ def _close(ours: str, theirs: str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a function's value is the expected one, or the one element of the list that some data sets put it in."""
+    """Whether a function's value is the expected one, or the only element of the list that some data sets wrap it in."""
     if _equal(found, expected):
         return True
     return isinstance(expected, list) and len(expected) == 1 and _equal(found, expected[0])
@@ -144,7 +144,7 @@ def _equal(a: Any, b: Any) -> bool:
 
 
 def _near(a: float, b: float) -> bool:
-    """Two numbers of which one at least has a fractional part to be wrong in."""
+    """Whether two numbers, at least one of them not an integer, agree up to rounding."""
     if not isinstance(a, float) and not isinstance(b, float):
         return False
     try:

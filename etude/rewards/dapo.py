@@ -1,4 +1,4 @@
-"""The reward manager `dapo`: the score, less a penalty for answers that come near the longest one allowed.
+"""The reward manager `dapo`: the score, less a penalty for answers close to the maximum length.
 
 Source: DAPO (arXiv:2503.14476), "soft overlong punishment". With L tokens in a response of at most `max_resp_len`, and a
 buffer of `len` tokens before that limit: penalty = min(0, (max_resp_len − len − L) / len) · penalty_factor.

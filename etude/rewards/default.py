@@ -1,8 +1,8 @@
-"""Which function scores a row: by its data source, or one function of the user's for all rows.
+"""Which function scores a row: the one registered for its data source, or a user's function for all rows.
 
-Invariant: every scorer that leaves this file takes the four documented arguments `data_source, solution_str,
-ground_truth, extra_info` by keyword, whichever of them its function declares. Running it (threads, time limits,
-what its errors mean) is the reward manager's business.
+Invariant: every scorer returned here takes the four documented arguments `data_source, solution_str, ground_truth,
+extra_info` by keyword, whichever of them its function declares. Running it (threads, time limits, errors) is left to the
+reward manager.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ def load_compute_score(
 ) -> Scorer:
     """The user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
 
-    It is handed those of the four documented arguments that it declares (all of them if it takes `**kwargs`).
+    It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`).
 
     Raises:
-        ConfigError: the file or function does not exist, is not callable, requires an argument that nobody gives it,
+        ConfigError: the file or function does not exist, is not callable, requires an argument that is not provided,
             or does not take one of `reward_kwargs`.
     """
     where = f"'{name}' of {path} (custom_reward_function)"
     function = import_object(f"{path}:{name}")
     if not callable(function):
-        raise ConfigError(f"{where} is no function but of type {type(function).__name__}")
+        raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
     extra = dict(reward_kwargs or {})
     accepted = _accepted_arguments(function, where, extra)
 

@@ -1,6 +1,6 @@
-r"""Scoring of geometry problems (Geometry3K): the answer as mathematics, and the form of the solution.
+r"""Scoring of geometry problems (Geometry3K): the answer as mathematics, and the format of the solution.
 
-A solution has the form when it begins with `<think>`, closes that thought, and gives a `\boxed{…}` after it.
+The format is right if the solution begins with `<think>`, closes it, and gives a `\boxed{…}` after it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ _FORM = ("</think>", "\\boxed{", "}")
 
 
 def compute_score(solution_str: str, ground_truth: str, use_boxed: bool = True, format_score: float = 0.1) -> float:
-    r"""(1 - `format_score`) for the right answer plus `format_score` for the form.
+    r"""(1 - `format_score`) for the right answer plus `format_score` for the format.
 
     The answer is the last `\boxed{…}`, or, without `use_boxed`, the whole of `solution_str`.
 

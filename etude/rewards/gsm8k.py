@@ -12,7 +12,7 @@ from typing import Literal
 
 Method = Literal["strict", "flexible"]
 
-_TAIL = 300  # characters: the answer stands at the end, and the search stays cheap on long texts
+_TAIL = 300  # characters: the answer is at the end, and the search stays cheap on long texts
 _FLEXIBLE_TAIL = 20_000
 _MARKED = re.compile(r"####[ \t]*\$?[ \t]*(-?\$?[0-9.,]{1,100})")
 _NUMBER = re.compile(r"-?\$?[0-9][0-9.,]{0,99}|-?\.[0-9]{1,99}")

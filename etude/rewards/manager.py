@@ -1,8 +1,8 @@
 """Reward managers: from a finished rollout, as a one-row `DataProto`, to its score.
 
-Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns something else is
-broken infrastructure, not a bad answer; and a scorer only ever sees what the model wrote: `NaiveRewardManager` decodes
-the tokens whose `response_mask` is 1, so that no tool output can satisfy it.
+Invariant: a score is a finite number that a scorer returned. A scorer that raises, hangs or returns anything else is an
+infrastructure failure, not a bad answer; and a scorer only sees what the model wrote: `NaiveRewardManager` decodes the
+tokens whose `response_mask` is 1, so that no tool output can satisfy it.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _scorer_threads = BlockingCalls("etude-scorer", limit=32)
 
 
 class Tokenizer(Protocol):
-    """What a reward manager needs of a tokenizer."""
+    """The part of a tokenizer's interface that reward managers use."""
 
     def decode(self, token_ids: Any, *, skip_special_tokens: bool = False) -> str: ...
 
@@ -48,9 +48,9 @@ class RewardResult(TypedDict):
 
 
 class BoundedScorer:
-    """A scorer as an awaitable call: it runs in a thread, and no longer than `timeout`, an awaitable result included.
+    """A scorer as an awaitable call: it runs in a thread, for at most `timeout` seconds, awaiting its result included.
 
-    The time starts when the scorer does: with more scorers under way than there are threads, waiting is not failing.
+    The time starts when the scorer does: waiting for a free thread does not count.
     """
 
     def __init__(self, scorer: Scorer, timeout: float) -> None:
@@ -61,7 +61,7 @@ class BoundedScorer:
         """The scorer's result.
 
         Raises:
-            EtudeError: raised by the scorer, or it imports what is not installed: something the user must change.
+            EtudeError: raised by the scorer, or it imports a package that is not installed: the user must act.
             InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
         """
         where = f"compute_score for the data source '{arguments.get('data_source')}'"
@@ -101,11 +101,11 @@ class AbstractRewardManager(ABC):
 
 
 class RewardManagerBase(AbstractRewardManager):
-    """Scores one trajectory the moment it ends: a subclass defines `run_single`.
+    """Scores each trajectory as it ends: a subclass defines `run_single`.
 
     `compute_score` is awaitable whether the function behind it is synchronous or not, and limited to `timeout` seconds.
-    Made by keyword, as `(tokenizer, compute_score)`, or in either of verl's orders: `(config, tokenizer, compute_score)`
-    and `(tokenizer, num_examine, compute_score, reward_fn_key)`.
+    Constructed by keyword, as `(tokenizer, compute_score)`, or in either of verl's orders: `(config, tokenizer,
+    compute_score)` and `(tokenizer, num_examine, compute_score, reward_fn_key)`.
     """
 
     is_async_reward_score = True
@@ -121,7 +121,7 @@ class RewardManagerBase(AbstractRewardManager):
             raise ConfigError(f"{type(self).__name__} needs a tokenizer, got {type(self.tokenizer).__name__}")
         scorer = given.pop("compute_score", None) or default.compute_score
         if not callable(scorer):
-            raise ConfigError(f"{type(self).__name__}: compute_score is no function but {type(scorer).__name__}")
+            raise ConfigError(f"{type(self).__name__}: compute_score is not a function but {type(scorer).__name__}")
         if given.pop("reward_fn_key", "data_source") != "data_source":
             raise ConfigError("reward_fn_key: the column data_source picks a row's scorer, no other does")
         self.compute_score = BoundedScorer(scorer, timeout)
@@ -130,7 +130,7 @@ class RewardManagerBase(AbstractRewardManager):
 
     @classmethod
     def init_class(cls, config: Any, tokenizer: Any) -> None:
-        """Called for every instance; a subclass that sets up something shared checks `_class_initialized`."""
+        """Called for every instance; a subclass with shared set-up checks `_class_initialized`."""
         cls._class_initialized = True
 
     @property
@@ -146,11 +146,11 @@ class RewardManagerBase(AbstractRewardManager):
         """The batch form, for callers outside an event loop: each score at its row's last sampled token.
 
         Args:
-            data: `responses` (batch, response_len) and what `run_single` needs. Without `response_mask` the response's part
-                of `attention_mask` counts, without that every token.
-            return_dict: also return `reward_extra_info`, each key a list with one entry (or None) a row.
+            data: `responses` (batch, response_len) and what `run_single` needs. Without `response_mask`, the response's part
+                of `attention_mask` is used; without either, every token.
+            return_dict: also return `reward_extra_info`, each key a list with one entry (or None) per row.
         """
-        import torch  # here, so that tools, which only check rewards, load without it
+        import torch  # local, since tools, which only check rewards, load without it
 
         results = asyncio.run(self._run_all(data))
         mask = _response_mask(data.batch).bool()
@@ -170,7 +170,7 @@ class RewardManagerBase(AbstractRewardManager):
 
 
 def _response_mask(batch: Any) -> torch.Tensor:
-    """1 where a response's token counts; of the shape of `batch["responses"]`, with or without a batch dimension."""
+    """1 where a response token counts; shaped like `batch["responses"]`, with or without a batch dimension."""
     import torch
 
     responses = batch["responses"]
@@ -182,11 +182,11 @@ def _response_mask(batch: Any) -> torch.Tensor:
 
 
 _UNUSED = ("num_examine", "reward_router_address", "reward_model_tokenizer")
-"""What verl's managers are also made with: how many answers to print, and a reward model's place."""
+"""Further arguments of verl's managers: how many answers to print, and a reward model's address."""
 
 
 def _name_parts(parts: tuple[Any, ...]) -> dict[str, Any]:
-    """The positional arguments of a manager by name; a tokenizer in the first place tells the forms apart."""
+    """A manager's positional arguments by name; a tokenizer in first position distinguishes the forms."""
     names: tuple[str, ...] = ("config", "tokenizer", "compute_score", *_UNUSED[1:])
     if parts and hasattr(parts[0], "decode"):
         has_count = len(parts) > 1 and isinstance(parts[1], int)
@@ -199,14 +199,14 @@ def _name_parts(parts: tuple[Any, ...]) -> dict[str, Any]:
 def build_manager(
     name: str, *, config: Any, tokenizer: Any, compute_score: Scorer | None, reward_kwargs: Mapping[str, Any]
 ) -> AbstractRewardManager:
-    """An instance of the class registered as `name`, with everything that its `__init__` declares given by keyword.
+    """An instance of the class registered as `name`; what its `__init__` declares is passed by keyword.
 
     Args:
         compute_score: the user's function; None for the built-in one.
 
     Raises:
-        ConfigError: no such class; its `__init__` requires something that nothing provides, leaves out one of
-            `reward_kwargs` or the user's function, or fails; or it would never be called.
+        ConfigError: no such class; its `__init__` requires something that is not provided, does not take one of
+            `reward_kwargs` or the user's function, or fails; or the class would never be called.
     """
     cls: Any = REWARD_MANAGERS.get(name)
     where = f"the reward manager '{name}' ({cls.__qualname__})"
@@ -242,7 +242,7 @@ def _declared(cls: Any, where: str, given: Mapping[str, Any], reward_kwargs: Map
     takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
     named = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
     wanted = set(named)
-    if takes_any and "tokenizer" not in named:  # it hands them on to its base
+    if takes_any and "tokenizer" not in named:  # passed on to its base
         wanted |= {"config", "tokenizer", "compute_score"}
     elif takes_any:
         wanted |= {"compute_score"}
@@ -266,11 +266,11 @@ register = REWARD_MANAGERS.register
 
 @register("naive")
 class NaiveRewardManager(RewardManagerBase):
-    """Hands the assistant's text, turns joined by a newline, to `compute_score`."""
+    """Passes the assistant's text, turns joined by a newline, to `compute_score`."""
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
-        if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may read its own
+        if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have its own
             raise ConfigError(
                 f"the reward manager 'naive' has no reward_model.reward_kwargs.{next(iter(self.reward_kwargs))}"
             )

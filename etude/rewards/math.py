@@ -1,9 +1,8 @@
 """Scoring of mathematics: the last boxed answer of a solution against the reference, as mathematics.
 
-Invariant: `answers_equal` always returns, from any thread, whatever the model wrote. Equal strings and plain numbers
-are settled here; the rest is symbolic algebra, which a short expression can make run for ever inside one C call, so
-it is done in a child process that is killed at its time limit (see `algebra.py`). An answer that cannot be judged in
-time is not the reference answer.
+Invariant: `answers_equal` always returns, from any thread, whatever the model wrote. Equal strings and plain numbers are
+decided here; the rest is symbolic algebra, in which a short expression can hang inside one C call, so it runs in a child
+process that is killed at its time limit (see `algebra.py`). An answer undecided by then counts as wrong.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ _algebra = AlgebraProcesses()
 
 
 def last_boxed(text: str) -> str | None:
-    r"""The content of the last `\boxed{…}` with balanced braces; None without one or if the last is unfinished."""
+    r"""The content of the last `\boxed{…}` with balanced braces; None if there is none or the last is unfinished."""
     start = None
     for match in _BOXED.finditer(text):
         start = match.end()
@@ -34,7 +33,7 @@ def last_boxed(text: str) -> str | None:
         depth += _BRACE_STEP.get(text[position], 0)
         if depth == 0:
             return text[start:position].strip()
-        position += 2 if text[position] == "\\" else 1  # an escaped brace is a printed one
+        position += 2 if text[position] == "\\" else 1  # an escaped brace is literal
     return None
 
 

@@ -1,7 +1,6 @@
-"""What counts as a reward: a finite number.
+"""Checks that a reward is a finite number.
 
-Invariant: nothing but a finite float leaves here; whatever else a tool or scorer returned is a fault of that tool or
-scorer, never a reward to train on.
+Invariant: only finite floats are returned; anything else from a tool or scorer is its fault, never a reward to train on.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ def as_reward(value: object, source: str) -> float:
     try:
         number = float(value)
     except (TypeError, ValueError, OverflowError, RuntimeError) as error:
-        raise InfrastructureError(f"{source} returned a reward that is no single number: {error}") from error
+        raise InfrastructureError(f"{source} returned a reward that is not a single number: {error}") from error
     if not math.isfinite(number):
         raise InfrastructureError(f"{source} returned the reward {number}, which is not finite")
     return number

@@ -1,8 +1,8 @@
 """Scoring of questions with short answers: exact match and F1 after SQuAD's normalisation.
 
-Invariant: only the last `<answer>…</answer>` of a solution is an answer, and none inside a thought is; the order, the
-spelling and the number of reference answers do not change a score. Normalisation is that of SQuAD's evaluation: lower
-case, no punctuation, no articles, single spaces.
+Invariant: only the last `<answer>…</answer>` outside of thoughts is the answer; order, spelling and number of reference
+answers do not change a score. Normalisation is that of SQuAD's evaluation: lower case, no punctuation, no articles, single
+spaces.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-MAX_CHARS = 20_000  # at the end of a solution, where the answer stands
+MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 
 
 def normalised(text: str) -> str:
-    """`text` in the form in which answers are compared."""
+    """`text` normalised for comparison."""
     return " ".join(_ARTICLES.sub(" ", text.lower().translate(_PUNCTUATION)).split())
 
 

@@ -1,10 +1,9 @@
 """Scoring a finished rollout: `score_rollout`, with its retries and time limit, and `TrajectoryScorer`, which asks the
-reward manager. A rollout is scored this way the moment it ends, or with its whole batch (`rollout.mode=sync`).
+reward manager. A rollout is scored as soon as it ends, or with its whole batch (`rollout.mode=sync`).
 
-Invariant: afterwards the main trajectory has its score, or infrastructure kept it from one and the rollout is dropped; a
-broken scorer is never a score. The manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's
-`extra_info`; the row itself is never changed. What the score is worth beside the tools' rewards is decided by whoever sums
-them.
+Invariant: afterwards the main trajectory has its score, or infrastructure failed and the rollout is dropped; a failing
+scorer never yields a score. The manager sees exactly the trajectory's ids and mask, unpadded, and a copy of the row's
+`extra_info`; the row itself is never changed. Weighing the score against the tools' rewards is left to the caller.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ async def score_rollout(
 ) -> None:
     """Scores the main trajectory if there is one, in at most `retries` + 1 attempts of `timeout` seconds.
 
-    Each failure of infrastructure is counted and reported to `on_failure(request_id, error)`; after the last one the
+    Each infrastructure failure is counted and reported to `on_failure(request_id, error)`; after the last one the
     rollout is dropped. Sets `timings["compute_score"]`, in seconds.
 
     Raises:
@@ -107,7 +106,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     row's `extra_info` gains `num_turns`, `tool_rewards` (every step reward, in order), `turn_scores` (their sum for
     each assistant turn) and `rollout_reward_scores` (tool → its `calc_reward`), then what the loop put in `extra_fields`.
     """
-    import torch  # here, so that tools, which only check rewards, load without it
+    import torch  # local, since tools, which only check rewards, load without it
 
     from etude.protocol import DataProto
 
@@ -144,7 +143,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
 def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:
     """Whether a tool of the row is created with the same `ground_truth` that the manager will judge by.
 
-    Both would then reward one answer twice: worth one warning when a manager's score is switched on.
+    If so, a right answer is rewarded twice: worth a warning when a manager's score is enabled.
     """
     judged = _plain((row.get("reward_model") or {}).get("ground_truth"))
     if judged is None:
@@ -155,7 +154,7 @@ def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[s
 
 def _batch_result(manager: AbstractRewardManager, data: DataProto) -> RewardResult:
     returned = manager(data, return_dict=True)
-    if not isinstance(returned, Mapping):  # the tensor alone
+    if not isinstance(returned, Mapping):  # only the tensor
         return {"reward_score": float(returned.sum()), "reward_extra_info": {}}
     info = {key: values[0] for key, values in (returned.get("reward_extra_info") or {}).items() if len(values)}
     return {"reward_score": float(returned["reward_tensor"].sum()), "reward_extra_info": info}

@@ -1,4 +1,4 @@
-"""What a trajectory waited for, as nested spans: generations, tool calls, and functions under `rollout_trace_op`."""
+"""A trajectory's generations, tool calls and functions under `rollout_trace_op` as nested spans."""
 
 from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS

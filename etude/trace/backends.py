@@ -1,9 +1,9 @@
 """`TRACE_BACKENDS`: where spans can go, by name; and the default, JSON lines.
 
-Invariant: an optional backend is imported when it is asked for, and its absence is one line that says what to install.
+Invariant: an optional backend is imported on use; if it is missing, one line says what to install.
 A backend is registered as a function of (options, project, experiment); `plugins` may register more.
 
-A line of `jsonl` is a span that ended: children come before their parents.
+A line of `jsonl` is a finished span: children come before their parents.
 
     {"trace": "…", "span": "…", "parent": "…" or null, "name": …, "kind": …, "start": seconds since 1970,
      "seconds": …, "error": … or null, "attributes": {…}}
@@ -24,13 +24,13 @@ TRACE_BACKENDS: Registry[Factory] = Registry("trace backend")
 
 
 class JsonLinesBackend:
-    """Appends every span that ends to one file, which processes may share."""
+    """Appends each finished span to one file, which processes may share."""
 
     def __init__(self, path: str) -> None:
         self._lines = JsonLines(path)
 
     def begin(self, span: TraceSpan) -> None:
-        """Nothing: a line is written when the span is complete."""
+        """Nothing: the line is written at the end."""
 
     def end(self, span: TraceSpan) -> None:
         """Writes the line."""
@@ -49,7 +49,7 @@ class JsonLinesBackend:
         )
 
     def close(self) -> None:
-        """Closes the file; nothing was kept back."""
+        """Closes the file; nothing is buffered."""
         self._lines.close()
 
 

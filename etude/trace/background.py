@@ -1,7 +1,7 @@
-"""`Background`: a backend that may wait for a network, kept off the event loop.
+"""`Background`: keeps a backend that may block on the network off the event loop.
 
 Invariant: `begin` and `end` reach the backend in order, from one thread, and never wait for it; when it falls
-`_MOST_WAITING` calls behind, spans are dropped whole (never an end without its beginning) and counted.
+`_MOST_WAITING` calls behind, whole spans are dropped (never an end without its beginning) and counted.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ class Background:
     def __init__(self, backend: Backend, limit: int = _MOST_WAITING) -> None:
         self._backend, self._limit = backend, limit
         self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._begun: set[str] = set()  # spans whose beginning was handed on
+        self._begun: set[str] = set()  # spans whose beginning was passed on
         self._failed = False
         self.dropped = 0
         self._thread = threading.Thread(target=self._work, name="etude-trace", daemon=True)
         self._thread.start()
 
     def begin(self, span: TraceSpan) -> None:
-        """Hands the span on, unless too many wait or its parent was dropped."""
+        """Passes the span on, unless the queue is full or its parent was dropped."""
         orphan = span.parent is not None and span.parent.span_id not in self._begun
         if orphan or self._calls.qsize() >= self._limit:
             self.dropped += 1
@@ -42,7 +42,7 @@ class Background:
         self._calls.put(lambda: self._backend.begin(span))
 
     def end(self, span: TraceSpan) -> None:
-        """Hands the end on, of a span whose beginning was."""
+        """Passes on the end of a span whose beginning was passed on."""
         if span.span_id in self._begun:
             self._begun.discard(span.span_id)
             self._calls.put(lambda: self._backend.end(span))
@@ -60,6 +60,6 @@ class Background:
             try:
                 if not self._failed:
                     call()
-            except Exception as error:  # whatever a stranger's library raises must not end the thread
+            except Exception as error:  # an error in a third-party library must not end the thread
                 self._failed = True
-                logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+                logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))

@@ -1,7 +1,7 @@
 """Spans to MLflow: a trajectory is a trace of the run's experiment.
 
-Where to is MLflow's to say, by `MLFLOW_TRACKING_URI` and its other variables. Written against MLflow 3's
-`start_span_no_context`, which keeps no context of its own: parents are those of our spans.
+The destination is set by `MLFLOW_TRACKING_URI` and MLflow's other variables. Written against MLflow 3's
+`start_span_no_context`, which has no context of its own: parents come from our spans.
 """
 
 from __future__ import annotations
@@ -59,10 +59,10 @@ class MlflowBackend:
         )
 
     def close(self) -> None:
-        """Sends what is still kept back."""
+        """Flushes what is pending."""
         mlflow.flush_trace_async_logging()
 
 
 def _taken(attributes: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Removes those of `names` that are there, and gives them."""
+    """Removes those of `names` that exist, and returns them."""
     return {name: attributes.pop(name) for name in names if name in attributes}

@@ -1,6 +1,6 @@
 """Spans to OpenTelemetry.
 
-The exporter is configured as everywhere, by `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables of the OpenTelemetry
+The exporter is configured as usual, by `OTEL_EXPORTER_OTLP_ENDPOINT` and the other variables of the OpenTelemetry
 SDK; a process that has set a tracer provider of its own (in a plug-in, say) keeps it. A trajectory is a trace of its own.
 
 Invariant: exporting happens in the SDK's thread, from a bounded queue; the event loop never waits for it.
@@ -28,7 +28,7 @@ _FLUSH_MILLISECONDS = 10_000
 
 
 class OpenTelemetryBackend:
-    """Hands spans to `provider`; without one, to the process's, or to a new one that exports over OTLP/HTTP."""
+    """Sends spans to `provider`; default the process's, or a new one that exports over OTLP/HTTP."""
 
     def __init__(self, service: str, provider: TracerProvider | None = None) -> None:
         present = otel.get_tracer_provider()
@@ -58,7 +58,7 @@ class OpenTelemetryBackend:
         handle.end(end_time=_nanoseconds(span.start + span.seconds))
 
     def close(self) -> None:
-        """Sends what is still kept back."""
+        """Flushes what is pending."""
         self._provider.force_flush(_FLUSH_MILLISECONDS)
 
 
@@ -78,5 +78,5 @@ def _nanoseconds(seconds: float) -> int:
 
 
 def _attribute(value: Any) -> Any:
-    """OpenTelemetry takes numbers and text; the rest travels as JSON."""
+    """OpenTelemetry takes numbers and text; the rest is sent as JSON."""
     return value if isinstance(value, bool | int | float | str) else json.dumps(value, ensure_ascii=False)

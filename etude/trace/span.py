@@ -1,9 +1,9 @@
-"""`TraceSpan`: one recorded stretch of a trajectory, and the context that spans nest in.
+"""`TraceSpan`: one recorded section of a trajectory, and the context that spans nest in.
 
 Invariant: a span's parent is the span that was open where it began, tasks started there included, so that spans of
 concurrent trajectories never mix; outside a traced trajectory `span` costs one look-up and records nothing.
 
-Where spans go is a backend's business (`backends`), which trajectories are traced the tracer's.
+Where spans go is left to `backends`, which trajectories are traced to `tracer`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _numbers = itertools.count(1)
 
 @dataclass
 class TraceSpan:
-    """A call of a tool, a generation, or whatever `rollout_trace_op` decorates.
+    """A tool call, a generation, or a function under `rollout_trace_op`.
 
     Attributes:
         name, kind: what it is; `kind` is "trajectory", "generation", "tool" or "op".
@@ -40,7 +40,7 @@ class TraceSpan:
         start: in seconds since 1970; `seconds` is its length, 0 until it ends.
         error: name of the exception's class, None without one.
         attributes: JSON values of bounded size.
-        handle: whatever the backend keeps with it.
+        handle: the backend's own data.
     """
 
     name: str
@@ -62,7 +62,7 @@ class TraceSpan:
 
 
 class Backend(Protocol):
-    """Where spans go. A span that begins has its parent's `handle` at hand; one that ends is complete."""
+    """Where spans go. When a span begins, its parent's `handle` is available; when it ends, it is complete."""
 
     def begin(self, span: TraceSpan) -> None:
         """Called when a span opens."""
@@ -73,7 +73,7 @@ class Backend(Protocol):
         ...
 
     def close(self) -> None:
-        """Writes out what is still kept back."""
+        """Flushes what is pending."""
         ...
 
 
@@ -88,7 +88,7 @@ _place: contextvars.ContextVar[_Place | None] = contextvars.ContextVar("etude_tr
 
 
 class _Off:
-    """What `span` is where nothing is traced."""
+    """The no-op `span` where nothing is traced."""
 
     __slots__ = ()
 
@@ -127,13 +127,13 @@ class _Opening:
 
 
 def span(kind: str, name: str) -> _Off | _Opening:
-    """A context manager that records its block, and gives the `TraceSpan`, or None where nothing is traced."""
+    """A context manager that records its block, and yields the `TraceSpan`, or None where nothing is traced."""
     place = _place.get()
     return _OFF if place is None else _Opening(place, kind, name)
 
 
 def is_traced() -> bool:
-    """Whether a span that began here would be recorded."""
+    """Whether a span would be recorded here."""
     return _place.get() is not None
 
 
@@ -148,7 +148,7 @@ def traced(backend: Backend, trace_id: str) -> Iterator[None]:
 
 
 class SpanList:
-    """The backend that keeps spans in a list, in the order in which they end."""
+    """A backend that keeps spans in a list, in the order in which they end."""
 
     def __init__(self) -> None:
         self.spans: list[TraceSpan] = []

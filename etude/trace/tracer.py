@@ -1,7 +1,7 @@
-"""`Tracer`: which trajectories are traced, and the span that all others of a trajectory lie in.
+"""`Tracer`: which trajectories are traced, and the root span of each.
 
-Invariant: which ones is a matter of their names and the step, not of chance or the clock; a backend that fails costs its
-spans, with one line in the log, and never a trajectory.
+Invariant: the choice depends on names and the step, not on chance or the clock; a failing backend loses its spans, with one
+log line, never a trajectory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 
 
 class Tracer:
-    """One process's. `token2text` is for whoever makes the generations' spans."""
+    """One per process. `token2text` is read where generation spans are made."""
 
     def __init__(self, options: TraceOptions, backend: Backend) -> None:
         self._options = options
@@ -31,7 +31,7 @@ class Tracer:
 
     @classmethod
     def of(cls, options: TraceOptions, project: str, experiment: str) -> Tracer | None:
-        """The tracer that the options ask for, closed when the process ends; None where nothing is traced.
+        """The configured tracer, closed when the process ends; None where nothing is traced.
 
         Raises:
             ConfigError: no backend has that name, or it cannot be set up.
@@ -62,12 +62,12 @@ class Tracer:
             yield whole
 
     def close(self) -> None:
-        """Writes out what is kept back; spans that end later may be lost."""
+        """Flushes what is pending; spans that end later may be lost."""
         self._backend.close()
 
 
 class _Guarded:
-    """A backend whose first failure is its last."""
+    """A backend that is disabled by its first failure."""
 
     def __init__(self, backend: Backend) -> None:
         self._backend: Backend | None = backend
@@ -88,4 +88,4 @@ class _Guarded:
             call(self._backend)
         except Exception as error:
             self._backend = None
-            logger.warning("nothing is traced any more: %s: %s", type(error).__name__, one_line(error))
+            logger.warning("tracing stopped: %s: %s", type(error).__name__, one_line(error))

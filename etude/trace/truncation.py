@@ -1,7 +1,7 @@
 """`truncate_value`: any value as a JSON value of bounded size, for traces.
 
-Invariant: the work and the result are bounded however large the value is; nothing of a stranger's class is called but
-what tells its name, so that tracing changes nothing and cannot fail.
+Invariant: the work and the result are bounded however large the value is; of unknown classes only the name is read, so that
+tracing changes nothing and cannot fail.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ _MAX_DEPTH = 5
 
 
 def truncate_value(value: Any, depth: int = _MAX_DEPTH) -> Any:
-    """`value` with long text cut, long containers ended by a count, and other objects named by their class."""
+    """`value` with long text truncated, long containers ended by a count, and other objects as their class name."""
     if value is None or (isinstance(value, bool | int | float) and not isinstance(value, Enum)):
         return value if not isinstance(value, int) or abs(value) < 2**63 else f"<int of {value.bit_length()} bits>"
     if isinstance(value, Enum):

@@ -1,7 +1,7 @@
 """Spans to Weave: a trajectory is a call of the project, its spans are the calls below.
 
-Written against Weave's client (`create_call` and `finish_call` without its call stack, so that parents are those of our
-spans). It logs in as Weave does, by `WANDB_API_KEY` or its settings.
+Written against Weave's client (`create_call` and `finish_call` without its call stack, so that parents come from our spans).
+Login is Weave's, by `WANDB_API_KEY` or its settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ except ImportError as error:
 
 
 class SpanError(Exception):
-    """What Weave is told of a span that ended in an error: the name of its class."""
+    """The error reported to Weave for a failed span: the name of the exception's class."""
 
 
 class WeaveBackend:
@@ -48,7 +48,7 @@ class WeaveBackend:
             self._client.finish_call(span.handle, output=dict(span.attributes), exception=failure, ended_at=ended)
 
     def close(self) -> None:
-        """Sends what is still kept back."""
+        """Flushes what is pending."""
         self._client.flush()
 
 

@@ -1,8 +1,8 @@
 """Checkpoints that are whole or absent.
 
 A checkpoint is the folder `global_step_N`: the roles' own files, and `trainer.json` with the loop's state. It is written
-under a temporary name and renamed when complete; only then does `latest_checkpointed_iteration.txt` name it. Whatever
-interrupts the writing, the previous checkpoint stays usable.
+under a temporary name and renamed when complete; only then does `latest_checkpointed_iteration.txt` name it. If writing is
+interrupted, the previous checkpoint stays usable.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Checkpoints:
         """Writes the checkpoint of `step`; `write(folder)` adds the roles' files.
 
         Raises:
-            CheckpointError: it could not be written, for instance because the disk is full; nothing half-written stays.
+            CheckpointError: it could not be written, for instance because the disk is full; no partial files stay.
         """
         target = self.folder / f"global_step_{step}"
         with write_whole(target) as temporary:
@@ -85,7 +85,7 @@ class Checkpoints:
         _sync(self.folder)
 
     def _prune(self, newest: int) -> None:
-        """Removes all but the newest checkpoints, and what a killed run left half-written."""
+        """Removes all but the newest checkpoints, and partial ones of killed runs."""
         for left in self.folder.glob(f"{_TEMPORARY}*"):
             _remove(left)
         if self._keep is None:
@@ -98,7 +98,7 @@ class Checkpoints:
 
 @contextmanager
 def write_whole(target: Path) -> Iterator[Path]:
-    """A new folder that takes the place of `target` when the block ends well, and vanishes otherwise.
+    """A new folder that replaces `target` when the block succeeds, and is removed otherwise.
 
     Raises:
         CheckpointError: it could not be written, for instance because the disk is full; an earlier `target` is intact.
@@ -111,7 +111,7 @@ def write_whole(target: Path) -> Iterator[Path]:
         temporary.mkdir(parents=True)
         yield temporary
         for path in (*temporary.rglob("*"), temporary):
-            _sync(path)  # so that a rename never precedes the contents
+            _sync(path)  # contents reach the disk before the rename
         if target.exists():
             os.replace(target, replaced)
         os.replace(temporary, target)

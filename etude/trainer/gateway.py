@@ -1,8 +1,8 @@
 """`serve_policy`: from a configuration to a gateway on an address (`etude gateway`).
 
-Invariant: every session that sampled anything is a line of the record, a rollout as `trainer.rollout_data_dir` holds them,
-however the session ended; nothing of it stays in the engine. The engine is any that can be trained with: log-probs are part
-of the record.
+Invariant: every session that sampled anything becomes one line of the record, a rollout in the format of
+`trainer.rollout_data_dir`, however it ended; the engine keeps nothing of it. Any engine that can be trained with will do:
+the record has log-probs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class ServingOptions:
-    """What the server allows, and where it writes; times in seconds."""
+    """The server's limits, and where it writes; times in seconds."""
 
     host: str = "127.0.0.1"
     port: int = 8000
@@ -113,7 +113,7 @@ class ServedPolicy:
 
     @classmethod
     def of(cls, roles: RoleOptions, bundle: TokenizerBundle, options: ServingOptions) -> ServedPolicy:
-        """Loads the model, if it is this process that samples, and builds the engine."""
+        """Loads the model, if this process samples, and builds the engine."""
         model = None
         if not hasattr(ENGINES.get(roles.rollout.name), "from_setup"):
             given = roles.model
@@ -145,7 +145,7 @@ class ServedPolicy:
 
     def _ended(self, session: GatewaySession) -> None:
         client = self._clients.pop(session.request_id, None)
-        if client is None:  # it ended already
+        if client is None:  # already ended
             return
         client.end()
         self._engine.close(session.request_id)
@@ -156,7 +156,7 @@ class ServedPolicy:
                 logger.error("session %s is lost: %s", session.name, one_line(error))
 
     def record_of(self, session: GatewaySession) -> dict[str, Any]:
-        """The session's rollout as a line of a dump."""
+        """The session's rollout as one line of a dump."""
         *earlier, main = session.trajectories()
         decode = self._context.tokenizer.decode
         return dict(
@@ -172,7 +172,7 @@ class ServedPolicy:
 
 
 def _with_whole_context(rollout: RolloutOptions, model: Any) -> RolloutOptions:
-    """A conversation may fill the context however it is divided; the lengths of a training run do not count here."""
+    """Prompt and response may each fill the context: the length limits of training do not apply here."""
     longest = rollout.max_model_len
     if longest is None:
         longest = rollout.prompt_length + rollout.response_length

@@ -1,7 +1,7 @@
 """`open_groups`: the worker groups of a run.
 
-Invariant: this is the only place that knows in which processes the roles run; what crosses into a group are plain options
-and batches. In this version all groups live in this process, and actor and rollout share one model.
+Invariant: only this module knows which processes the roles run in; only plain options and batches cross into a group. In
+this version all groups live in this process, and actor and rollout share one model.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
 from etude.events import EventSink, RolloutProgress
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker
 
-_POLL_SECONDS = 0.5  # between two looks at how far a rollout is
+_POLL_SECONDS = 0.5  # between two progress reports
 
 
 @dataclass(frozen=True)
 class Groups:
-    """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing learns;
-    `reward` scores whole batches, where `rollout` does not score each trajectory as it ends."""
+    """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
+    `reward` scores whole batches, unless `rollout` scores each trajectory as it ends."""
 
     rollout: WorkerGroup
     actor: WorkerGroup
@@ -29,13 +29,13 @@ class Groups:
     reward: WorkerGroup | None = None
 
     def progress(self) -> tuple[int, int]:
-        """Trajectories of the rollout under way that have ended, and all of them; any thread may ask."""
+        """(finished, total) trajectories of the current rollout; thread-safe."""
         ranks = [self.rollout.direct("progress", rank)() for rank in range(self.rollout.world_size)]
         return sum(done for done, _ in ranks), sum(total for _, total in ranks)
 
     @contextmanager
     def report_progress(self, emit: EventSink) -> Iterator[None]:
-        """Emits `RolloutProgress` from a thread of its own as trajectories end, and at the end what it came to."""
+        """Emits `RolloutProgress` from its own thread as trajectories end, and once more at the end."""
         over, seen = threading.Event(), (0, 0)
 
         def report() -> None:
@@ -58,13 +58,13 @@ class Groups:
             report()
 
     def close(self) -> None:
-        """Ends the workers; what they hold, their models above all, is free again."""
+        """Ends the workers and frees what they hold, models included."""
         for group in {id(group): group for group in vars(self).values() if group is not None}.values():
             group.close()
 
 
 def open_groups(options: RoleOptions, *, trains: bool = True, critic: bool = False) -> Groups:
-    """Starts the workers, which load no model yet. `trains`: whether there is an actor; `critic`: whether there is one."""
+    """Starts the workers, which load no model yet. `trains`, `critic`: whether there is an actor, a critic."""
 
     def start(worker: type[Worker]) -> WorkerGroup:
         return InProcessWorkerGroup(worker, 1, options)

@@ -1,9 +1,9 @@
 """Ctrl-C, SIGTERM and SIGHUP without loss.
 
-The first signal asks the loop to stop after the step in hand; the second abandons that step, but only while nothing is
-being changed (a rollout): then it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A
-second signal during an update waits for the update. Either way the loop goes on to save and close, and ends with
-`Interrupted`, so that nothing takes the run for a complete one.
+The first signal stops the loop after the current step; the second abandons that step, but only during a rollout, when no
+state changes: it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A second signal during
+an update waits for the update. Either way the loop saves and closes, and ends with `Interrupted`, so that the run is not
+taken for a complete one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupted(TrainingStopped):
-    """A run stopped in good order because of `signal_number`; exit status as of a process that the signal ended."""
+    """A run stopped cleanly by `signal_number`; exit status as of a process killed by that signal."""
 
     def __init__(self, text: str, signal_number: int) -> None:
         super().__init__(text)
@@ -30,8 +30,8 @@ class Interrupted(TrainingStopped):
 
 
 class Interrupts:
-    """Context manager that owns the signals; `stop` is true once one has come, and `signal_number` is the last one.
-    Elsewhere than in the main thread it does nothing."""
+    """Context manager that handles the signals; `stop` is true once one has arrived, and `signal_number` is the last one.
+    Does nothing outside the main thread."""
 
     def __init__(self, emit: EventSink = ignore_event) -> None:
         self.stop = False
@@ -43,7 +43,7 @@ class Interrupts:
     def __enter__(self) -> Interrupts:
         if threading.current_thread() is threading.main_thread():
             for number in _SIGNALS:
-                if signal.getsignal(number) != signal.SIG_IGN:  # as `nohup` starts a program
+                if signal.getsignal(number) != signal.SIG_IGN:  # as under `nohup`
                     self._held[number] = signal.signal(number, self._on_signal)
         return self
 
@@ -62,7 +62,7 @@ class Interrupts:
 
     @contextmanager
     def abandonable(self) -> Iterator[None]:
-        """Inside the block nothing is changed, so that a second signal may end it at once."""
+        """Marks a block that changes no state, so that a second signal may end it at once."""
         self._abandonable = True
         try:
             yield

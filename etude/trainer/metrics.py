@@ -1,10 +1,9 @@
 """A step's data as named scalars.
 
-Invariant: pure functions; a padding row (`response_mask` all zero) changes no number, a quantity that has no data has
-no name, and every metric name is built from the configuration, a tool's code, an agent's requests or fixed words, never
-from what a model wrote.
+Invariant: pure functions; a padding row (`response_mask` all zero) changes no metric, a metric without data is absent, and
+metric names are built from the configuration, a tool's code, an agent's requests or fixed words, never from model output.
 
-Names that peers use mean the same here; the rest say what they are. Losses and gradients are named where they arise.
+Names shared with other frameworks mean the same here. Losses and gradients are named where they are computed.
 """
 
 from __future__ import annotations
@@ -37,15 +36,15 @@ Metrics = dict[str, float]
 DROPPED = (
     StopReason.INFRASTRUCTURE,
     StopReason.CANCELLED,
-)  # broken by infrastructure, or cancelled because others were
-_NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was asked: the name may be the model's invention
-_MAX_OWN_METRICS = 32  # of one tool: names are its author's to choose, but a step's metrics stay readable
+)  # failed infrastructure, or cancelled because others failed
+_NOT_A_TOOL = ("unknown_tool", "malformed", "not_executed")  # no tool was called: the name may be made up by the model
+_MAX_OWN_METRICS = 32  # per tool: names are its author's choice, but a step's metrics stay readable
 _METRIC_NAME = re.compile(r"[A-Za-z0-9_.@-]{1,64}")
 _Z_95 = 1.959963984540054  # 97.5 % quantile of the normal distribution
 
 
 def _spread(name: str, values: torch.Tensor | Sequence[float]) -> Metrics:
-    """`{name}/mean|max|min`, nothing for no values."""
+    """`{name}/mean|max|min`; empty without values."""
     flat = torch.as_tensor(values, dtype=torch.float64).flatten()
     if flat.numel() == 0:
         return {}
@@ -64,10 +63,10 @@ def data_metrics(
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
         longest_sequence: likewise, prompt included; None: no other limit.
 
-    `critic/score` and `critic/rewards` are sums a rollout; the token columns are taken where `response_mask` is 1.
-    The actor's log-probs are held against the engine's unless meta_info says that an update does it (`compare_rollout`).
-    `response_length` counts all tokens after the prompt, those of tools included. Where a rollout has several rows
-    (column `main_sequence`), its main one stands for it; tokens are those of all rows.
+    `critic/score` and `critic/rewards` are sums per rollout; token columns count where `response_mask` is 1. The actor's
+    log-probs are compared with the engine's, unless meta_info says that an update does it (`compare_rollout`).
+    `response_length` counts all tokens after the prompt, those of tools included. Where a rollout has several rows (column
+    `main_sequence`), its main one stands for it; tokens are those of all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
@@ -116,14 +115,14 @@ def _length_metrics(
 
 
 def tool_metrics(trajectories: Sequence[Trajectory], broken_calls: Sequence[ToolCallRecord] = ()) -> Metrics:
-    """What the tools did, and how trajectories ended.
+    """Tool calls, and how trajectories ended.
 
-    `tool/<name>/{calls,errors,timeouts}` count calls and those of them that went wrong or took too long; `broken_calls`,
-    which ended trajectories that are not there any more, are counted with them. Latencies are in seconds, as the trajectory
-    waited, over calls that were made (not those whose arguments were refused). `tool/<name>/reward` is the mean of what
-    the tool gave a trajectory that called it or was scored by it; `retries`, `cache_hits`, `faults` and `blocked_loop` are
-    counts, and `metrics/<key>` means of the numbers that the tool returned, each only where there are any. Rates,
-    `num_turns` and `tool_call_counts` are over trajectories that were not dropped; stop reasons over all.
+    `tool/<name>/{calls,errors,timeouts}` count calls, and those that failed or timed out; `broken_calls`, which ended
+    trajectories that were discarded, are included. Latencies are the seconds a trajectory waited, over calls that were
+    executed (not those whose arguments were refused). `tool/<name>/reward` is the tool's mean reward over trajectories that
+    called it or were scored by it; `retries`, `cache_hits`, `faults` and `blocked_loop` are counts, and `metrics/<key>`
+    means of the numbers that the tool returned; each is absent without data. Rates, `num_turns` and `tool_call_counts` are
+    over trajectories that were not dropped; stop reasons over all.
     """
     calls = [call for trajectory in trajectories for call in trajectory.tool_calls]
     metrics: Metrics = {}
@@ -200,7 +199,7 @@ def _tool_rewards(trajectories: Sequence[Trajectory]) -> Metrics:
 
 
 def is_success(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> bool:
-    """Whether the scorer said so (`acc` of its info), or, where it said nothing, whether the total reward reaches 1."""
+    """`acc` of the scorer's info, or without it whether the total reward reaches 1."""
     acc = rewards.score_info.get("acc")
     if isinstance(acc, (bool, int, float)):
         return acc >= 1
@@ -212,7 +211,7 @@ def reward_source_metrics(
 ) -> Metrics:
     """`reward/{step,final,score,total,success}/mean` over trajectories that were not dropped.
 
-    `step` and `final` are unweighted sums a trajectory, `total` the weighted total; `score` only where a manager ran.
+    `step` and `final` are unweighted sums per trajectory, `total` the weighted total; `score` only where a manager ran.
     """
     rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     if not rewards:
@@ -248,19 +247,19 @@ class Timings:
         return time.process_time() - self._cpu
 
     def of_work(self) -> dict[str, float]:
-        """`seconds` without activities that had nothing to do."""
+        """`seconds` without activities that did nothing."""
         return {name: seconds for name, seconds in self.seconds.items() if seconds >= 1e-4}
 
 
 def timing_metrics(timings: Mapping[str, float], num_tokens: int, response_tokens: int) -> Metrics:
-    """Where the time of a step went.
+    """Timings and throughput of a step.
 
     Args:
         timings: seconds by activity; `step` is the whole step (default: the sum of the others).
         num_tokens: prompt and response tokens that the step processed.
         response_tokens: the responses' alone, tools' answers included; `timing_per_token_ms/gen` is per one of these.
 
-    `perf/throughput` is in tokens a second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
+    `perf/throughput` is in tokens per second, `perf/cpu_memory_used_gb` this process's resident memory in GiB.
     """
     total = timings.get("step", sum(timings.values()))
     metrics: Metrics = {f"timing_s/{name}": seconds for name, seconds in timings.items()}
@@ -279,7 +278,7 @@ def _resident_bytes() -> int:
     statm = Path("/proc/self/statm")
     if statm.exists():
         return int(statm.read_text().split()[1]) * resource.getpagesize()
-    unit = 1 if sys.platform == "darwin" else 1024  # the peak, where the present size cannot be read
+    unit = 1 if sys.platform == "darwin" else 1024  # the peak, where the current size cannot be read
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
@@ -287,14 +286,14 @@ _MOST_EMPTY = 3  # training steps in a row without a token to train on
 
 
 class SkippedSteps:
-    """Ends a run whose last training steps taught nothing: every gradient of a model was not finite in `limit` of them, or
-    there was no token to train on in three."""
+    """Ends a run whose last training steps learned nothing: a model's gradients were all non-finite in `limit` of them, or
+    three had no token to train on."""
 
     def __init__(self, limit: int) -> None:
         self._limit, self._in_a_row, self._empty = limit, 0, 0
 
     def note(self, metrics: Metrics) -> None:
-        """Counts a training step by its metrics; for gradients, one that needed no update counts neither way.
+        """Counts a training step by its metrics; for gradients, a step without an update is ignored.
 
         Raises:
             TrainingStopped: there were too many in a row.
@@ -335,14 +334,14 @@ def wilson_interval(successes: float, n: int) -> tuple[float, float]:
 
 
 def validation_metrics(data_sources: Sequence[str], uids: Sequence[str], scores: Sequence[float | None]) -> Metrics:
-    """`val-core/{data_source}/reward/…` from one score a sample; `uids` tells which samples share a prompt.
+    """`val-core/{data_source}/reward/…` from one score per sample; samples with equal `uids` share a prompt.
 
-    A score of None is missing: `missing` counts them, where there are any, and all else is over the others, and the
-    prompts that have any. With N the most samples that a prompt of the source has, missing ones included: `mean@N` is the
-    mean over prompts of a prompt's mean; `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K
-    samples drawn without replacement (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has.
-    For scores that are all 0 or 1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one
-    prompt are not independent.
+    A score of None is missing: `missing` counts them, if any, and all else is over the other samples, and the prompts that
+    have any. With N the maximum number of samples per prompt of the source, missing ones included: `mean@N` is the mean over
+    prompts of a prompt's mean; `best@K/mean` for K = 2, 4, … and N is the exact expectation of the best of K samples drawn
+    without replacement (for scores 0 and 1 the unbiased pass@K), with K cut to the samples that a prompt has. For scores
+    that are all 0 or 1, `mean@N/ci95_low|high` is a Wilson interval that counts prompts, since samples of one prompt are not
+    independent.
 
     Raises:
         ValueError: the sequences differ in length.
@@ -379,7 +378,7 @@ def _source_metrics(prefix: str, asked: Sequence[Sequence[float | None]]) -> Met
 
 def prompt_mean(prompts: Sequence[Sequence[float]]) -> tuple[float, float | None, float | None]:
     """(mean over prompts of a prompt's mean, low, high): for values that are all 0 or 1 with a 95 % Wilson interval that
-    counts prompts, since samples of one prompt are not independent; it is never too narrow, however alike they are."""
+    counts prompts, since samples of one prompt are not independent; it is conservative, however correlated they are."""
     means = [float(np.mean(samples)) for samples in prompts]
     low = high = None
     if all(value in (0.0, 1.0) for samples in prompts for value in samples):

@@ -1,9 +1,9 @@
 """Mini-batches of whole prompt groups, each cut into a part for every rank.
 
-Invariant: every row is in exactly one mini-batch an epoch, and there in one rank's part; rows of one prompt are in the same
-mini-batch; the mini-batches of an epoch differ in size by at most one group, so that no update rests on a handful of rows.
-The order depends only on the seed. Each part carries the counts of its whole mini-batch, so that a rank's loss is its part
-of the mini-batch's.
+Invariant: every row is in exactly one mini-batch per epoch, and there in one rank's part; rows of one prompt are in the same
+mini-batch; the mini-batches of an epoch differ in size by at most one group, so that no update is computed from only a few
+rows. The order depends only on the seed. Each part carries the counts of its whole mini-batch, so that a rank's loss is its
+part of the mini-batch's.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from etude.protocol import DataProto
 from etude.seeds import mini_batch_order
 from etude.training import balanced_partitions, count_scored
 
-_WHOLE_GROUPS = 4  # prompts a rank from which on a prompt's rows are kept together: they share its computation
+_WHOLE_GROUPS = 4  # prompts per rank from which on a prompt's rows stay together: they share its computation
 
 
 def update_batches(
     data: DataProto, options: ActorOptions | CriticOptions, *, shuffle: bool, seed: int, ranks: int
 ) -> Iterator[list[DataProto]]:
-    """For each optimizer step on `data` the parts of the ranks; meta_info needs `global_step`. Where it has
-    `compare_rollout`, that holds for the first step alone, before which nothing was learned."""
+    """For each optimizer step on `data` the parts of the ranks; meta_info needs `global_step`. Its `compare_rollout`, if
+    any, is kept for the first step only, whose weights are still the old ones."""
     for epoch in range(options.ppo_epochs):
         order = (seed, data.meta_info["global_step"], epoch)
         for number, mini in enumerate(mini_batches(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)):
@@ -46,7 +46,7 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
 
 
 def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
-    """A mini-batch's rows over `ranks`, about as many tokens each, in their order; parts may be empty."""
+    """A mini-batch's rows divided over `ranks`, with about equal token counts, in their order; parts may be empty."""
     mini.meta_info |= count_scored(mini)
     if ranks == 1:
         return [mini]

@@ -5,7 +5,7 @@ scored the moment it ends), old log-probs, reference log-probs, values, advantag
 weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything
 else through worker groups.
 
-Invariant: nothing that infrastructure broke is trained on, and what is trained on is exactly what was sampled.
+Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
 """
 
 from __future__ import annotations
@@ -38,14 +38,13 @@ logger = logging.getLogger(__name__)
 
 
 class PPOTrainer:
-    """Trains a policy; see the module's docstring. `fit` is the whole run."""
+    """Trains a policy; see the module's docstring. `fit` runs everything."""
 
     def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and what a checkpoint says of its run; no model is loaded.
+        """Reads the data and the state of a checkpoint to resume from; loads no model.
 
         Raises:
-            ConfigError, DataError: no training files, or something wrong in one; or a checkpoint to go on from was made
-                with a configuration that is not this one's.
+            ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         if not setup.data.train_files:
@@ -88,7 +87,7 @@ class PPOTrainer:
                 )
 
     def init_workers(self) -> None:
-        """Loads the models, those of a checkpoint to go on from, and hands the weights to the engine."""
+        """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
         if groups.critic is not None:
@@ -101,7 +100,7 @@ class PPOTrainer:
 
     @property
     def _computes_log_probs(self) -> bool:
-        """Whether a forward pass before the update is needed: for several updates, or for what something else needs."""
+        """Whether a forward pass before the update is needed: for several updates, or because something else reads it."""
         several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
         own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
@@ -113,8 +112,7 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
-            TrainingStopped: too many trajectories were lost, or too many steps taught nothing; a checkpoint holds the steps
-                before.
+            TrainingStopped: too many trajectories dropped, or too many steps that learned nothing; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
         if self.global_step < self.total_steps:
@@ -154,18 +152,20 @@ class PPOTrainer:
             self.save()
         if abandoned or self.global_step < self.total_steps:
             done = f"stopped after step {self.global_step} of {self.total_steps}"
-            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.global_step else ""
+            where = (
+                f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.global_step else ""
+            )
             raise Interrupted(done + where, interrupts.signal_number)
         return validated
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
-        """A step, and the validation and checkpoint that are due after it; returns the validation's metrics, if any."""
+        """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
         try:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
-        finally:  # the step is done, whatever became of its validation
+        finally:  # the step counts even if its validation failed
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._skipped.note(metrics)
@@ -174,12 +174,12 @@ class PPOTrainer:
         return validated
 
     def _rescue(self, error: Exception) -> None:
-        """Saves the finished steps before `error` ends the run, unless the weights are no longer theirs."""
+        """Saves the finished steps before `error` ends the run, unless the weights have already moved on."""
         if self._saved_at == self.global_step or self._updating or isinstance(error, CheckpointError):
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the first
+        except CheckpointError as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -233,12 +233,13 @@ class PPOTrainer:
         return self.options.total_training_steps is None and self.loader.epoch >= self.options.total_epochs
 
     def _end_with_the_passes(self) -> None:
-        """Steps that generated further prompts took several batches, so that `total_epochs` passes make fewer steps."""
+        """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
         if self._passes_are_over:
             self.total_steps = self.global_step
 
     def _roll_out(self) -> tuple[DataProto, Metrics]:
-        """Trajectories for `train_batch_size` prompts; with group filtering, again until enough groups have spread."""
+        """Trajectories for `train_batch_size` prompts; with group filtering, repeats until enough groups have differing
+        scores."""
         parts: list[DataProto] = []
         results: list[Rollout] = []
         baselines: list[Rollout] = []
@@ -263,8 +264,8 @@ class PPOTrainer:
         return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
-        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch that gets a single update, and of
-        which nothing else needs them, has none: that update's own values are the old ones."""
+        """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch with a single update, where nothing
+        else needs them, has none: the update's own values are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
@@ -301,7 +302,7 @@ class PPOTrainer:
         return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:
-        """What of the batch is trained on; with group filtering, at most `train_batch_size` groups that have spread."""
+        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
         if not self.algorithm.filter_groups.enable:
             return batch
         groups = spread_groups(batch)[: self.setup.data.train_batch_size]
@@ -324,7 +325,7 @@ class PPOTrainer:
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
     def _update_weights(self) -> Metrics:
-        """The engine samples from the new weights, which are called by the number of the step that made them."""
+        """Hands the new weights to the engine; their version is the number of the step that made them."""
         return finish_metrics(add_metrics(self.groups.rollout.update_weights(self.global_step + 1)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
@@ -344,7 +345,9 @@ class PPOTrainer:
         return folder
 
     def _loop_state(self) -> dict[str, Any]:
-        adapted = self.kl.kl_coef if self.kl.type == "adaptive" else None  # a fixed one is the configuration's
+        adapted = (
+            self.kl.kl_coef if self.kl.type == "adaptive" else None
+        )  # a fixed coefficient comes from the configuration
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
@@ -376,8 +379,8 @@ class PPOTrainer:
             resumption.announce()
             return f"resumed from {resumption.folder}"
         return (
-            f"{resumption.folder} is already at the last step, and nothing is done: raise trainer.total_training_steps, or "
-            "set trainer.default_local_dir to start another run"
+            f"{resumption.folder} is already at the last step, so there is nothing to do: raise "
+            "trainer.total_training_steps, or set trainer.default_local_dir to start another run"
         )
 
 

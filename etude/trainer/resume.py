@@ -1,8 +1,8 @@
-"""Resuming: which checkpoint a run goes on from, what may have changed since it was made, and who else is in the folder.
+"""Resuming: which checkpoint to resume from, which keys may have changed since, and the lock on the folder.
 
-Invariant: every key whose value differs from the one that the checkpoint was made with is honoured and named, refused by
-name, or named as having no effect; `RULES` says which, and a key without a rule is honoured. All of it is known before a
-model is loaded. The run's `config.yaml` holds the values that are used.
+Invariant: every key whose value differs from the checkpoint's is honoured and logged, refused, or logged as having no
+effect; `RULES` says which, and a key without a rule is honoured. This is checked before a model is loaded. The run's
+`config.yaml` holds the values in use.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ Leaves = dict[str, Any]  # dotted key → value
 
 
 class Effect(str, Enum):
-    """What becomes of a key that was changed between a checkpoint and the run that goes on from it."""
+    """Effect of a key that changed between a checkpoint and the run resumed from it."""
 
     HONOURED = "honoured"
     REFUSED = "refused"
     NONE = "no effect"
-    UNCOMPARED = "not compared"  # it says where a run is or how it resumes, not what it does
+    UNCOMPARED = "not compared"  # where a run is or how it resumes, not what it computes
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ RULES = (
     Rule("data.seed", Effect.REFUSED, _ORDER),
     Rule("actor_rollout_ref.actor.optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
     Rule("optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
-    Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller goes on from its own", _stays_adaptive),
+    Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller continues from its own", _stays_adaptive),
     Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),
 )
 """First match counts; a key that matches none is honoured."""
@@ -93,7 +93,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """A checkpoint to go on from, its loop's state, and what has changed since it was made."""
+    """A checkpoint to resume from, its trainer state, and the keys changed since."""
 
     folder: Path
     state: dict[str, Any]
@@ -105,10 +105,10 @@ class Resumption:
 
     @contextmanager
     def restoring(self, loader: ResumableLoader | None = None) -> Iterator[dict[str, Any]]:
-        """Restores the data loader's place, and hands the loop's state to a block that puts the rest of a run into it.
+        """Restores the data loader's position, and yields the trainer state for the block to restore the rest.
 
         Raises:
-            CheckpointError: the state, or the tensors beside it, are not of this kind of run.
+            CheckpointError: the state, or the tensors beside it, do not fit this kind of run.
         """
         try:
             if loader is not None:
@@ -121,7 +121,7 @@ class Resumption:
             ) from error
 
     def announce(self) -> None:
-        """Logs what was changed: one line a key."""
+        """Logs the changes: one line per key."""
         for change in self.having(Effect.HONOURED):
             logger.warning("changed since %s: %s", self.folder.name, change)
         for change in self.having(Effect.NONE):
@@ -147,13 +147,13 @@ def find_resumption(options: RunOptions, checkpoints: Checkpoints, config: DictC
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
             f"{folder} was made with another configuration: {listed}. Undo the change, set trainer.default_local_dir for a "
-            "run of its own, or trainer.resume_mode=disable to begin again in this folder"
+            "run of its own, or trainer.resume_mode=disable to start over in this folder"
         )
     return found
 
 
 def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
-    """The keys that differ and are compared, in the order of `now`; nothing where no configuration was stored."""
+    """The compared keys that differ, in the order of `now`; empty where no configuration was stored."""
     before, after = dict(flatten(then)), dict(flatten(now))
     for key in dict.fromkeys([*after, *before]) if before else ():
         old, new = before.get(key), after.get(key)
@@ -167,7 +167,7 @@ def compare(then: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]
 
 
 def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any]:
-    """The resolved configuration as a checkpoint stores it, with the values that a resumed run really has."""
+    """The resolved configuration as a checkpoint stores it, with the values that a resumed run actually uses."""
     used = _plain(config)
     for change in resumed.having(Effect.NONE) if resumed else ():
         *sections, name = change.key.split(".")
@@ -176,16 +176,16 @@ def used_values(config: DictConfig, resumed: Resumption | None) -> dict[str, Any
 
 
 def write_config(run_dir: Path, used: Mapping[str, Any]) -> None:
-    """Writes `config.yaml`: what the run in the folder really runs with."""
+    """Writes `config.yaml`: the values that the run in the folder actually uses."""
     with write_atomically(run_dir / CONFIG_FILE) as file:
         file.write(yaml.safe_dump(dict(used), sort_keys=False, allow_unicode=True).encode())
 
 
 @contextmanager
 def run_lock(folder: Path) -> Iterator[None]:
-    """Holds `folder` for this process while the block runs; the system lets go of it however the process ends.
+    """Locks `folder` for this process while the block runs; the system releases it however the process ends.
 
-    A record lock, since those, unlike `flock`'s, are not inherited by tool servers and sandboxes that outlive a killed run.
+    A record lock: unlike `flock`'s, tool servers and sandboxes that outlive a killed run do not inherit it.
 
     Raises:
         ConfigError: another process trains into this folder.

@@ -1,8 +1,8 @@
-"""`Rollouts`: from rows to scored trajectories through the worker groups; and what the trainer makes of them: who
-survived, which groups have spread, dumps.
+"""`Rollouts`: from rows to scored trajectories through the worker groups, and what follows: survivors, groups whose scores
+differ, dumps.
 
-Invariant: a trajectory's random numbers follow from the run's seed, the step and its place in the batch, so that a step
-that is done again draws the same.
+Invariant: a trajectory's random numbers follow from the run's seed, the step and its index in the batch, so that a repeated
+step draws the same samples.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_
 from etude.trainer.setup import RunSetup
 from etude.trajectory import Rollout, StopReason, Trajectory
 
-MAX_REWARD = 1e30  # beyond, the squares that a spread is made of overflow where losses are computed
+MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 
 
@@ -38,7 +38,7 @@ class Rollouts:
     """Rolls out rows for training and for validation, and scores them."""
 
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
-        """`reward`: None where `policy` scores each trajectory the moment it ends, or nothing does."""
+        """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> DataProto:
@@ -53,11 +53,11 @@ class Rollouts:
     def add_baselines(
         self, batch: DataProto, rows: Sequence[dict[str, Any]], step: int, attempt: int
     ) -> tuple[list[Rollout], Metrics]:
-        """Adds the object column `reward_baselines` to the `batch` that `rows` were rolled out to: the total score of one
-        greedy rollout of each row, None where that was dropped. Returns those rollouts, and the engine's metrics.
+        """Adds the object column `reward_baselines` to `batch`, the rollouts of `rows`: the total score of one greedy
+        rollout per row, None where that was dropped. Returns those rollouts, and the engine's metrics.
 
         Raises:
-            TrainingStopped: too large a share of them fell to infrastructure.
+            TrainingStopped: infrastructure failures dropped too large a share of them.
         """
         rollout, reward = self._setup.roles.rollout, self._setup.roles.reward
         first, seed = len(rows) * rollout.n, batch_seed(rollout.seed, step, attempt)  # numbered after the trained ones
@@ -72,8 +72,8 @@ class Rollouts:
         return results, engine
 
     def validation(self, dataset: RLDataset) -> DataProto:
-        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; always the same
-        seeds, whatever the batches."""
+        """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not depend on the
+        batches."""
         size = self._setup.data.val_batch_size or len(dataset)
         rollout = self._setup.roles.rollout
         n, seed = rollout.val_kwargs.n, batch_seed(rollout.seed, step=0)
@@ -99,21 +99,22 @@ class Rollouts:
         return batch, metrics | self.rollout_metrics(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
 
     def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
-        """Rolls out and scores; rewards stand in `token_level_scores` (batch, response_len). Also the engine's metrics."""
+        """Rolls out and scores; rewards are in `token_level_scores` (batch, response_len). Also returns the engine's
+        metrics."""
         rolled: DataProto = self._policy.generate_sequences(prompts)
-        gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list a name
+        gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list per name
         engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
         batch = prompts.union(rolled)
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
             scored = self._reward.compute_scores(batch.select(batch_keys=()))
             batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
-        batch.meta_info = {}  # what the request said (seed, validate) differs between batches that are joined later
+        batch.meta_info = {}  # the request's settings (seed, validate) differ between batches that are concatenated later
         return batch, engine
 
     def rollout_metrics(self, results: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
-        """The metrics of rollouts, of one batch or several: counts of all, means over all. With a `prefix` to their names,
-        those of tools are left out."""
+        """The metrics of rollouts, of one batch or several: counts and means over all. With a `prefix`, tool metrics are
+        left out."""
         reward = self._setup.roles.reward
         trajectories = [result.trajectory for result in results if result.trajectory is not None]
         broken = [call for result in results for call in result.broken_calls]
@@ -127,7 +128,7 @@ class Rollouts:
 def rollout_batch(
     rows: Sequence[dict[str, Any]], *, n: int, label: str, seed: int, validate: bool, first: int = 0
 ) -> DataProto:
-    """Rows to roll out: each repeated `n` times side by side, with `uid` (one a prompt) and `rollout_index`, from `first`:
+    """Rows to roll out: each repeated `n` times side by side, with `uid` (one per prompt) and `rollout_index`, from `first`:
     what a trajectory's random numbers follow from, beside `seed`. A key of the rows is a column of objects, None in a row
     without it."""
     names = dict.fromkeys(name for row in rows for name in row)
@@ -140,7 +141,7 @@ def rollout_batch(
 
 
 def rollouts_of(batch: DataProto) -> list[Rollout]:
-    """The rollouts, one a row."""
+    """The rollouts, one per row."""
     return batch.non_tensor_batch["rollout"].tolist()
 
 
@@ -150,9 +151,9 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of what did not work out: runs that infrastructure broke, rows dropped for that (those given up because too
-    few of their group were left among them), for a long prompt, or for what the chat template does not write; of the
-    others, those without a sampled token, which nothing can be learnt from, and the tools that were not released."""
+    """Counts of failures: infrastructure failures, rows dropped for them (including those cancelled because too few of their
+    group were left), for a long prompt, or for what the chat template does not write; of the others, those without a sampled
+    token, which cannot be learned from, and tools that were not released."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
@@ -167,7 +168,7 @@ def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
 
 
 def sequence_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """How many sequences a rollout that was not dropped left: 1 where no agent rewrote its history."""
+    """Mean number of sequences per rollout that was not dropped: 1 where no agent rewrote its history."""
     counts = [1 + len(result.earlier) for result in results if result.trajectory is not None]
     return {"rollout/sequences/mean": float(np.mean(counts))} if counts else {}
 
@@ -177,7 +178,7 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
     baseline where the others have one.
 
     Raises:
-        TrainingStopped: too large a share fell to infrastructure.
+        TrainingStopped: infrastructure failures dropped too large a share.
     """
     results = rollouts_of(batch)
     dropped = sum(result.dropped in DROPPED for result in results)
@@ -194,7 +195,7 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
 
 
 def first_cause(results: Sequence[Rollout]) -> str:
-    """What broke the first row that infrastructure broke."""
+    """The cause of the first infrastructure failure."""
     return next((result.cause for result in results if result.cause), "none")
 
 
@@ -202,7 +203,7 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
     """Adds the column `token_level_scores` (batch, response_len), float64.
 
     Raises:
-        DataError: a reward is not finite, or so large that nothing can be computed with it; names its row.
+        DataError: a reward is not finite, or too large to compute with; names its row.
     """
     width, results = batch.batch["response_mask"].shape[1], rollouts_of(batch)
     scores = token_level_scores(results, width, options.tool_reward_weight, options.score_weight)
@@ -218,14 +219,13 @@ def place_scores(batch: DataProto, options: RewardOptions) -> None:
 
 
 def main_rows(batch: DataProto) -> torch.Tensor:
-    """(rows,) true for the rows of main sequences: one a rollout, and all of a batch that is not expanded."""
+    """(rows,) true for the rows of main sequences: one per rollout, and all of a batch that is not expanded."""
     column = batch.batch.get(MAIN_SEQUENCE, None)
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
 def spread_groups(batch: DataProto) -> list[list[int]]:
-    """The rows of each group whose rollouts' total scores differ: the only ones that a group-relative estimator learns
-    from."""
+    """The rows of groups whose total scores differ: only these teach a group-relative estimator anything."""
     totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
     main = main_rows(batch).tolist()
     groups: dict[Any, list[int]] = {}

@@ -1,6 +1,6 @@
-"""The entry points that every way of starting a run shares: train, fine-tune, evaluate.
+"""The entry points of every kind of run: train, fine-tune, evaluate.
 
-Each takes a sink for the events of the run, such as a display of `etude.viewer`; without one nothing is shown, and no
+Each takes a sink for the events of the run, such as a display of `etude.viewer`; without one nothing is displayed, and no
 report is written.
 """
 
@@ -28,7 +28,7 @@ from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Trajectory
 
-Pair = tuple[str, Trajectory | None]  # (uid of the prompt, what came of one sample)
+Pair = tuple[str, Trajectory | None]  # (uid of the prompt, value of one sample)
 
 
 def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float]:
@@ -69,8 +69,8 @@ def evaluate(
 
     Raises:
         ConfigError, DataError: one line that names the key, file or row, before any model is loaded.
-        TrainingStopped: infrastructure broke more than `trainer.min_valid_fraction` allows.
-        EtudeError: no trajectory was left to judge by.
+        TrainingStopped: infrastructure failures dropped more than `trainer.min_valid_fraction` allows.
+        EtudeError: no trajectory was left to score.
     """
     setup = prepare(config, trains=False)
     dataset = setup.validation_set()
@@ -101,10 +101,10 @@ def evaluate(
 
 def evaluation_metrics(batch: DataProto, options: RewardOptions) -> dict[str, Any]:
     """`prompts`, `samples`, `dropped`, `success` and `tool_use` with `…_low` and `…_high`, `reward`; and under `sources` the
-    same of each data source. A source all of whose samples were dropped has counts alone.
+    same per data source. A source whose samples were all dropped has counts only.
 
-    Samples of one prompt are averaged before prompts are, and intervals count prompts; a trajectory that infrastructure
-    broke is in `dropped` alone.
+    Samples of a prompt are averaged first, and intervals count prompts; a trajectory dropped for infrastructure counts in
+    `dropped` only.
     """
     pairs = [(str(uid), r.trajectory) for uid, r in zip(batch.non_tensor_batch["uid"].tolist(), rollouts_of(batch))]
     sources: dict[str, list[Pair]] = defaultdict(list)

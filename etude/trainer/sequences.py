@@ -1,14 +1,14 @@
-"""The sequences of a rollout as rows to learn from, where an agent rewrote its history and left earlier ones behind.
+"""The sequences of a rollout as rows to train on, where an agent rewrote its history and so left several.
 
-Until here a rollout is one row: it is counted, scored, compared with its group and filtered as one. `expand_sequences`
+Up to here a rollout is one row: counted, scored, compared with its group and filtered as one. `expand_sequences`
 puts a row for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
 
-Credit. An estimator that judges whole rollouts sees main rows alone; what it finds a rollout worth holds for all
-of its sequences, since the same answer came of each. Where its record says `episodes` (with a critic) every sequence is an
-episode of its own, whose last token carries the rollout's total: values are of contexts, and no context spans two sequences.
+Credit. An estimator that judges whole rollouts sees main rows only; its advantage holds for all sequences of the rollout,
+since they led to the same answer. Where its record says `episodes` (with a critic) every sequence is an episode of its own,
+whose last token carries the rollout's total: values are of contexts, and no context spans two sequences.
 
-Invariant: every sampled token is in one row; rows of a rollout share its `uid` and stand together, the main one first; a
-batch whose rollouts have one sequence each is left as it is, to the object.
+Invariant: every sampled token is in one row; rows of a rollout share its `uid` and are adjacent, the main one first; a batch
+whose rollouts have one sequence each is returned unchanged, the same object.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from etude.trajectory import Rollout
 def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
     """`batch`, whose rows are rollouts, with a row for each earlier sequence in which something was sampled.
 
-    The added rows carry their rollout's object columns and no `token_level_scores`: a reward is there once.
+    The added rows carry their rollout's object columns and no `token_level_scores`: each reward counts once.
     """
     owners, earlier = [], []
     for row, result in enumerate(rollouts_of(batch)):
@@ -69,8 +69,7 @@ def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options:
         options: of `etude.algorithms.compute_advantage`.
 
     Where sequences are no episodes, what `rewards` holds in a rollout's earlier ones (the penalties there) counts at the
-    first sampled token of its main one, and earlier ones have the advantage of that token: whatever was earned came after
-    them.
+    first sampled token of its main one, and earlier ones have the advantage of that token: all rewards came after them.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     columns, uids = batch.batch, batch.non_tensor_batch["uid"]
@@ -108,8 +107,8 @@ def _column(batch: DataProto, name: str) -> Tensor:
 
 
 def _shared(part: Tensor, first: Tensor, main: Tensor, mask: Tensor) -> Tensor:
-    """(rows, width) of (main rows, width): earlier rows have, where they were sampled, the value at the main row's
-    `first` (main rows,) sampled token."""
+    """(rows, width) of (main rows, width): on their sampled tokens, earlier rows get the value at the main row's `first`
+    (main rows,) sampled token."""
     rollout = _rollout_of(main)
     worth = part.gather(1, first[:, None])[rollout]
     return torch.where(main[:, None], part[rollout], torch.where(mask > 0, worth, 0.0))

@@ -1,4 +1,4 @@
-"""From a resolved configuration to the parts of a run, everything checked before a model is loaded."""
+"""From a resolved configuration to the parts of a run; everything is checked before a model is loaded."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class RunSetup:
-    """The checked options of a run, its tokenizer and chat template, and its groups, with what tools they have loaded.
-    `needs` are the columns that estimator, loss and KL terms need beside what a rollout has."""
+    """The checked options of a run, its tokenizer and chat template, its groups and the tools they loaded. `needs` are the
+    columns that estimator, loss and KL terms need beyond those of a rollout."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
@@ -75,7 +75,7 @@ class RunSetup:
 
     @property
     def longest_sequence(self) -> int | None:
-        """Most tokens of prompt and response together; None where only their own limits count."""
+        """Maximum tokens of prompt plus response; None where only their own limits count."""
         folder = local_folder(str(self.roles.model.path))
         return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
@@ -111,7 +111,7 @@ class RunSetup:
 def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
 
-    `trains`: whether there is an actor, or the model is only rolled out.
+    `trains`: whether there is an actor; otherwise the model is only rolled out.
 
     Raises:
         ConfigError, DataError: one line that names the key or file.
@@ -137,7 +137,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
 
 
 def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundle]:
-    """The options of a run, those of its roles among them, and what its model reads with; nothing is opened.
+    """The options of a run and of its roles, its tokenizer and chat template; starts nothing.
 
     Raises:
         ConfigError: one line that names the key or file.
@@ -172,9 +172,9 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
 
 
 def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) -> None:
-    """The chat template writes what the configured tools will answer.
+    """Checks that the chat template can render the configured tools' answers.
 
-    What a user or a text environment says, every template that is accepted does.
+    Every accepted template renders what a user or a text environment says.
     """
     bundle, catalogue, name = setup.bundle, setup.catalogue, setup.roles.rollout.multi_turn.format
     if not catalogue.schemas or not catalogue.tool_messages:
@@ -194,8 +194,8 @@ def _check_tool_messages(setup: RunSetup, template_kwargs: Mapping[str, Any]) ->
 def _warn_of_unread_calls(
     name: str, parser: ToolParser, bundle: TokenizerBundle, template_kwargs: Mapping[str, Any]
 ) -> None:
-    """A model that writes its calls as its template does, under another format, would be told of no call and rewarded for
-    none; prompts may teach it that format, so that this is no error. Whoever wrote a parser of their own means it."""
+    """If the configured format is not the template's, the model's calls go unread and unrewarded. A warning only, since
+    prompts may teach the format. Silent for a user's own parser."""
     ours = type(parser).__module__.startswith("etude.")
     unread = unread_call(parser, bundle.tokenizer, **template_kwargs) if ours else None
     if unread is not None:
@@ -208,13 +208,13 @@ def _warn_of_unread_calls(
 
 
 def _reward_options(options: RewardOptions) -> RewardOptions:
-    """`reward_model`, where RL-Factory's reward manager `parallel` stands for the score that the environment gives."""
+    """`reward_model`, where RL-Factory's reward manager `parallel` means the environment's own score."""
     is_environments = options.reward_manager == "parallel"
     return replace(options, enable=False, reward_manager="naive") if is_environments else options
 
 
 def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | None = None) -> None:
-    """Sets this process up as a worker's is, since the driver computes, too, and refuses names that nothing registered.
+    """Sets up this process like a worker's, since the driver computes too, and refuses unregistered names.
 
     Raises:
         ConfigError: a plug-in cannot be imported, or a name is unknown.
@@ -230,7 +230,7 @@ def register_names(options: Any, run: RunOptions, agent_loop_config_path: str | 
 
 
 def role_options(plugins: Sequence[str], run: RunOptions, config: Mapping[str, Any], **sections: Any) -> RoleOptions:
-    """The options of the roles: what every kind of run sets alike, and the sections that this one has."""
+    """The options of the roles: what all kinds of run share, and the sections of this one."""
     return RoleOptions(
         **sections,
         plugins=tuple(plugins),

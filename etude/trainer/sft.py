@@ -1,8 +1,8 @@
 """`SFTTrainer`: supervised fine-tuning on conversations with tool calls, through the same workers as reinforcement.
 
-With `target_success`, the model is tried every few steps on sampled rollouts, and the run leaves the *last* snapshot whose
-success lies in the wished window: a policy that has tried the right thing often enough for reinforcement to have a
-signal, and is still bad enough for it to matter. A run that never enters the window says so and leaves no model.
+With `target_success`, the model is evaluated every few steps on sampled rollouts, and the run keeps the *last* snapshot
+whose success lies in the target window: a policy that succeeds often enough for reinforcement learning to have a signal, and
+fails often enough to improve. A run that never enters the window fails and leaves no model.
 
 Checkpoints and resuming are those of reinforcement learning: every `save_freq` steps, at the end and at an interruption.
 """
@@ -42,7 +42,7 @@ from etude.workers.tokenizer_bundle import load_tokenizer_bundle
 
 @dataclass
 class Trials:
-    """What the trials of a run came to: each one's success, and the step of the snapshot that was kept."""
+    """Results of a run's trials: the success of each, and the step of the snapshot that was kept."""
 
     measured: list[float] = field(default_factory=list)
     kept: int | None = None
@@ -89,7 +89,7 @@ class SFTTrainer:
                 self.step = state["step"]
 
     def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
-        """All demonstrations as tokens; one that is no conversation, or is longer than `data.max_length`, is an error that
+        """All demonstrations as tokens; one that is not a conversation, or longer than `data.max_length`, is an error that
         names its row."""
         examples = []
         for number, row in enumerate(rows):
@@ -150,9 +150,9 @@ class SFTTrainer:
         """Trains, and returns the folder of the resulting model.
 
         Raises:
-            EtudeError: a wished success window was never entered.
-            TrainingStopped: too many steps in a row were skipped; a checkpoint holds the steps before.
-            Interrupted: a signal ended it, with a checkpoint; without a wished window, the model as it was is written, too.
+            EtudeError: the target success window was never entered.
+            TrainingStopped: too many steps in a row were skipped; a checkpoint holds the earlier steps.
+            Interrupted: a signal ended it, with a checkpoint; without a target window, the current model is written, too.
             CheckpointError: the model cannot be written.
         """
         self.groups.actor.init_model(self.total_steps)
@@ -172,7 +172,7 @@ class SFTTrainer:
                 with self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
-                raise Interrupted("stopped while the model was being tried", interrupts.signal_number) from None
+                raise Interrupted("stopped during a trial", interrupts.signal_number) from None
             finally:
                 tracking.close()
                 emit(RunEnded())
@@ -184,7 +184,7 @@ class SFTTrainer:
         if self.trial is None and self.step:
             self._write(result)
         if self.step < self.total_steps:
-            where = f"; {self.run_dir} holds its checkpoint, and the same command goes on" if self.step else ""
+            where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
         if self.trial is not None and self._trials.kept is None:
             raise EtudeError(
@@ -202,7 +202,7 @@ class SFTTrainer:
         emit: EventSink,
         interrupts: Interrupts,
     ) -> None:
-        """A step, and the trial and the checkpoint that are due after it."""
+        """One step, and any trial and checkpoint due after it."""
         metrics = self._step([row["demonstration"] for row in rows])
         self.step += 1
         last = self.step == self.total_steps
@@ -254,7 +254,7 @@ class SFTTrainer:
         return reward_source_metrics(trajectories) | tool_metrics(trajectories)
 
     def _write(self, folder: Path) -> None:
-        """Replaces the result as a whole: a reader never sees half a model."""
+        """Replaces the result atomically: a reader never sees half a model."""
         with write_whole(folder) as temporary:
             self.groups.actor.save_checkpoint(str(temporary / "roles"))
             for path in (temporary / "roles" / "actor" / "huggingface").iterdir():

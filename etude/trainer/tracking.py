@@ -1,8 +1,8 @@
 """`Tracking`: writes a step's named scalars to every place that `trainer.logger` names.
 
-Invariant: `metrics.jsonl` holds each step's line once, in order, and survives a kill. On resume, lines of steps after
-the checkpoint are dropped, because those steps are about to be run again; a fresh start moves an earlier file aside.
-Nothing else is ever removed.
+Invariant: `metrics.jsonl` holds each step's line once, in order, and survives a kill. On resume, lines after the
+checkpoint's step are dropped, because those steps run again; a fresh start moves an earlier file aside. Nothing else is
+removed.
 
 A backend that is not a plain file may fail (a full disk, a network): it warns once, and training goes on. The console
 is the display's part; computing the numbers is that of `metrics`.
@@ -26,13 +26,13 @@ logger = logging.getLogger(__name__)
 
 
 class Tracker(Protocol):
-    """One place that scalars go to."""
+    """A destination for scalars."""
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         """Records the scalars of one step."""
 
     def close(self) -> None:
-        """Writes what is pending and lets go of the place."""
+        """Flushes and closes."""
 
 
 TrackerFactory = Callable[[Path, str, int], "Tracker | None"]  # (run folder, experiment, step resumed from)
@@ -45,7 +45,7 @@ class Tracking:
     Args:
         logger: names: `console`, `jsonl`, `tensorboard`, `wandb`, `mlflow`.
         run_dir: the run's folder, made if absent.
-        experiment: the run's name where a tracker shows one.
+        experiment: the run's name in trackers that have one.
         resume_step: the last step of the checkpoint resumed from, 0 for a fresh start.
 
     Raises:
@@ -65,7 +65,7 @@ class Tracking:
             except EtudeError:
                 self.close()
                 raise
-            except Exception as error:  # a foreign package's own failure, for the user to read
+            except Exception as error:  # the tracker package's own error, for the user to read
                 self.close()
                 reason = f"{type(error).__name__}: {one_line(error)}"
                 raise ConfigError(f"trainer.logger: '{name}' cannot start: {reason}") from error
@@ -100,7 +100,7 @@ class Tracking:
 
 @TRACKERS.register("console")
 def _console(run_dir: Path, experiment: str, resume_step: int) -> None:
-    """Nothing to do here: the display shows the run."""
+    """No tracker: the display shows the run."""
     return
 
 
@@ -128,7 +128,7 @@ class JsonlTracker:
         """
         line = memoryview(json_line({"step": step} | dict(metrics)))
         try:
-            while line:  # an unbuffered write may take a part only
+            while line:  # an unbuffered write may be partial
                 line = line[self._file.write(line) :]
         except (OSError, ValueError) as error:
             raise self._failure(error) from error
@@ -161,7 +161,7 @@ def _move_aside(path: Path) -> None:
 
 @TRACKERS.register("tensorboard")
 class TensorboardTracker:
-    """TensorBoard event files in `{run_dir}/tensorboard`; steps run again after a resume hide their first versions."""
+    """TensorBoard event files in `{run_dir}/tensorboard`; steps repeated after a resume replace their first versions."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter  # slow to import
@@ -182,7 +182,7 @@ class TensorboardTracker:
 
 @TRACKERS.register("wandb")
 class WandbTracker:
-    """Weights & Biases; the project is the name of the folder above the run's. A resumed run continues its own page."""
+    """Weights & Biases; the project is the name of the folder above the run's. A resumed run continues its W&B run."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         wandb = _extra("wandb")
@@ -205,7 +205,7 @@ class WandbTracker:
 
 @TRACKERS.register("mlflow")
 class MlflowTracker:
-    """MLflow at `MLFLOW_TRACKING_URI`; `@` in a name becomes `_at_`. A resumed run continues its own record."""
+    """MLflow at `MLFLOW_TRACKING_URI`; `@` in a name becomes `_at_`. A resumed run continues its MLflow run."""
 
     def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
         client_class = _extra("mlflow").tracking.MlflowClient

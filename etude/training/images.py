@@ -1,4 +1,4 @@
-"""The images of packed rows: rotary positions of every laid-out token, and whose features stand where.
+"""The images of packed rows: rotary positions of every laid-out token, and which features go where.
 
 Invariant: rows share a laid-out token only if they agree on everything before it, images included, because what is laid out
 are keyed ids (see `etude.models.image_positions`). An image that several rows show is encoded once for all of them, and its
@@ -22,13 +22,13 @@ from etude.models.vision import ImageFeatures, ShownImages, Vision, image_featur
 from etude.protocol import DataProto
 
 COLUMN = "multi_modal_inputs"
-"""A tuple of `ImageInput` a row, in the order of their places in `input_ids`."""
+"""A tuple of `ImageInput` per row, in the order of their positions in `input_ids`."""
 
 
 @dataclass(frozen=True)
 class PackedImages:
-    """`positions` (3, 1, tokens); `images` are distinct, and `places` (shown,) the laid-out tokens at which the rows
-    `features` (shown,) of all their features stand."""
+    """`positions` (3, 1, tokens); `images` are distinct; at the laid-out tokens `places` (shown,) go the rows `features`
+    (shown,) of their concatenated features."""
 
     positions: Tensor
     images: Sequence[ImageInput]
@@ -36,13 +36,13 @@ class PackedImages:
     features: Tensor
 
     def shown(self, model: Any) -> ShownImages:
-        """The images by the model's present weights."""
+        """The images encoded with the model's current weights."""
         made = ImageFeatures.joined(image_features(model, self.images))
         return ShownImages(self.places, made.rows(self.features))
 
 
 def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) -> list[ImagePositions | None]:
-    """The images of each row; None: it has none.
+    """The images of each row; None for rows without.
 
     Raises:
         DataError: a row's images and placeholders do not agree.
@@ -61,7 +61,7 @@ def placed_images(batch: DataProto, rows: Sequence[int], vision: Vision | None) 
 
 
 def check_images(batch: DataProto, config: Any) -> None:
-    """Raises ConfigError where a row has images and the model with this configuration cannot be shown any."""
+    """Raises ConfigError where a row has images and the model with this configuration takes none."""
     column = batch.non_tensor_batch.get(COLUMN)
     if column is not None and Vision.of(config) is None and any(map(len, column)):
         raise no_images(config)
@@ -70,7 +70,7 @@ def check_images(batch: DataProto, config: Any) -> None:
 def packed_images(
     placed: Sequence[ImagePositions | None], places: Sequence[Tensor], plain: Tensor, device: torch.device
 ) -> PackedImages | None:
-    """The images of laid-out rows; None: there are none.
+    """The images of laid-out rows; None without any.
 
     Args:
         placed: the images of each row.
@@ -96,7 +96,7 @@ def packed_images(
     if not images:
         return None
     where, which = torch.cat(shown), torch.cat(features)
-    # A place that rows share is filled once: its gradient must not be doubled.
+    # A position that rows share is filled once, so that its gradient is not doubled.
     order = torch.from_numpy(np.unique(where.numpy(), return_index=True)[1])
     return PackedImages(
         positions[:, None].to(device),

@@ -1,8 +1,8 @@
 """Log-probs and entropies of chosen tokens without a full matrix of logits.
 
 Invariant: at most `_CHUNK` logits exist at a time, beside `_KEEP` probabilities that a small batch keeps for the backward
-pass; a larger one computes its chunks again there. What autograd would keep between the logits and the results (several
-matrices of that size) never exists: the gradient is written down here.
+pass; a larger one recomputes its chunks there. The intermediate matrices that autograd would keep never exist: the gradient
+is written out here.
 
 With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot(y) - p  and  ∂H / ∂z = -p (log p + H).
 """
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 _CHUNK = 1 << 22  # logits computed at once (16 MiB in float32): few enough to stay in a processor's cache
-_KEEP = 1 << 24  # probabilities (64 MiB) up to which keeping them is cheaper than computing them again
+_KEEP = 1 << 24  # probabilities (64 MiB) up to which keeping them is cheaper than recomputing them
 
 Finish = Callable[[Tensor], Tensor]
 
@@ -38,11 +38,11 @@ def token_log_probs(
     Args:
         hidden: (tokens, hidden_size).
         weight: (vocabulary, hidden_size); logits are hidden · weightᵀ + bias, divided by `temperature`.
-        finish: what the model does to its logits before that (see `etude.models.packed.logit_finish`).
+        finish: what the model does to its logits first (see `etude.models.packed.logit_finish`).
         labels: (tokens,).
         entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
         sum_pi_squared: (tokens,), filled with Σ p² over the vocabulary, without a gradient.
-        chunk: tokens computed at once.
+        chunk: tokens per chunk.
 
     Returns:
         (tokens,) log-probs and (tokens,) entropies, in nats.
@@ -55,7 +55,7 @@ def token_log_probs(
 
 
 class _Head:
-    """What does not change from chunk to chunk."""
+    """What all chunks share."""
 
     def __init__(
         self,
@@ -70,14 +70,14 @@ class _Head:
         self.chunk, self.keep, self.sum_pi_squared = chunk, keep, sum_pi_squared
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The product, and what the softmax sees of it; (rows, vocabulary) both, the second at least float32."""
+        """The product, and the softmax's input; (rows, vocabulary) both, the second at least float32."""
         product = torch.nn.functional.linear(hidden, weight, bias)
         finished = product if self.finish is None else self.finish(product)
         finished = finished.to(torch.promote_types(finished.dtype, torch.float32))
         return product, finished if self.temperature == 1.0 else finished / self.temperature
 
     def gradient(self, product: Tensor, gradient: Tensor) -> Tensor:
-        """From the gradient of the softmax's input to that of the product, in the product's type."""
+        """From the gradient of the softmax's input to that of the product, in the product's dtype."""
         gradient = gradient if self.temperature == 1.0 else gradient.div_(self.temperature)
         if self.finish is None:
             return gradient.to(product.dtype)

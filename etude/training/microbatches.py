@@ -1,8 +1,8 @@
-"""Micro-batches: the rows that are packed and computed at once, cut by a budget of tokens.
+"""Micro-batches: rows that are packed and computed together, split by a token budget.
 
 Invariant: every row with a scored token is in exactly one micro-batch. Rows with one prompt stay together wherever the
 budget allows, so that the prompt is computed once for all of them; what they share counts once against the budget. A row
-that is longer than the budget stands alone. The cut depends on the batch and the budget alone.
+longer than the budget is a micro-batch of its own. The split depends only on the batch and the budget.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
 
 
 def _within_budget(group: list[int], tokens: dict[int, list[int]], max_tokens: int) -> list[list[int]]:
-    """The group in as few parts of similar length as fit."""
+    """The group in as few parts of similar length as fit the budget."""
     lengths = [len(tokens[row]) for row in group]
     fewest = max(1, -(-_cost([tokens[row] for row in group]) // max_tokens))
     for count in range(fewest, len(group)):
@@ -51,5 +51,5 @@ def _within_budget(group: list[int], tokens: dict[int, list[int]], max_tokens: i
 
 
 def _cost(sequences: Sequence[Sequence[int]]) -> int:
-    """Tokens that packing lays down for these sequences."""
+    """Tokens that packing lays out for these sequences."""
     return len(prefix_tree(sequences)[0])

@@ -1,8 +1,8 @@
 """`Muon` in float32.
 
-`torch.optim.Muon` orthogonalises its updates in bfloat16, which a processor without bfloat16 units emulates: 25 times
-slower than float32 on a common server CPU, and most of a training step of a small model. This subclass keeps its
-hyper-parameters, its state and its formula, computes in float32, and treats matrices of one shape as one batch.
+`torch.optim.Muon` orthogonalises its updates in bfloat16, which processors without bfloat16 units emulate: 25 times slower
+than float32 on a common server CPU, and most of a small model's training step. This subclass keeps hyper-parameters, state
+and formula, computes in float32, and batches matrices of one shape.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Optimizers, learning-rate schedules and gradient clipping.
 
-`muon` uses Muon for the matrices of the transformer blocks, and AdamW for everything else (embeddings,
-norms, heads), as its authors advise. One `OptimizerSet` hides the difference, and the precision that the model computes in:
-what it moves is float32 (see `precision.py`).
+`muon` uses Muon for the matrices of the transformer blocks, and AdamW for everything else (embeddings, norms, heads), as its
+authors advise. `OptimizerSet` hides the difference, and the model's precision: it updates float32 weights (see
+`precision.py`).
 """
 
 from __future__ import annotations
@@ -24,8 +24,7 @@ from etude.training.ranks import sum_gradients
 class OptimizerSet:
     """One or two optimizers over a model, and their schedule.
 
-    `training_step` is the caller's to set: the number, from 0, of the training step under way, which the schedule counts
-    however many optimizer steps it takes.
+    The caller sets `training_step`, the current training step from 0: the schedule counts these, not optimizer steps.
     """
 
     def __init__(
@@ -39,7 +38,7 @@ class OptimizerSet:
         rank: int = 0,
         world_size: int = 1,
     ) -> None:
-        """The schedule is that of the training steps from `first_step` until `total_steps`, which a decaying one needs.
+        """The schedule runs from training step `first_step` to `total_steps`, which a decaying one needs.
         `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`). The
         gradients of `world_size` ranks are summed before each step, so that all take the same."""
         if options.lr_scheduler_type != "constant" and not total_steps:
@@ -69,12 +68,12 @@ class OptimizerSet:
         return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
 
     def backward(self, loss: Tensor) -> None:
-        """Adds the gradients of a part of the loss to those that the next `step` takes."""
+        """Accumulates the gradients of a part of the loss for the next `step`."""
         (loss if self._loss_scale is None else loss * self._loss_scale.value).backward()
 
     def step(self) -> float:
-        """Sums the ranks' gradients, clips, steps, clears gradients; returns the norm before clipping. Gradients that are
-        not finite skip the step, on all ranks alike."""
+        """Sums the ranks' gradients, clips, steps, clears gradients; returns the norm before clipping. Non-finite gradients
+        skip the step, on all ranks alike."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
         if self._world_size > 1:
@@ -108,7 +107,7 @@ class OptimizerSet:
         """Restores moments, float32 weights and the loss scale; decay, betas and rates stay those that the options ask for.
 
         Raises:
-            CheckpointError: it was saved by another kind of optimizer, for another model or for another precision.
+            CheckpointError: it was saved by another kind of optimizer, or for another model or precision.
         """
         held, saved = [o for o, _ in self._optimizers], state["optimizers"]
         try:
@@ -129,7 +128,7 @@ class OptimizerSet:
 
 
 def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tuple[torch.optim.Optimizer, float]]:
-    """The optimizers that have something to optimise, each with its peak learning rate."""
+    """The optimizers that have parameters, each with its peak learning rate."""
     named = [(n, masters.of(p)) for n, p in model.named_parameters() if p.requires_grad]
     if not named:
         raise ConfigError("the model has no trainable parameters: nothing to optimise")

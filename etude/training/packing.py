@@ -1,9 +1,8 @@
 """From padded batch columns to packed rows of tokens, and back.
 
-Invariant: packing drops padding, and tokens on which no scored one depends, and nothing else; a scored token is one
-whose `response_mask` is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary.
-Rows without a scored token are not computed, and what several rows begin with (a prompt, a habit of the policy) is
-computed once.
+Invariant: packing drops only padding and tokens on which no scored one depends; a scored token is one whose `response_mask`
+is 1, and only the hidden states that predict scored tokens are ever multiplied with the vocabulary. Rows without a scored
+token are not computed, and a prefix shared by several rows is computed once.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ class PackedRows:
     """Rows of a batch laid end to end.
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
-    (scored,); `row`, `column` (scored,): the token's place in the (rows, response_len) matrix; `images`: those among the
+    (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
     tokens.
     """
 
@@ -44,7 +43,7 @@ class PackedRows:
     images: PackedImages | None = None
 
     def hidden(self, model: Any) -> Tensor:
-        """Final hidden states (scored, hidden) behind which the scored tokens come, by a model's present weights."""
+        """Final hidden states (scored, hidden) that predict the scored tokens, with the model's current weights."""
         shown, device = None, self.token_ids.device
         if self.images is None:
             positions = self.layout.position_ids(device)
@@ -62,7 +61,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     """Packs the given rows; see `PackedRows`. Needs `input_ids`, `attention_mask`, `response_mask`.
 
     Args:
-        vision: how the model shows images, those of the column `multi_modal_inputs`; None: it does not.
+        vision: how the model takes images, those of the column `multi_modal_inputs`; None: it takes none.
 
     Raises:
         DataError: a row's very first token is scored, which nothing can predict; a row's images do not fit its ids.
@@ -76,7 +75,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
     orphans = (prompts[row] + column == 0).nonzero()
     if len(orphans):
         first = rows[int(row[orphans[0]])]
-        raise DataError(f"row {first}: its first token is to be learned but nothing precedes it: give it a prompt")
+        raise DataError(f"row {first}: its first token is scored but nothing precedes it: give it a prompt")
     sequences, placed = _needed_rows(batch, rows, vision)
     laid_out, layout, flat = prefix_tree(sequences)
     token_ids, places = torch.tensor(laid_out, dtype=torch.long), torch.tensor(flat)
@@ -104,10 +103,10 @@ MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls tha
 
 
 def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSequences, list[int]]:
-    """Lays sequences out as a tree in which every beginning of at least `MIN_SHARED` shared tokens stands once.
+    """Lays sequences out as a tree in which every shared prefix of at least `MIN_SHARED` tokens appears once.
 
-    Returns the laid-out tokens, their layout, and for every token of the sequences, one after another, its place among
-    the laid-out ones.
+    Returns the laid-out tokens, their layout, and for every token of the concatenated sequences its index among the laid-out
+    ones.
     """
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     shared = [common_beginning(sequences[a], sequences[b]) for a, b in pairwise(order)]
@@ -151,9 +150,9 @@ def scored_rows(batch: DataProto) -> list[int]:
 
 
 def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None = None) -> list[list[int]]:
-    """For each of `rows` the tokens that `pack` lays down, before what several rows share is merged.
+    """For each of `rows` the tokens that `pack` lays out, before shared prefixes are merged.
 
-    Placeholders of images are keyed: what is equal here may be shared. Raises DataError as `pack`.
+    Image placeholders are keyed by image: equal tokens may be shared. Raises DataError as `pack`.
     """
     return _needed_rows(batch, rows, vision)[0]
 

@@ -1,4 +1,4 @@
-"""Cutting work into parts of equal cost.
+"""Splitting work into parts of equal cost.
 
 Invariant: every index appears in exactly one part, and the result depends only on the arguments.
 """
@@ -12,7 +12,7 @@ from collections.abc import Sequence
 def balanced_partitions(lengths: Sequence[int], k: int, equal_size: bool = False) -> list[list[int]]:
     """Splits indices into `k` parts whose sums of `lengths` are close, by the largest differencing method.
 
-    Karmarkar and Karp 1982: start from one partial solution an item (with `equal_size`, one for each run of k items of
+    Karmarkar and Karp 1982: start from one partial solution per item (with `equal_size`, one for each run of k items of
     neighbouring length), then repeatedly merge the two with the largest spread, the heaviest part of one with the
     lightest of the other.
 
@@ -66,7 +66,7 @@ def _fill_empty(parts: list[list[int]], lengths: Sequence[int]) -> None:
 
 
 def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[int]]:
-    """The fewest balanced parts whose token sums stay within `max_tokens`; an item longer than that stands alone.
+    """The fewest balanced parts whose token sums are at most `max_tokens`; a longer item is a part of its own.
 
     Parts are sorted and in order of their first index, as in `balanced_partitions`, which decides what is balanced.
     """
@@ -81,6 +81,6 @@ def token_budget_batches(lengths: Sequence[int], max_tokens: int) -> list[list[i
 
 
 def _fewest(costs: Sequence[int], budget: int) -> int:
-    """A number of parts below which no cut can fit: by the sum, and since at most n items above budget/(n+1) share."""
+    """A lower bound on the number of parts: by the sum, and since at most n items above budget/(n+1) share."""
     by_size = (-(-sum(cost * (n + 1) > budget for cost in costs) // n) for n in range(1, 9))
     return max(1, -(-sum(costs) // budget), *by_size)

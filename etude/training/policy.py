@@ -1,8 +1,8 @@
 """The policy's training engine: log-probs of a batch, and gradient steps on a mini-batch.
 
-Invariant: micro-batches are packed (no padding is computed) and cut by a token budget; neither how they are cut nor over how
-many ranks changes the gradient but by rounding, because losses are normalised by the whole mini-batch's token and sequence
-counts, and gradients are sums.
+Invariant: micro-batches are packed (no padding is computed) and split by a token budget; the split and the number of ranks
+change the gradient only by rounding, because losses are normalised by the whole mini-batch's token and sequence counts, and
+gradients are sums.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from etude.training.packing import PackedRows, pack
 
 @dataclass(frozen=True)
 class LossScale:
-    """Counts of the whole mini-batch, for `agg_loss`, and the mode that it is asked for."""
+    """Counts of the whole mini-batch, for `agg_loss`, and its mode."""
 
     batch_num_tokens: float
     global_batch_size: float
@@ -38,20 +38,20 @@ class LossScale:
 
     @classmethod
     def of(cls, batch: DataProto, loss_agg_mode: str) -> LossScale:
-        """Of the mini-batch that `batch` is a rank's part of, as `count_scored` counted it; without such counts, of `batch`
+        """From the counts in `batch`'s meta_info (`count_scored` of the whole mini-batch); without them, from `batch`
         itself."""
         counts = count_scored(batch) | batch.meta_info
         return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
 
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
-        """A micro-batch's part of a loss: all parts together are the mini-batch's loss, weighed by what divides it."""
+        """A micro-batch's part of a loss: the parts add up to the mini-batch's loss, weighted by its divisor."""
         count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
         share = float(response_mask.sum()) / max(self.batch_num_tokens, 1.0)
         return Mean(float(part.detach()) * count, count * share)
 
 
 def count_scored(batch: DataProto) -> dict[str, float]:
-    """Scored tokens and sequences that have any: what a loss over the whole of `batch` is divided by."""
+    """Scored tokens, and sequences that have any: the divisors of a loss over the whole `batch`."""
     mask = batch.batch["response_mask"]
     return {"batch_num_tokens": float(mask.sum()), "global_batch_size": float(mask.any(dim=1).sum())}
 
@@ -68,8 +68,8 @@ def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:
-    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, of gradients that were not finite
-    and taught nothing, `skipped_steps`. They are alike on all ranks, and the first tells them."""
+    """Takes the optimizer step: `grad_norm`, `lr`, and the counts `optimizer_steps` and, for non-finite gradients,
+    `skipped_steps`. They are equal on all ranks; the first one reports them."""
     lr, norm = optimizer.lr, optimizer.step()
     skipped = float(not math.isfinite(norm))
     if optimizer.rank:
@@ -131,7 +131,7 @@ class PolicyEngine:
         optimizer = self.optimizer
         assert optimizer is not None
         check_images(batch, self.model.config)
-        optimizer.zero_grad()  # a step that failed half-way may have left some
+        optimizer.zero_grad()  # left over if a step failed half-way
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         for rows in micro_batches(batch, self._max_tokens, self._vision):

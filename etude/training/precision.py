@@ -1,7 +1,7 @@
-"""Mixed precision: a model that computes in bfloat16 or float16 beside the float32 weights that an optimizer moves.
+"""Mixed precision: a model that computes in bfloat16 or float16 beside the float32 weights that the optimizer updates.
 
-Invariant: a step too small for the model's precision is not lost: it is kept in the float32 weights, which the model's are
-rounded from. Gradients are added up in float32: of one backward pass alone are they the model's type.
+Invariant: a step too small for the model's precision is not lost: it is kept in the float32 weights, of which the model's
+are rounded copies. Gradients are accumulated in float32; only within one backward pass do they have the model's dtype.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ _MAX_SCALE = 2.0**24
 
 
 def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Rounds the weights of `module` to `dtype` in place, and returns those that learn as they were. Buffers (rotary
-    frequencies) stay as they are."""
+    """Rounds the weights of `module` to `dtype` in place, and returns the trainable ones unrounded. Buffers (rotary
+    frequencies) are unchanged."""
     exact = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
@@ -29,7 +29,7 @@ def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, T
 
 
 class MasterWeights:
-    """The float32 weights of those parameters of `model` that learn in a lower precision; the others are their own."""
+    """Float32 weights of the trainable parameters of `model` in lower precision; the others are their own."""
 
     def __init__(self, model: nn.Module, exact: Mapping[nn.Parameter, Tensor] | None = None) -> None:
         """`exact`: the parameters' values before rounding (see `round_weights`)."""
@@ -42,7 +42,7 @@ class MasterWeights:
                 parameter.register_post_accumulate_grad_hook(_add_to(master))
 
     def of(self, parameter: nn.Parameter) -> nn.Parameter:
-        """What the optimizer moves for `parameter`."""
+        """The tensor that the optimizer updates for `parameter`."""
         return self._masters.get(parameter, parameter)
 
     @torch.no_grad()
@@ -57,7 +57,7 @@ class MasterWeights:
 
     @torch.no_grad()
     def restore(self, state: Iterable[Tensor]) -> None:
-        """Takes the weights of another's `state`, and publishes them.
+        """Loads the weights of a saved `state`, and publishes them.
 
         Raises:
             ValueError: they are of another model, or one of another precision.
@@ -85,7 +85,7 @@ def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
 @dataclass
 class DynamicLossScale:
     """The factor that keeps small gradients within float16 (Micikevicius et al. 2018, arXiv 1710.03740, section 3.2):
-    halved by a gradient that is not finite, doubled after `interval` that were in a row."""
+    halved by a non-finite gradient, doubled after `interval` finite ones in a row."""
 
     value: float = 2.0**16
     interval: int = 2_000
@@ -93,7 +93,7 @@ class DynamicLossScale:
 
     @staticmethod
     def for_model(model: nn.Module) -> DynamicLossScale | None:
-        """None: nothing of the model learns in float16."""
+        """None where no trainable parameter is float16."""
         learns = (parameter for parameter in model.parameters() if parameter.requires_grad)
         return DynamicLossScale() if any(parameter.dtype == torch.float16 for parameter in learns) else None
 
@@ -117,5 +117,5 @@ class DynamicLossScale:
         return {"value": self.value, "finite_steps": self.finite_steps}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restores another's `state`."""
+        """Restores a saved `state`."""
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

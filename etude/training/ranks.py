@@ -1,7 +1,7 @@
-"""`sum_gradients`: the one place where ranks that learn together meet.
+"""`sum_gradients`: the one collective operation of training ranks.
 
-Invariant: afterwards all ranks hold the same gradients, and those are what one rank with all the rows would have (but for
-rounding), a parameter that nothing reached included: it has none, and its optimizer state stays as it is.
+Invariant: afterwards all ranks hold the gradients that one rank with all the rows would have (up to rounding); a parameter
+that no rank reached has none, and its optimizer state stays as it is.
 """
 
 from __future__ import annotations

@@ -38,7 +38,7 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
 
 
 def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
-    """One optimizer step on the mean negative log-likelihood a sampled token of `demonstrations_to_batch`'s columns, or on a
+    """One optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch, or on a
     rank's part of it.
 
     Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.

@@ -51,7 +51,7 @@ class ValueEngine:
         """One optimizer step towards `returns` on this rank's part of a mini-batch, which may be empty; needs the columns
         `values` and `returns`. Metrics are named `critic/*`."""
         check_images(batch, self.model.config)
-        self.optimizer.zero_grad()  # a step that failed half-way may have left some
+        self.optimizer.zero_grad()  # left over if a step failed half-way
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         for rows in micro_batches(batch, self._max_tokens, self._vision):

@@ -1,2 +1,1 @@
-"""What people look at: the live display, a run's report, a trajectory explained. It reads events and files, never a
-trainer."""
+"""The live display, a run's report, a trajectory explained. Reads events and files, never a trainer."""

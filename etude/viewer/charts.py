@@ -1,7 +1,7 @@
 """The charts of a run's report: records of `metrics.jsonl` in, inline SVG out.
 
-Invariant: an SVG made here holds no link, no script, no font and no fixed colour: its colours are CSS variables of the
-page, so that one file reads well on light, dark and paper, and its identifiers are unique within the page.
+Invariant: an SVG made here holds no link, no script, no font and no fixed colour: its colours are CSS variables of the page,
+so that it is readable in light and dark mode and in print; its identifiers are unique within the page.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ Records = Sequence[Mapping[str, Any]]
 
 MAX_POINTS = 600  # a chart is about as many pixels wide
 MAX_TIME_PARTS = 7
-# Stand-ins that matplotlib accepts as colours and that become the page's variables afterwards.
+# Placeholder colours that matplotlib accepts, replaced by the page's variables afterwards.
 _INK, _GRID = "#010101", "#020202"
 _SERIES = tuple(f"#0300{number:02x}" for number in range(8))
 _VARIABLES = {_INK: "var(--muted)", _GRID: "var(--line)"} | {
@@ -52,7 +52,7 @@ _STYLE = {
 
 @dataclass(frozen=True)
 class Chart:
-    """One chart: `legend` pairs a label with the number of its colour, `caption` says in words what is drawn."""
+    """One chart: `legend` pairs labels with colour numbers, `caption` describes the chart."""
 
     title: str
     caption: str
@@ -70,8 +70,8 @@ class Line:
 
 @dataclass(frozen=True)
 class Subject:
-    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; where all
-    values are `usual` there is nothing to see, and no chart."""
+    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; there is no
+    chart where all values are `usual`."""
 
     title: str
     lines: tuple[Line, ...]
@@ -118,12 +118,12 @@ SUBJECTS = (
         ),
         "Nats a token.",
     ),
-    Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats a token of the policy's distribution."),
+    Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats per token of the policy's distribution."),
     Subject("Gradient norm", (Line("actor", ("actor/grad_norm",)),), "Before clipping."),
     Subject(
         "Sequences",
         (Line("mean", ("rollout/sequences/mean",)),),
-        "Sequences a rollout: more than one where an agent rewrote its history.",
+        "Sequences per rollout: more than one where an agent rewrote its history.",
         usual=1.0,
     ),
 )
@@ -151,7 +151,7 @@ def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | N
     for line in subject.lines:
         candidates = (series(records, key) for key in line.keys)
         steps, values = next(((s, v) for s, v in candidates if s), ([], []))
-        repeats = any(values == known for _, _, known in found)  # a source that is the whole total
+        repeats = any(values == known for _, _, known in found)  # a source that equals the total
         unusual = any(value != subject.usual for value in values)
         if unusual and not repeats and (any(values) or not found):
             found.append((line.label, steps, values))
@@ -187,7 +187,7 @@ def _summary(values: Sequence[float], percent: bool) -> str:
 
 
 def _thin(steps: Sequence[int], *columns: Sequence[float]) -> tuple[np.ndarray, ...]:
-    """Means of equal runs, at most `MAX_POINTS` of each column, so that a long run makes no large file."""
+    """Downsamples each column to at most `MAX_POINTS` means of equal windows, so that long runs give small files."""
     runs = np.array_split(np.arange(len(steps)), min(len(steps), MAX_POINTS))
     return tuple(np.array([np.mean(np.asarray(c, dtype=float)[run]) for run in runs]) for c in (steps, *columns))
 
@@ -222,7 +222,7 @@ def _draw_band(axes: Axes, records: Records, keys: tuple[str, str]) -> None:
 
 
 def _time_chart(records: Records) -> Chart | None:
-    """Seconds of a step by activity, stacked, the largest below; what no timer covers is `other`."""
+    """Seconds of a step by activity, stacked, the largest at the bottom; untimed activities are `other`."""
     timed = [record for record in records if is_number(record.get("timing_s/step"))]
     names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
     if not timed or not names:
@@ -252,7 +252,7 @@ def _seconds(record: Mapping[str, Any], name: str) -> float:
 
 
 def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:
-    """Draws on an empty chart and returns it as an inline `<svg>`; `name` makes its identifiers unique."""
+    """Draws a chart and returns it as an inline `<svg>`; `name` makes its identifiers unique."""
     with matplotlib.rc_context({**_STYLE, "svg.hashsalt": name}):
         figure = Figure(figsize=(5.4, 2.5), layout="constrained")
         axes = figure.add_subplot()
@@ -269,7 +269,7 @@ def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:
 
 
 def _inline(svg: str, name: str, title: str) -> str:
-    """The `<svg>` element alone: no prologue, metadata, fonts or size, colours and identifiers made the page's."""
+    """The bare `<svg>` element: no prologue, metadata, fonts or size; colours and identifiers replaced by the page's."""
     svg = svg[svg.index("<svg") :]
     svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.S)
     svg = re.sub(r"font-family: [^;\"]*;? ?", "", svg)

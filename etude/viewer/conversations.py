@@ -1,8 +1,8 @@
 """Trajectories of a dump as conversations to read: blocks of text by provenance, with the rewards between them.
 
-Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text
-is labelled as the model's only if its segment says that the policy sampled it; where segments carry no text, the whole
-response is one block without an author.
+Invariant: whatever a record holds, the result is bounded in blocks and characters and free of control characters. Text is
+labelled as the model's only if its segment was sampled by the policy; if segments carry no text, the whole response is one
+block without an author.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 from etude.dumps import list_dump_steps, read_rollouts
 from etude.trajectory import StopReason
 
-MAX_TEXT = 6000  # characters shown of one block
+MAX_TEXT = 6000  # characters per block
 MAX_BLOCKS = 80
 MAX_SCANNED = 5000  # records searched for a prompt's second appearance
 
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
-_BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # would show text in another order than it was written
+_BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
 _HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")
 _CONTROL = dict.fromkeys(_HIDDEN, "\N{REPLACEMENT CHARACTER}")
@@ -41,7 +41,7 @@ def _counted(found: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """A run of text of one writer: `kind` is a provenance, prompt or reward; `omitted` characters were cut."""
+    """A run of text of one writer: `kind` is a provenance, prompt or reward; `omitted` characters were truncated."""
 
     kind: str
     label: str
@@ -51,7 +51,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Conversation:
-    """One trajectory: its blocks, its score and `facts` (name, value) about how it went."""
+    """One trajectory: its blocks, its score and `facts` (name, value) about the run."""
 
     step: int
     score: float | None
@@ -61,7 +61,7 @@ class Conversation:
 
 @dataclass(frozen=True)
 class Samples:
-    """Trajectories of the first and last dump, pair by pair; the second is None where a prompt does not return."""
+    """Trajectories of the first and last dump, pair by pair; the second is None where the prompt does not occur again."""
 
     folder: str
     first_step: int
@@ -72,8 +72,8 @@ class Samples:
 def load_samples(folder: Path, count: int = 3) -> Samples | None:
     """The first `count` records of the first dump, each with the same prompt's first record of the last dump.
 
-    Where no prompt comes back (training batches differ), the last dump's own first records stand beside them. Nothing
-    is picked by its score. None if the folder holds no dump.
+    If no prompt occurs again (training batches differ), the last dump's first records are used. Scores do not affect the
+    choice. None if the folder holds no dump.
 
     Raises:
         DataError: a dump cannot be read; names file and line.
@@ -97,7 +97,7 @@ def load_samples(folder: Path, count: int = 3) -> Samples | None:
 
 
 def load_failures(folder: Path, count: int = 3) -> tuple[Conversation, ...]:
-    """The first `count` records of the last dump that went wrong: cut off, with a call that failed, or with no reward.
+    """The first `count` records of the last dump that went wrong: cut off, with a failed call, or without reward.
 
     Raises:
         DataError: the dump cannot be read; names file and line.
@@ -136,7 +136,7 @@ def _same_prompts(records: Iterable[dict[str, Any]], wanted: Iterable[Mapping[st
 
 
 def parse_conversation(record: Mapping[str, Any] | None) -> Conversation | None:
-    """A dump's record as blocks to read."""
+    """A dump's record as readable blocks."""
     if record is None:
         return None
     blocks = _segment_blocks(record) or _flat_blocks(record)

@@ -1,8 +1,8 @@
-"""`Display` and `RolloutBar`: the live view of a run, and of an evaluation, made from its events.
+"""`Display` and `RolloutBar`: the live view of a run and of an evaluation, from its events.
 
-Invariant: watching a run never changes it: neither sink raises, and after an error the display goes quiet with one log
-line. On a terminal it is a live panel with log records scrolling above; elsewhere one line of text per step. Nothing is
-shown unless `console` is among `trainer.logger`. The panel itself is drawn in `panel`.
+Invariant: watching a run never changes it: neither sink raises, and after an error the display goes quiet with one log line.
+On a terminal it is a live panel with log records scrolling above; elsewhere one line of text per step. Nothing is displayed
+unless `trainer.logger` includes `console`. The panel itself is drawn in `panel`.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from etude.viewer.panel import REWARD_KEYS, RunState, format_duration, format_li
 logger = logging.getLogger(__name__)
 
 _LINE_SECONDS = 5.0  # between two lines of steps without rewards, such as those of a warm-up
-_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that the training wants
+_REFRESHES_A_SECOND = 2  # each costs a few milliseconds of one core that training needs
 
 
 class RunConsole(Console):
-    """A console whose reader may go away (`etude train | head`): it falls silent, where Rich would end the process."""
+    """A console whose reader may go away (`etude train | head`): it goes quiet, where Rich would end the process."""
 
     def on_broken_pipe(self) -> None:
         """Goes quiet, with one log line."""
         if not self.quiet:
             self.quiet = True
-            logger.warning("nobody reads the output any more; training goes on")
+            logger.warning("the output is no longer read; training continues")
 
 
 class Display:
-    """A sink of a run's events that shows them, and writes the run's report when it has ended (`trainer.report`)."""
+    """A sink that displays a run's events, and writes the run's report at the end (`trainer.report`)."""
 
     def __init__(self, console: RunConsole | None = None) -> None:
         self._console = console or RunConsole()
@@ -54,7 +54,7 @@ class Display:
         self._options = RunOptions()
 
     def __call__(self, event: Event) -> None:
-        """Shows an event; an error in the view silences the view instead of ending the training."""
+        """Displays an event; an error in the view silences the view instead of ending the training."""
         if isinstance(event, RunStarted):
             self._options = event.options
         if isinstance(event, RunEnded) and isinstance(self._options, TrainerOptions) and self._options.report:
@@ -85,7 +85,7 @@ class Display:
         options = self._console.options
         if not self._enabled or not self._console.is_terminal or options.ascii_only or self._console.is_dumb_terminal:
             return
-        self._redirect_logging()  # before the view takes the place of standard output and error
+        self._redirect_logging()  # before the view replaces standard output and error
         self._live = Live(self, console=self._console, refresh_per_second=_REFRESHES_A_SECOND)
         self._live.start(refresh=True)
 
@@ -111,11 +111,11 @@ class Display:
         try:
             with self._lock:
                 return render_panel(self._state, self._console.width)
-        except Exception as error:  # in the refresh thread nobody else would catch it
+        except Exception as error:  # nothing else would catch it in the refresh thread
             return Text(f"(the view failed: {type(error).__name__})", style="dim")
 
     def _redirect_logging(self) -> None:
-        """Sends what the root logger prints on the terminal through the live view, which keeps the panel whole."""
+        """Routes the root logger's terminal output through the live view, which keeps the panel intact."""
         root = logging.getLogger()
         streams = (sys.stdout, sys.stderr, sys.__stdout__, sys.__stderr__)
         for handler in list(root.handlers):
@@ -142,22 +142,22 @@ class Display:
             self._close()
         except Exception:
             logger.debug("the live view could not be stopped", exc_info=True)
-        logger.warning("the display stopped (%s: %s); training goes on", type(error).__name__, error)
+        logger.warning("the display stopped (%s: %s); training continues", type(error).__name__, error)
 
     def _print(self, line: str) -> None:
         self._console.print(Text(line), soft_wrap=True)
 
 
 def _is_telling(event: StepFinished) -> bool:
-    """Whether a step always gets its line: it has rewards or a validation, or is the last."""
+    """Whether a step is always printed: it has rewards or a validation, or is the last."""
     names = event.metrics
     return event.step >= event.total_steps or any(key in names for key in REWARD_KEYS) or any(map(is_validation, names))
 
 
 def write_run_report(options: TrainerOptions) -> str:
-    """Writes the report of a run that has ended; returns a notice of success or failure, for a report that fails must not
-    hide the error that ended the run."""
-    from etude.viewer.report import write_report  # draws charts: nothing before the end waits for them
+    """Writes the report of a run that has ended; returns a notice of success or failure: a failing report must not hide the
+    error that ended the run."""
+    from etude.viewer.report import write_report  # draws charts: not needed before the end
 
     try:
         page = write_report(
@@ -181,7 +181,7 @@ class RolloutBar:
         self._live: Progress | None = None
 
     def __call__(self, event: Event) -> None:
-        """Shows an event; a closed output is ignored."""
+        """Displays an event; a closed output is ignored."""
         with suppress(OSError):
             match event:
                 case RunStarted():
@@ -206,7 +206,5 @@ class RolloutBar:
         elif self._enabled and (now := time.monotonic()) - self._line_printed >= _LINE_SECONDS:
             self._line_printed = now
             left = (now - self._began) * (total - done) / max(done, 1)
-            eta = (
-                f" · {format_duration(left)} left" if 10 * done >= total else ""
-            )  # the first few say little of the rest
+            eta = f" · {format_duration(left)} left" if 10 * done >= total else ""  # the first few predict little
             self._console.print(f"{self._title}: {done}/{total} rollouts{eta}", soft_wrap=True, highlight=False)

@@ -1,7 +1,7 @@
-"""One trajectory of a dump, token by token, and the proofs that it is what the policy saw and sampled.
+"""One trajectory of a dump, token by token, and checks that it is what the policy saw and sampled.
 
-Invariant: every proof is drawn from the ids, never from text: a check passes, fails with the first position that is
-wrong, or says why it could not be made. Torch is imported only to score a trajectory again.
+Invariant: checks use ids, never text: a check passes, fails with the first wrong position, or says why it was skipped. Torch
+is imported only to score a trajectory again.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from etude.trajectory import Provenance, Segment, Trajectory
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-TOLERANCE = 1e-4  # nats; float32 forward passes over different batches agree to far less
+TOLERANCE = 1e-4  # nats; float32 forward passes over different batches differ by far less
 
 
 class Verdict(str, Enum):
-    """How a check ended."""
+    """Outcome of a check."""
 
     HOLDS = "holds"
     FAILS = "fails"
@@ -35,7 +35,7 @@ class Verdict(str, Enum):
 
 @dataclass(frozen=True)
 class Check:
-    """One statement about a trajectory, what became of it, and the evidence in words."""
+    """One claim about a trajectory, its verdict, and the evidence in words."""
 
     statement: str
     verdict: Verdict
@@ -97,7 +97,7 @@ def list_tokens(record: Mapping[str, Any], tokenizer: PreTrainedTokenizerBase | 
 
 
 class Weights:
-    """The model in a folder, to score sequences with; it is loaded once, when the first is scored."""
+    """The model in a folder, to score sequences with; loaded once, on first use."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -117,12 +117,12 @@ class Weights:
 def check_sequence(
     record: Mapping[str, Any], model: Path | Weights | None = None, tolerance: float = TOLERANCE
 ) -> list[Check]:
-    """What must hold of every sequence; with `model`, the weights that sampled it or their folder, the log-probs too.
+    """Checks every sequence; with `model` (the weights that sampled it or their folder), the log-probs too.
 
     A rollout's main sequence has its rewards checked as well. `check_overlap` has what must hold between sequences.
 
     Raises:
-        DataError: the record lacks what a trajectory is made of.
+        DataError: the record lacks parts of a trajectory.
         ConfigError: the model cannot be loaded.
     """
     trajectory = trajectory_from_record(record)
@@ -136,10 +136,10 @@ def check_sequence(
 
 
 def check_overlap(record: Mapping[str, Any]) -> Check | None:
-    """That no token is trained on twice, where a rollout has several sequences.
+    """Checks that no token is trained on twice if a rollout has several sequences.
 
     Two of them may hold the same sampled tokens after the same ids only if the engine drew them twice, which ids alone
-    cannot tell: then the check is skipped, and says where.
+    cannot prove: the check is then skipped, and says where.
     """
     sequences = [trajectory_from_record(sequence) for sequence in sequences_of(record)]
     if len(sequences) < 2:
@@ -210,7 +210,7 @@ def _log_probs_where_sampled(trajectory: Trajectory) -> Check:
             wrong = wrong or f"segment {number} ({segment.provenance.value}) breaks it"
         for value in segment.log_probs or ():
             if not (math.isfinite(value) and value <= 1e-6):
-                wrong = wrong or f"segment {number} holds {value}, which is no log-prob"
+                wrong = wrong or f"segment {number} holds {value}, which is not a log-prob"
             lowest = min(lowest, value)
     return _check(statement, wrong, f"the least likely: {lowest:.3f} nats")
 

@@ -1,7 +1,7 @@
 """The panel of a live run, drawn with Rich, and its one-line form.
 
-Invariant: pure functions of a `RunState`. Every metric is optional, and its row is left out where it is absent; any finite
-values can be drawn; no curve is wider than asked for. When to draw is decided in `display`.
+Invariant: pure functions of a `RunState`. Every metric is optional, its row left out if absent; any finite values can be
+drawn; no curve is wider than requested. When to draw is decided in `display`.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from rich.text import Text
 from etude.problems import count_tool_calls, find_problems
 
 _CURVE_ROWS = 5
-_RECENT = 50  # steps that the time left is estimated from: more than lie between two trials of a supervised run
+_RECENT = 50  # steps to estimate the time left from: more than between two trials of a supervised run
 _MAX_PROBLEMS = 4
 _TIME_COLOURS = ("cyan", "blue", "magenta", "yellow", "green", "bright_black")
 _BARS = "▁▂▃▄▅▆▇█"
@@ -98,7 +98,7 @@ class RunState:
     validated: str = "greedy"  # how validations sample; training always draws
 
     def add(self, step: int, metrics: Mapping[str, float], seconds: float) -> None:
-        """Takes in one finished step that took `seconds` of wall time."""
+        """Adds a finished step that took `seconds` of wall time."""
         finite = {name: float(value) for name, value in metrics.items() if is_number(value)}
         self.step, self.metrics = step, finite
         if step > 0:  # not a validation before training
@@ -131,7 +131,7 @@ def validation_label(key: str) -> str:
 
 
 def first_value(metrics: Mapping[str, float], keys: Sequence[str]) -> float | None:
-    """The value of the first key that is there."""
+    """The value of the first key present."""
     return next((metrics[key] for key in keys if key in metrics), None)
 
 
@@ -309,14 +309,14 @@ def braille_curve(values: Sequence[float], width: int, rows: int, low: float, hi
     for x, value in enumerate(_stretched(resample(values, dots_wide), dots_wide)):
         y = round(_share(value, low, high) * (dots_high - 1)) if high > low else round(0.5 * (dots_high - 1))
         start = y if previous is None else previous + (y > previous) - (y < previous)
-        for dot in range(min(start, y), max(start, y) + 1):  # joins the dots of a steep line
+        for dot in range(min(start, y), max(start, y) + 1):  # connects the dots of a steep line
             cells[rows - 1 - dot // 4][x // 2] |= _BRAILLE_DOTS[x % 2][dot % 4]
         previous = y
     return ["".join(chr(0x2800 + cell) for cell in row) for row in cells]
 
 
 def _share(value: float, low: float, high: float) -> float:
-    """Where between `low` and `high` a value lies, 0 to 1; sums too large for a float must not end the view."""
+    """The position of a value between `low` and `high`, 0 to 1; float overflow must not end the view."""
     return min(1.0, max(0.0, (value - low) / (high - low)))
 
 

@@ -1,12 +1,12 @@
 """`report.html`: one self-contained page that says what a run did.
 
-Invariant: the page makes no request, runs no script (its own policy forbids both), and escapes whatever a model, a tool
-or a file put into it; its size is bounded by the limits of the modules it draws on. A part whose file is absent is left
-out with a sentence; a part whose file is broken is an error that names the file.
+Invariant: the page makes no request, runs no script (its own policy forbids both), and escapes all text from models, tools
+and files; its size is bounded by the limits of the modules it uses. If a file is absent, a sentence says so; a broken file
+is an error that names it.
 
 Reads `metrics.jsonl`, `summary.json`, `run.json`, `config.yaml` and the dumps of a run folder; writes nothing else.
 `summary.json` is an object: `before` and `after` map a quantity's name to a number, or for a proportion to
-`{"value", "low", "high"}` (a 95 % interval); every other plain value is listed as a fact. Without it the first and last
+`{"value", "low", "high"}` (a 95 % interval); other scalars are listed as facts. Without it the first and last
 validation are compared.
 """
 
@@ -53,12 +53,12 @@ class Estimate:
 
     @property
     def is_proportion(self) -> bool:
-        """Whether it has an interval, and so is shown in per cent."""
+        """Whether it has an interval, and so is rendered as a percentage."""
         return self.low is not None and self.high is not None
 
     @property
     def text(self) -> str:
-        """As shown: `93 %` or `0.93`."""
+        """As rendered: `93 %` or `0.93`."""
         return f"{100 * self.value:.1f}\N{NO-BREAK SPACE}%" if self.is_proportion else f"{self.value:.4g}"
 
     @property
@@ -82,7 +82,7 @@ class Headline:
 
 @dataclass(frozen=True)
 class Contents:
-    """Everything that the page shows."""
+    """The page's contents."""
 
     title: str
     subtitle: str
@@ -110,7 +110,7 @@ def write_report(
         run_dir: the folder that a run wrote.
         title: default the folder's name.
         rollouts, validation: the dump folders, default those names inside `run_dir`; sample trajectories come from the
-            validation's where it has any, for its prompts come back.
+            validation's if there are any, since its prompts recur.
 
     Raises:
         DataError: the folder does not exist or holds nothing of a run, or one of its files is malformed.
@@ -172,14 +172,14 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
 
 
 def _ending(record: Mapping[str, Any]) -> str:
-    """Why the run is not complete; empty where it is, or where nothing is known of it."""
+    """Why the run is not complete; empty if it is, or if unknown."""
     if not record or record.get("ended") == COMPLETED:
         return ""
-    return str(record.get("ended") or "it is still under way, or was killed")[:300]
+    return str(record.get("ended") or "it is still running, or was killed")[:300]
 
 
 def _problems(records: Records) -> list[str]:
-    """What was wrong in how many steps, with the last step's words for it."""
+    """Each kind of problem with its number of steps and the last step's message."""
     steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
     last: dict[str, tuple[str, int]] = {}
     count: Counter[str] = Counter()
@@ -255,7 +255,7 @@ def _validation_estimate(record: Mapping[str, Any], key: str) -> Estimate:
 
 
 def _facts(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """Plain values; what ends in _before or _after is among the headlines already."""
+    """Scalars; those ending in _before or _after are among the headlines already."""
     plain = [
         (name, value)
         for name, value in summary.items()

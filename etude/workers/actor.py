@@ -1,4 +1,4 @@
-"""`TrainWorker`: the actor, which learns, and the reference policy, which stays as it was."""
+"""`TrainWorker`: the actor, which is trained, and the frozen reference policy."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ from etude.workers.role import TOKENS, RoleWorker
 
 
 class TrainWorker(RoleWorker):
-    """Computes log-probs and learns, from demonstrations or from advantages."""
+    """Computes log-probs and trains, on demonstrations or advantages."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
-        """Loads the model and, if something needs it, the reference, and builds the optimizer; its learning-rate schedule
+        """Loads the model and, if needed, the reference, and builds the optimizer; its learning-rate schedule
         counts training steps and ends after `total_steps`.
 
         Raises:
@@ -115,7 +115,7 @@ class TrainWorker(RoleWorker):
             "global_batch_size": scale.global_batch_size,
             "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
         }
-        # Without old log-probs the batch gets a single update, and its own log-probs are the old ones.
+        # Without old log-probs the batch has a single update, whose own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
         loss, loss_metrics = policy_loss(
             actor.policy_loss.loss_mode,

@@ -1,7 +1,7 @@
-"""Reading and writing what a checkpoint holds beside its models.
+"""Reading and writing a checkpoint's tensor files, models aside.
 
-Invariant: nothing but tensors and plain values is read, so that a checkpoint from elsewhere cannot run code; whatever is
-wrong with a file is one `CheckpointError` that names it.
+Invariant: only tensors and plain values are read, so that a foreign checkpoint cannot run code; any fault of a file is one
+`CheckpointError` that names it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from etude.errors import CheckpointError, one_line
 
 
 def write_tensors(state: dict[str, Any], path: Path) -> None:
-    """Writes what `read_tensors` reads.
+    """Writes a file for `read_tensors`.
 
     Raises:
         CheckpointError: the file cannot be written; torch reports a full disk as an internal error of its own.
@@ -28,7 +28,7 @@ def write_tensors(state: dict[str, Any], path: Path) -> None:
 
 
 def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
-    """What `torch.save` wrote to `path`, tensors on `device`.
+    """The state that `write_tensors` wrote to `path`, tensors on `device`.
 
     Raises:
         CheckpointError: the file is missing or damaged, or holds something else.

@@ -1,4 +1,5 @@
-"""What a rollout worker's agents talk to: loaded by the worker itself, once, and described to the driver.
+"""The tools, interactions and environment of a rollout worker: loaded once, by the worker itself, and described to the
+driver.
 
 Invariant: `ToolCatalogue` is all that leaves the worker: plain values, from which rows and prompts are checked before any
 model is loaded.
@@ -26,10 +27,10 @@ from etude.workers.tokenizer_bundle import TokenizerBundle
 
 @dataclass(frozen=True)
 class ToolCatalogue:
-    """What is configured: OpenAI schemas of the tools by name, names of interactions and of registered agent loops.
+    """The configured tools' OpenAI schemas by name, and names of interactions and of registered agent loops.
 
-    `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop shows what
-    tools answer by the chat template; a user's own, or an environment, may do that in its own way.
+    `judging_tools`: those with a `calc_reward` of their own. `tool_messages`: whether the default agent loop renders tool
+    answers with the chat template; a user's loop, or an environment, may do it differently.
     """
 
     schemas: Mapping[str, dict[str, Any]]
@@ -54,7 +55,7 @@ class ToolCatalogue:
 
 
 def load_context(options: RoleOptions, bundle: TokenizerBundle) -> AgentContext:
-    """The configured tools, interactions and environment, and what else the trajectories of a worker share.
+    """The configured tools, interactions and environment, and everything else that a worker's trajectories share.
 
     Raises:
         ConfigError: one of them cannot be loaded.
@@ -97,6 +98,6 @@ def collect_tools(options: MultiTurnOptions) -> dict[str, BaseTool]:
         for tool in load(path):
             if tool.name in tools:
                 raise ConfigError(f"{path}: a tool named '{tool.name}' is already configured")
-            ToolRuntime.of(tool)  # refuses limits, a schema or recordings that cannot be used
+            ToolRuntime.of(tool)  # refuses invalid limits, schemas or recordings
             tools[tool.name] = tool
     return tools

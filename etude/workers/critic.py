@@ -1,4 +1,4 @@
-"""The critic: values of contexts, learned from returns."""
+"""The critic: values of contexts, trained on returns."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The worker's link to its inference engine: builds it, hands weights over, has the probe look at them, gives memory back.
+"""The worker's link to its inference engine: builds it, hands weights over and probes them, frees its memory.
 
-Invariant: when a rollout starts, the engine has been handed the weights that it is said to have and, unless
-`rollout.weight_probe` is off, the probe has found its log-probs equal to the trainer's at them. An engine that shares the
-trainer's tensors is only told that they changed; others load a checkpoint, or take tensors by handle.
+Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
+found its log-probs equal to the trainer's. An engine that shares the trainer's tensors is only notified of the change;
+others load a checkpoint, or take tensors by handle.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
 def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
-    """The engine that `rollout.name` names; `model` is None where only an evaluating engine will do.
+    """The engine named by `rollout.name`; `model` is None where only an evaluation engine fits.
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
@@ -100,7 +100,7 @@ class WeightSyncError(EtudeError):
 
 
 class EngineLink:
-    """`actor` computes the trainer's log-probs; None where the engine only evaluates, and is handed nothing."""
+    """`actor` computes the trainer's log-probs; None where the engine only evaluates and gets no weights."""
 
     def __init__(
         self, engine: Engine, rollout: RolloutOptions, chat: ChatTemplate, actor: PolicyEngine | None, dtype: str
@@ -108,7 +108,7 @@ class EngineLink:
         """`dtype`: the trainer's."""
         self.engine, self._rollout, self._actor = engine, rollout, actor
         self._shares = getattr(engine, "shares_weights", True)
-        self.is_current = actor is None  # whether the engine was handed the present weights
+        self.is_current = actor is None  # whether the engine has the current weights
         self._asleep = False
         self._folder: Scratch | None = None
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
@@ -118,7 +118,7 @@ class EngineLink:
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout = self._rollout
         tolerance, dtype = rollout.weight_probe_tolerance, rollout.dtype or dtype
-        tokens = 4 if self._shares else 16  # one that shares the tensors can be wrong only by forgetting nothing
+        tokens = 4 if self._shares else 16  # sharing tensors, it can only be wrong through stale caches
         longest = max((rollout.max_model_len or rollout.prompt_length) - tokens, 1)
         return WeightProbe(
             [chat.initial_ids([{"role": "user", "content": text}])[-longest:] for text in PROBE_TEXTS],
@@ -135,18 +135,18 @@ class EngineLink:
             EtudeError: the weights have changed since they were handed over.
         """
         if not self.is_current:
-            raise EtudeError("the engine was not handed the present weights: call update_weights(version) first")
+            raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
         await self._wake()
 
     async def push(self, version: int) -> Metrics:
-        """Hands over the present weights as `version`, and probes.
+        """Hands over the current weights as `version`, and probes.
 
         Returns:
             `weight_sync/seconds` and, from the probe, `weight_sync/largest_difference` in nats.
 
         Raises:
             WeightSyncError: the engine did not take them.
-            WeightMismatch: it says that it did, and samples from others.
+            WeightMismatch: it claims to have them, but samples from others.
         """
         if self._actor is None:
             return {}
@@ -161,7 +161,7 @@ class EngineLink:
                 raise
             raise WeightSyncError(
                 f"the engine '{self._rollout.name}' did not take the weights of version {version}: {one_line(error)}; "
-                "mend it and start again: the run goes on from its last checkpoint"
+                "fix it and start again: the run resumes from its last checkpoint"
             ) from error
         self.is_current = True
         return {"weight_sync/seconds": Max(time.perf_counter() - started)} | metrics
@@ -176,7 +176,7 @@ class EngineLink:
         else:
             results, probed = [await probe.check(self.engine, version)], [self.engine]
         for engine in probed:
-            engine.metrics()  # the probe's tokens are none of the next rollout's
+            engine.metrics()  # the probe's tokens do not count for the next rollout
         return {"weight_sync/largest_difference": Max(max(result.largest for result in results))}
 
     def _score(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]], temperature: float) -> list[list[float]]:
@@ -196,7 +196,7 @@ class EngineLink:
         base = self._base_folder(model)
         folder = base / f"version-{version}"
         save_pretrained(model, None, folder)
-        for other in base.glob("version-*"):  # the newest stays, for a replica that comes back
+        for other in base.glob("version-*"):  # the newest is kept, for a replica that comes back
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
         return folder
@@ -205,7 +205,7 @@ class EngineLink:
         if self._folder is None:
             parent = self._rollout.weight_sync_dir
             if parent is None:
-                sweep(_MEMORY_FOLDER, _PREFIX)  # before its room is measured
+                sweep(_MEMORY_FOLDER, _PREFIX)  # before free memory is measured
                 size = sum(parameter.nbytes for parameter in model.parameters())
                 parent = _memory_folder(int(_ROOM * size))
             else:
@@ -217,7 +217,7 @@ class EngineLink:
     # -- memory --------------------------------------------------------------------------------------------------
 
     async def rest(self) -> None:
-        """After a rollout: has the engine give its memory back, where `rollout.free_cache_engine` says so."""
+        """After a rollout: frees the engine's memory, if `rollout.free_cache_engine` is set."""
         if self._rollout.free_cache_engine and not self._asleep:
             self._asleep = await self._told("sleep")
 
@@ -226,10 +226,10 @@ class EngineLink:
             self._asleep = not await self._told("wake")
 
     async def _told(self, what: str) -> bool:
-        """Whether the engine can sleep and wake at all.
+        """Whether the engine supports sleep and wake.
 
         Raises:
-            EtudeError: it can, and failed to.
+            EtudeError: it does, and failed.
         """
         if not hasattr(self.engine, what):
             return False
@@ -243,12 +243,12 @@ class EngineLink:
 
 
 def _tolerance(*dtypes: str) -> float:
-    """Of the coarsest of `dtypes`."""
+    """The tolerance of the coarsest of `dtypes`."""
     return max(TOLERANCES[DTYPES[name]] for name in dtypes)
 
 
 def _memory_folder(size: int) -> str | None:
-    """A folder in memory with room for `size` bytes; None: wherever temporary files go."""
+    """A folder in memory with room for `size` bytes; None: the temporary directory."""
     if not os.access(_MEMORY_FOLDER, os.W_OK) or shutil.disk_usage(_MEMORY_FOLDER).free < size:
         return None
     return str(_MEMORY_FOLDER)

@@ -1,4 +1,4 @@
-"""`RoleOptions`: the plain options that a run's workers are built from, in whichever process."""
+"""`RoleOptions`: the plain options that a run's workers are built from, in any process."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ class RoleOptions:
 
     `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
     `needs_ref`: some loss or reward uses the reference policy. `plugins`, `num_threads`, `seed` (None: left alone) and
-    `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, handed on
-    to users' agent loops and reward managers.
+    `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, passed to
+    users' agent loops and reward managers.
 
     Raises:
-        ConfigError: the rollout section does not go with its engine, or with the device; names the key.
+        ConfigError: the rollout section does not fit its engine or the device; names the key.
     """
 
     model: ModelOptions
@@ -59,7 +59,7 @@ class RoleOptions:
             raise ConfigError("actor_rollout_ref.rollout.weight_transfer=cuda_ipc needs a GPU; use folder")
 
     def user_config(self) -> DictConfig | None:
-        """`config` as users' code reads it: by attribute, an unknown key an error."""
+        """`config` for users' code: by attribute; unknown keys raise."""
         if self.config is None:
             return None
         made = OmegaConf.create(dict(self.config))

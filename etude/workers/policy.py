@@ -1,7 +1,7 @@
 """`ActorRolloutRefWorker`: actor, reference and rollout in one process, where actor and rollout share the weights.
 
-Invariant: nothing is rolled out on weights that the engine was not told of: an engine in this process samples from the very
-tensors that the actor updates, and what it cached of earlier ones would be wrong.
+Invariant: no rollout starts before the engine is notified of new weights: an engine in this process samples from the tensors
+that the actor updates, so its caches would be stale.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from etude.workers.rollout import RolloutWorker
 
 
 class ActorRolloutRefWorker(TrainWorker, RolloutWorker):
-    """Samples, computes log-probs and learns."""
+    """Samples, computes log-probs and trains."""
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
-        """As both: the model is loaded once."""
+        """Initialises both roles on one model, loaded once."""
         TrainWorker.init_model(self, total_steps)
         self.start_engine(self._actor)
 

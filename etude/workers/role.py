@@ -1,7 +1,7 @@
-"""`RoleWorker`: what the workers of all roles begin with.
+"""`RoleWorker`: the base of the workers of all roles.
 
-Invariant: a worker needs its `RoleOptions` and nothing else of whoever starts it: it imports the user's plug-ins, sets its
-process up and loads what it works with itself, each thing once.
+Invariant: a worker is built from its `RoleOptions` alone: it imports the user's plug-ins, sets up its process and loads what
+it needs itself, each once.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
 TOKENS = ("input_ids", "attention_mask", "response_mask")
-"""The columns that every forward pass reads; beside them the images, where there are any."""
+"""The columns that every forward pass reads, besides any images."""
 
 
 def start_process(
@@ -32,7 +32,7 @@ def start_process(
     seed: int | None,
     deterministic: bool,
 ) -> None:
-    """Registers the user's names in this process and sets its threads, seed and determinism; again changes nothing.
+    """Registers the user's names in this process and sets threads, seed and determinism; idempotent.
 
     Raises:
         ConfigError: a plug-in or the file of agent loops cannot be loaded.
@@ -50,7 +50,7 @@ def start_process(
 
 
 class RoleWorker(Worker):
-    """A worker of one of the roles; `bundle` (tokenizer, chat template, image processor) is loaded where it is used."""
+    """A worker of one of the roles; `bundle` (tokenizer, chat template, image processor) is loaded on first use."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         start_process(

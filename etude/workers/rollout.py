@@ -1,4 +1,4 @@
-"""`RolloutWorker`: agent loops, the engine that they sample from, and the scoring of what they end with."""
+"""`RolloutWorker`: agent loops, the engine that they sample from, and the scoring of their trajectories."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
 from etude.workers.role import RoleWorker
 
-_MAX_INTERRUPTS = 8  # one that arrives inside a task ends the event loop once for every task that it passes through
+_MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
 class RolloutWorker(RoleWorker):
-    """Rolls out rows. By itself it samples from the model as its folder has it, such as for an evaluation."""
+    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder."""
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         super().__init__(options, **place)
-        self._loop = asyncio.new_event_loop()  # one for the worker's life: tools may keep connections in it
+        self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
         self._manager: AgentLoopManager | None = None
 
     @cached_property
@@ -46,7 +46,7 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_tools(self) -> ToolCatalogue:
-        """Loads everything but models, and says which tools, interactions and agent loops there are.
+        """Loads everything but models, and returns the catalogue of tools, interactions and agent loops.
 
         Raises:
             ConfigError: something in the rollout or reward section cannot be loaded.
@@ -76,7 +76,7 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Metrics:
-        """Hands the present weights, from now on called `version`, to the engine, and probes it (see `EngineLink.push`)."""
+        """Hands the current weights to the engine as `version`, and probes it (see `EngineLink.push`)."""
         metrics: Metrics = self._run(self._link.push(version))
         return metrics
 
@@ -84,8 +84,8 @@ class RolloutWorker(RoleWorker):
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
-        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; there may be
-        `least_group`, the survivors of a `uid` that are of use (see `AgentLoopManager.generate`), and `greedy`. Returns the
+        Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; optionally
+        `least_group`, the minimum number of survivors per `uid` (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's metrics.
         """
@@ -110,11 +110,11 @@ class RolloutWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def progress(self) -> tuple[int, int]:
-        """Trajectories of the present (or last) rollout that have ended, and all of them; may be asked while it runs."""
+        """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
 
     def close(self) -> None:
-        """Cancels what still runs in the worker's event loop (an abandoned engine step, a tool's connection)."""
+        """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
         if pending := asyncio.all_tasks(self._loop):
             for task in pending:
                 task.cancel()

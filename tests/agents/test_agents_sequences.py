@@ -298,7 +298,7 @@ def test_an_output_that_says_something_else_than_its_trajectory_is_refused(loop_
         roll(1)
     assert "\n" not in str(caught.value)
     if name in ("response_mask", "response_logprobs"):  # of the others the engine's witness speaks first
-        assert f"{name} differs from that of its trajectory, which is what is trained on" in str(caught.value)
+        assert f"{name} differs from that of its trajectory, which is used for training" in str(caught.value)
 
 
 def test_a_trajectory_that_claims_more_than_its_output_is_refused(loop_named):

@@ -78,7 +78,7 @@ def test_the_documents_command_with_a_file_of_the_users(started, monkeypatch, tm
 def test_a_wrong_key_through_any_door_is_one_line(monkeypatch, capsys, door):
     assert through_module(monkeypatch, door, "trainer.sed=3") == 2
     first, *problems = capsys.readouterr().err.splitlines()
-    assert first == "error: 3 settings cannot be taken:"  # the data and the model are missing, too
+    assert first == "error: 3 settings are invalid:"  # the data and the model are missing, too
     assert problems[0] == "  unknown key trainer.sed (command line); did you mean trainer.seed?"
 
 
@@ -131,7 +131,7 @@ def test_an_evaluation_of_several_samples_must_sample(tiny, tmp_path, capsys):
     arguments = tiny.arguments(tmp_path, f"data.val_files={tiny.folder}/data/test.parquet", f"{val}.n=2")
     for more in ((), (f"{val}.do_sample=true", f"{val}.temperature=0")):
         error = one_line_error(capsys, ["eval", *arguments, *more])
-        assert "val_kwargs.n=2 (command line): without sampling, answers are equal" in error
+        assert "val_kwargs.n=2 (command line): without sampling, all answers are the same" in error
     assert run(cli, ["eval", *arguments, f"{val}.do_sample=true"]) == 0
     shown = capsys.readouterr().out
     assert "3 prompts, 6 samples, 0 dropped" in shown

@@ -129,15 +129,15 @@ def test_what_is_missing_stands_beside_what_is_wrong(files):
 @pytest.mark.parametrize(
     ("overrides", "key", "why"),
     [
-        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "training needs answers that differ"),
-        ([f"{ROLLOUT}.top_k=1"], f"{ROLLOUT}.top_k=1", "training needs answers that differ"),
+        ([f"{ROLLOUT}.do_sample=false"], f"{ROLLOUT}.do_sample=false", "training needs sampled answers"),
+        ([f"{ROLLOUT}.top_k=1"], f"{ROLLOUT}.top_k=1", "training needs sampled answers"),
         (
             [f"{ROLLOUT}.name=openai", f"{ROLLOUT}.server_urls=[http://a:1]"],
             f"{ROLLOUT}.name=openai",
             "is for `etude eval` only",
         ),
-        (["reward_model.enable=false"], "reward_model.enable=false", "leaves nothing that could reward"),
-        (["reward_model.score_weight=0"], "reward_model.score_weight=0.0", "leaves nothing that could reward"),
+        (["reward_model.enable=false"], "reward_model.enable=false", "leaves no source of rewards"),
+        (["reward_model.score_weight=0"], "reward_model.score_weight=0.0", "leaves no source of rewards"),
     ],
 )
 def test_what_teaches_nothing_is_refused_in_training_and_fine_elsewhere(files, overrides, key, why):
@@ -172,7 +172,7 @@ def test_a_run_that_no_one_rewards_is_refused(files, tmp_path, sources, rewards)
     if rewards:
         start(*files, "reward_model.enable=false", *overrides)
     else:
-        assert "leaves nothing that could reward" in refusal(*files, "reward_model.enable=false", *overrides)
+        assert "leaves no source of rewards" in refusal(*files, "reward_model.enable=false", *overrides)
 
 
 def test_a_loop_of_ones_own_file_may_be_the_default(files, tmp_path):

@@ -97,9 +97,9 @@ def test_all_faults_are_in_one_message_with_a_line_each(capsys):
     ]
     assert run_command(cli, ["config", *arguments]) == 2
     first, *lines = capsys.readouterr().err.splitlines()
-    assert first == "error: 6 settings cannot be taken:"
+    assert first == "error: 6 settings are invalid:"
     assert [line.split(" (command line)")[0].strip() for line in lines] == [
-        "data.truncation=left cannot be taken here",
+        "data.truncation=left is invalid here",
         f"{ROLLOUT}.over_sample_rate does not exist here",
         f"{ACTOR}.grad_clip and {ACTOR}.optim.clip_grad mean the same but are set to different values",
         "unknown key data.train_fils",

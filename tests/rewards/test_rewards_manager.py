@@ -354,7 +354,7 @@ def test_the_built_in_manager_is_made_in_any_of_the_orders(parts):
     ("parts", "named", "words"),
     [
         ((), {}, "needs a tokenizer"),
-        ((half, Letters()), {"compute_score": 3}, "compute_score is no function"),
+        ((half, Letters()), {"compute_score": 3}, "compute_score is not a function"),
         (({}, half, Letters()), {}, "needs a tokenizer, got function"),
         ((Letters(), 0, half, "source"), {}, "data_source picks"),
         ((Letters(), 0, half, "data_source", 1, 2), {}, "takes tokenizer, num_examine"),

@@ -167,7 +167,7 @@ def test_a_users_async_function(tmp_path):
 @pytest.mark.parametrize(
     ("source", "kwargs", "message"),
     [
-        ("compute_score = 3", None, "is no function but of type int"),
+        ("compute_score = 3", None, "is not a function but of type int"),
         ("def other(): pass", None, "has no 'compute_score'"),
         ("def compute_score(text, truth): pass", None, "requires 'text', which nothing provides"),
         ("def compute_score(solution_str, /): pass", None, "requires 'solution_str'"),

@@ -201,7 +201,7 @@ def test_what_has_no_effect_is_named_and_not_written_as_if_it_had(tiny, tmp_path
     more = ("trainer.total_training_steps=3", "algorithm.kl_ctrl.kl_coef=9", "trainer.val_before_train=false")
     train(tiny.config(tmp_path, *adaptive, *more))
     assert (
-        "no effect on a resumed run: algorithm.kl_ctrl.kl_coef: 0.001 → 9.0 (the adaptive controller goes on"
+        "no effect on a resumed run: algorithm.kl_ctrl.kl_coef: 0.001 → 9.0 (the adaptive controller continues"
         in caplog.text
     )
     assert "no effect on a resumed run: trainer.val_before_train: true → false" in caplog.text

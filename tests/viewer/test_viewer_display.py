@@ -140,7 +140,7 @@ def test_a_broken_output_never_reaches_the_training(
 ) -> None:
     console = RunConsole(file=BrokenFile(error), force_terminal=force_terminal, _environ={"TERM": "xterm"})
     show(console, *[RolloutProgress(1, 2), StepFinished(1, 10, METRICS), Notice("x")] * 3)
-    assert sum("training goes on" in record.message for record in caplog.records) == 1
+    assert sum("training continues" in record.message for record in caplog.records) == 1
 
 
 def test_a_fault_while_drawing_is_shown_as_such(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,7 +211,7 @@ def test_what_is_wrong_is_said_on_the_panel_and_the_line() -> None:
     }
     sentences = {
         "actor update skipped: its gradient is not finite",
-        "2 trajectories dropped: infrastructure failed again and again",
+        "2 trajectories dropped: infrastructure failed repeatedly",
         "7 malformed calls",
         "all rewards equal (0): a group-relative estimator learns nothing",
         "40 % of trajectories cut at data.max_response_length",

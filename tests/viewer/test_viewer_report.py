@@ -339,7 +339,7 @@ def test_looking_at_a_run_needs_neither_torch_nor_a_trainer(run: Path) -> None:
 def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):
     run = make_run(tmp_path / "run")
     with run_record(run):
-        assert "still under way, or was killed" in write_report(run).read_text()
+        assert "still running, or was killed" in write_report(run).read_text()
     with pytest.raises(OSError, match="full"), run_record(run):
         raise OSError(f"the disk is full {EVIL}")
     with (run / "metrics.jsonl").open("a") as file:
