@@ -128,7 +128,7 @@ class SandboxService:
         """One program.
 
         Raises:
-            SandboxRequestError: the request makes no sense.
+            SandboxRequestError: the request is invalid.
             ServerBusy: it was not run.
         """
         language = wire.known_language(message.language)

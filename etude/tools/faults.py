@@ -30,7 +30,7 @@ class CallPlace(NamedTuple):
 class Fault(Enum):
     """What goes wrong."""
 
-    TIMEOUT = "timeout"  # no answer in time: broken infrastructure
+    TIMEOUT = "timeout"  # no answer in time: an infrastructure failure
     ERROR = "error"  # the tool raises: see `config.on_exception`
     GARBAGE = "garbage"  # the tool runs, and its text is replaced by garbage
 
