@@ -54,7 +54,7 @@ class ObservationEncoder:
             owners = [owner_of(message) for message in messages for _ in range(image_count(message))]
             found = self._images.expand_runs(found, owners, image_tokens)
         elif image_tokens:
-            raise DataError("a text model is shown no images")
+            raise DataError("a text model takes no images")
         runs = [(list(ids), label) for ids, label in found]
         opening = self._turns.opening(end, after)
         return [(list(opening), Provenance.TEMPLATE), *runs] if opening else runs

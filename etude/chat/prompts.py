@@ -36,7 +36,7 @@ class Prompts:
     ) -> list[int]:
         """As `ChatTemplate.initial_ids`."""
         if self._images is None and image_tokens:
-            raise DataError("a text model is shown no images")
+            raise DataError("a text model takes no images")
         key = rendering_key(messages, tools)
         found = self.kept.get(key)
         if found is None:

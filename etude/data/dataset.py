@@ -188,8 +188,8 @@ class RLDataset:
             raise DataError(f"{names}: every prompt is longer than data.max_prompt_length={limit} tokens: raise it")
         if self.overlong:
             total = kept + self.overlong
-            told = "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens with their tool schemas"
-            logger.warning(told, names, self.overlong, total, limit)
+            line = "%s: left out %d of %d prompts, longer than data.max_prompt_length=%d tokens with their tool schemas"
+            logger.warning(line, names, self.overlong, total, limit)
 
     def _schemas(self, row: Row) -> list[Schema] | None:
         schemas = self.tool_schemas or {}

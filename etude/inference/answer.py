@@ -43,7 +43,7 @@ def checked_output(answer: Answer, params: SamplingParams, version: int, source:
     """
     ids, log_probs = answer.token_ids, answer.log_probs
     if not isinstance(ids, list) or not all(type(token) is int and token >= 0 for token in ids):
-        raise EngineError(f"{source}: the answer holds no list of token ids")
+        raise EngineError(f"{source}: the response has no list of token ids")
     if params.temperature == 0:
         log_probs = [0.0] * len(ids)
     if not isinstance(log_probs, list) or len(log_probs) != len(ids):

@@ -159,7 +159,7 @@ def test_as_many_images_as_places():
     for chat, tokens, told in (
         (CHAT, [], "places for 1 images, and 0 are given"),
         (CHAT, [4, 4], "places for 1 images, and 2 are given"),
-        (ChatTemplate(PROCESSOR.tokenizer), [4], "a text model is shown no images"),
+        (ChatTemplate(PROCESSOR.tokenizer), [4], "a text model takes no images"),
     ):
         with pytest.raises(DataError, match=told):
             chat.initial_ids(one, None, tokens)

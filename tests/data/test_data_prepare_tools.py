@@ -142,7 +142,7 @@ def test_pictures_as_bytes(tmp_path):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        ({"image": "b.png"}, "there is no picture"),
+        ({"image": "b.png"}, "there is no image"),
         ({"image": 3}, "needs 'image'"),
         ({"answer": None}, "needs 'question'"),
     ],

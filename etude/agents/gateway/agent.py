@@ -65,7 +65,7 @@ class FunctionAgent:
     def __init__(self, function: Callable[..., Any]) -> None:
         self.name = getattr(function, "__name__", type(function).__name__)
         if not callable(function):
-            raise ConfigError(f"agent '{self.name}' is no function")
+            raise ConfigError(f"agent '{self.name}' is not a function")
         self._function = function
         self._is_async = any(map(inspect.iscoroutinefunction, (function, type(function).__call__)))
         self._wanted = _wanted(function, self.name)
@@ -95,7 +95,7 @@ def _wanted(function: Callable[..., Any], name: str) -> list[str]:
         elif parameter.default is parameter.empty:
             hint = did_you_mean(parameter.name, PARAMETERS)
             raise ConfigError(
-                f"agent '{name}' wants a parameter '{parameter.name}'{hint} (there are {', '.join(PARAMETERS)})"
+                f"agent '{name}' has an unknown parameter '{parameter.name}'{hint} (there are {', '.join(PARAMETERS)})"
             )
     return wanted
 
@@ -149,7 +149,7 @@ class CommandAgent:
             await uninterrupted(_ended(process, pipes))
         if status != 0:
             said = " ".join(err.kept.decode("utf-8", "replace").split())[-500:]
-            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(it said nothing)'}")
+            raise CommandFailed(f"agent '{self.name}' ended with status {status}: {said or '(no output)'}")
         return _number(out.kept)
 
 

@@ -57,7 +57,7 @@ async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -
     reader = context.images if "user" in context.chat.image_roles else None
     if reader is None:
         first = next(number for number, shown in enumerate(addresses) if shown)
-        raise GatewayError(400, f"messages.{first}: this policy is shown no images", param="messages")
+        raise GatewayError(400, f"messages.{first}: this policy takes no images", param="messages")
     return await _threads.run(_look, addresses, reader)
 
 

@@ -168,7 +168,9 @@ def _is_group(error: BaseException) -> bool:
 def _unanswered(session: GatewaySession) -> str:
     if session.declined is None:
         return "returned without asking its policy anything: does it use the base URL that it was given?"
-    return f"returned although none of its requests was answered; the last one was told: {one_line(session.declined)}"
+    return (
+        f"returned although none of its requests was answered; the last one failed with: {one_line(session.declined)}"
+    )
 
 
 def openai_agent(name: str) -> Callable[[Callable[..., Any]], Callable[..., Any]]:

@@ -119,12 +119,13 @@ def _context_after(
         parsed = replace(parsed, result_tag=shared.parser.result_tag or "tool_response")
     shown = []
     for message, place in zip(new, answering):
-        told = {"role": message["role"], "content": message["content"]}
+        rendered = {"role": message["role"], "content": message["content"]}
         if message["role"] == "tool":
             call = None if place is None else parent.read.calls[place]
-            told = parsed.result_message(message["content"], call)
-            told = naming(told, message.get("name") if call is None else call.name) if chat.names_calls else told
-        shown.append(told)
+            rendered = parsed.result_message(message["content"], call)
+            name = message.get("name") if call is None else call.name
+            rendered = naming(rendered, name) if chat.names_calls else rendered
+        shown.append(rendered)
     try:
         return chat.context_ids(shown, after=parent.read.output.token_ids, image_tokens=image_tokens)
     except ConfigError:

@@ -96,11 +96,11 @@ class Recording:
     def find(self, key: bytes, history: Sequence[Message]) -> Turn | None:
         """The turn that a history ends with, if it edits no thoughts; of several with the same text, the one whose ids and
         thoughts match the history's messages, or else one that nothing continues yet."""
-        told = [message for message in reversed(history) if message["role"] == "assistant"]
-        twins = [turn for turn in self._after.get(key, ()) if not _edited(turn, told)]
+        sent = [message for message in reversed(history) if message["role"] == "assistant"]
+        twins = [turn for turn in self._after.get(key, ()) if not _edited(turn, sent)]
         if len(twins) < 2:
             return twins[0] if twins else None
-        return max(twins, key=lambda turn: (*_alike(turn, told), turn not in self._continued))
+        return max(twins, key=lambda turn: (*_alike(turn, sent), turn not in self._continued))
 
     @property
     def last(self) -> Turn:
@@ -122,14 +122,14 @@ class Recording:
         return made[::-1]
 
 
-def _edited(turn: Turn, told: Sequence[Message]) -> bool:
-    """Whether the assistant messages `told`, last first, change a thought of the path."""
-    return any(edits_thoughts(message, each.message) for message, each in zip(told, reversed(turn.path())))
+def _edited(turn: Turn, sent: Sequence[Message]) -> bool:
+    """Whether the assistant messages `sent`, last first, change a thought of the path."""
+    return any(edits_thoughts(message, each.message) for message, each in zip(sent, reversed(turn.path())))
 
 
-def _alike(turn: Turn, told: Sequence[Message]) -> tuple[int, ...]:
-    """How closely the turns of a path match the assistant messages `told`, last first."""
-    pairs = zip(told, reversed(turn.path()))
+def _alike(turn: Turn, sent: Sequence[Message]) -> tuple[int, ...]:
+    """How closely the turns of a path match the assistant messages `sent`, last first."""
+    pairs = zip(sent, reversed(turn.path()))
     return tuple(sum(agreeing) for agreeing in zip(*(likeness(message, each.message) for message, each in pairs)))
 
 

@@ -196,7 +196,7 @@ class GatewaySession:
         given = body if isinstance(body, Mapping) else {}
         name = given.get("name", "agent")
         if not isinstance(name, str) or set(given) - {"reward", "name"} or given.get("reward") is None:
-            raise GatewayError(400, "a reward is {'reward': number}, with a 'name' if you like", param="reward")
+            raise GatewayError(400, "a reward is {'reward': number}, with an optional 'name'", param="reward")
         try:
             value = as_reward(given["reward"], "the agent")
         except InfrastructureError as error:

@@ -101,7 +101,7 @@ class ChatRequest(BaseModel):
         for place, tool in enumerate(value or []):
             function = tool.get("function")
             if tool.get("type") != "function" or not isinstance(function, dict) or not function.get("name"):
-                raise ValueError(f"tool {place} is no function: {{'type': 'function', 'function': {{'name': …}}}}")
+                raise ValueError(f"tool {place} is not a function: {{'type': 'function', 'function': {{'name': …}}}}")
             if not isinstance(function["name"], str):
                 raise ValueError(f"tool {place}: its name must be a text")
             _check_schema(function.get("parameters"), f"tool {place}: parameters")
@@ -220,11 +220,11 @@ def decode_body(body: bytes) -> Any:
         if _HALF.search(text):
             json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
-        raise GatewayError(400, f"the request's body is no UTF-8: {one_line(error, 100)}") from error
+        raise GatewayError(400, f"the request's body is not UTF-8: {one_line(error, 100)}") from error
     except UnicodeEncodeError as error:
-        raise GatewayError(400, "the request holds half a character: a surrogate without the other one") from error
+        raise GatewayError(400, "the request holds a lone surrogate") from error
     except (ValueError, RecursionError) as error:
-        raise GatewayError(400, f"the request's body is no JSON: {one_line(error, 100)}") from error
+        raise GatewayError(400, f"the request's body is not JSON: {one_line(error, 100)}") from error
     return value
 
 
@@ -265,5 +265,5 @@ def _validate(body: dict[str, Any]) -> ChatRequest:
             reason = "penalties are not supported: training needs log-probs of what was sampled from; send 0"
         elif first["type"] == "extra_forbidden":
             near = did_you_mean(str(first["loc"][0]), ChatRequest.model_fields)
-            reason = f"this server knows no such parameter{near}"
+            reason = f"unknown parameter{near}"
         raise GatewayError(400, f"{param}: {reason}"[:500] if param else reason, param=param) from error

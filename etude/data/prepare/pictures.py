@@ -55,10 +55,10 @@ def _image(given: Any, where: str, folder: Path) -> dict[str, Any]:
     if isinstance(held.get("bytes"), bytes):
         return {"bytes": held["bytes"]}
     if not isinstance(held.get("path"), str):
-        raise DataError(f"{where}: needs 'image', a path or the bytes of a picture")
+        raise DataError(f"{where}: needs 'image', a path or the bytes of an image")
     path = folder / Path(held["path"]).expanduser()
     if not path.is_file():
-        raise DataError(f"{where}: there is no picture {path}")
+        raise DataError(f"{where}: there is no image {path}")
     return {"path": str(path.resolve())}
 
 

@@ -314,7 +314,7 @@ def test_an_agent_that_is_always_refused_is_told_why(loop_of):
         return 1.0
 
     with pytest.raises(
-        EtudeError, match=r"none of its requests was answered; the last one was told: response_format: "
+        EtudeError, match=r"none of its requests was answered; the last one failed with: response_format: "
     ):
         roll(loop_of(run))
 

@@ -245,12 +245,12 @@ def test_a_loops_file_names_agents_too(loop_of, tmp_path):
 
 
 def test_wrong_agents_are_refused_before_anything_runs(tmp_path):
-    with pytest.raises(ConfigError, match=r"wants a parameter 'clinet'; did you mean 'client'\?"):
+    with pytest.raises(ConfigError, match=r"has an unknown parameter 'clinet'; did you mean 'client'\?"):
         openai_agent("wrong")(lambda clinet: None)
     with pytest.raises(ConfigError, match="file not found"):
         check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/none.py:run"))
     (tmp_path / "some.py").write_text("run = 5\n")
-    with pytest.raises(ConfigError, match="is no function"):
+    with pytest.raises(ConfigError, match="is not a function"):
         check_openai_agent(OpenAIAgentOptions(function=f"{tmp_path}/some.py:run"))
     with pytest.raises(ConfigError, match="not both"):
         OpenAIAgentOptions(function="a.py:run", command=("a",))

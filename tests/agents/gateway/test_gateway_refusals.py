@@ -95,7 +95,7 @@ async def refused(coroutine):
                 ]
             },
             "messages",
-            "messages.0: this policy is shown no images",
+            "messages.0: this policy takes no images",
         ),
         ({"messages": [{"role": "user", "content": "", "tool_calls": [{}]}]}, "messages.0.tool_calls", "assistant"),
         ({"messages": [{"role": "assistant", "tool_calls": [{}]}]}, "messages.0.tool_calls.0", "function"),
