@@ -229,7 +229,7 @@ def test_idle_sessions_expire_and_busy_ones_do_not():
         options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2, spare=1)
         async with await Executor.open(workers=1, options=options) as executor:
             idle, busy = await executor.session(), await executor.session()
-            with pytest.raises(SandboxError, match="most allowed"):
+            with pytest.raises(SandboxError, match="which is the maximum"):
                 await executor.session()
             result = await executor.run_cell(busy, "import time\ntime.sleep(1.2)\n'still here'")
             with pytest.raises(UnknownSessionError):

@@ -146,7 +146,7 @@ def test_nobody_listens():
     [
         ({}, "config.url: Field required"),
         ({"url": "host/x"}, "must begin with http"),
-        ({"url": "http://{a}/x"}, "the host may not depend"),
+        ({"url": "http://{a}/x"}, "the host must not depend"),
         ({"url": "http://h/{c}"}, "config.url needs 'c', which the schema does not have"),
         ({"url": "http://h", "methd": "GET"}, "unknown key config.methd; did you mean 'method'"),
         ({"url": "http://h", "method": "TRACE"}, "config.method"),
