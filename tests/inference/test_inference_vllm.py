@@ -529,7 +529,7 @@ def trained(stage, rollout, bound=1e-3):
         for parts in update_batches(batch, options.actor, shuffle=True, seed=3, ranks=1):
             group.update_actor(parts)
         (figures,) = group.update_weights(step + 1)
-        assert figures["weight_sync/largest_difference"] < bound
+        assert figures["weight_sync/largest_difference"].value < bound
     return group._workers[0]
 
 
