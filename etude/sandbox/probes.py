@@ -21,7 +21,7 @@ from typing import Any
 
 from etude.sandbox import probe_programs as programs
 from etude.sandbox.guest.settings import PROGRAM_ID
-from etude.sandbox.places import jail_scratch
+from etude.sandbox.jail import jail_scratch
 from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError
 
 Run = Callable[[RunRequest], Awaitable[RunResult]]

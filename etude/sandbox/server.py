@@ -18,6 +18,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
 from pydantic import BaseModel
 
+from etude.bounded import within
 from etude.errors import ConfigError, one_line
 from etude.sandbox import wire
 from etude.sandbox.admission import Admission, ServerBusy
@@ -147,8 +148,8 @@ class SandboxService:
         async with self.admission.slot():
             seconds = ATTEMPTS * (message.run_timeout + compile_seconds) + self.options.grace_seconds
             try:
-                result = await asyncio.wait_for(self.executor.run(request), seconds)
-            except (SandboxError, asyncio.TimeoutError) as error:
+                result = await within(seconds, self.executor.run, request)
+            except (SandboxError, TimeoutError) as error:
                 return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
         budget = AnswerBudget()
         budget.admit_text(result.stdout, result.stderr)
@@ -164,8 +165,8 @@ class SandboxService:
         async with self.admission.slot():
             seconds = ATTEMPTS * message.total_timeout + self.options.grace_seconds
             try:
-                return await asyncio.wait_for(self._notebook(message, limits, files), seconds)
-            except (SandboxError, asyncio.TimeoutError) as error:
+                return await within(seconds, self._notebook, message, limits, files)
+            except (SandboxError, TimeoutError) as error:
                 return wire.RunJupyterResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
 
     async def _notebook(
@@ -345,7 +346,7 @@ def _outcome(result: BaseModel) -> str:
 
 
 def _reason(error: BaseException, seconds: float) -> str:
-    return one_line(error) if not isinstance(error, asyncio.TimeoutError) else f"no result within {seconds:g} s"
+    return one_line(error) if not isinstance(error, TimeoutError) else f"no result within {seconds:g} s"
 
 
 def _add_errors(app: FastAPI) -> None:
