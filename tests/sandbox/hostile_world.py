@@ -24,7 +24,7 @@ import psutil
 
 from etude.sandbox import Executor, Isolation, Language, Limits, RunRequest, RunStatus
 from etude.sandbox.jail import UNPRIVILEGED_ID
-from etude.sandbox.probe_programs import GUARD
+from etude.sandbox.probes import GUARD
 
 ATTACKS = Path(__file__).parent / "attacks"
 PRELUDE = GUARD + (ATTACKS / "_prelude.py").read_text(encoding="utf-8")
