@@ -31,7 +31,7 @@ def test_each_difference_is_noticed(expected):
 
 def test_a_box_that_keeps_less_reports_it(isolated_box):
     """The attempts themselves: what is allowed more than they expect says so."""
-    goals = {"paths": ["/usr"], "pid": 1, "port": 9, "abstract": "x", "limits": vars(probes.SMALL)}
+    goals = {"paths": ["/usr"], "pid": 2, "port": 9, "abstract": "x", "limits": vars(probes.SMALL)}
     wide = Limits(memory_mb=512, processes=64, file_size_mb=16, disk_mb=64, open_files=128)
     result = isolated_box.run(probes.GUARD + probes.ATTEMPTS, args=[json.dumps(goals)], files={"a": b""}, limits=wide)
     seen = json.loads(result.stdout)
@@ -95,7 +95,8 @@ def test_what_is_left_of_a_run_is_noticed(monkeypatch):
 
 
 def test_what_a_killed_host_leaves_of_its_probes_is_removed():
-    program = "import os\nfrom etude.sandbox import probes\nwith probes._host() as (goals, _): print(goals['paths'][0], flush=True); os._exit(9)"
+    program = "import os\nfrom etude.sandbox import probes\nwith probes._host() as (goals, _):"
+    program += " print(goals['paths'][0], flush=True); os._exit(9)"
     left = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
     assert os.path.exists(left)
     with probes._host() as (goals, _):
