@@ -19,7 +19,7 @@ from etude.sandbox.guest import frames
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.languages import RECIPES
 from etude.sandbox.output import Capture
-from etude.sandbox.types import CompileResult, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
+from etude.sandbox.types import RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
 GRACE_SECONDS = 10.0
 """Time a supervisor may take beyond its program's limits before the host ends the box itself."""
@@ -121,19 +121,22 @@ async def _converse(
 def _result(report: Mapping[str, Any], files: frames.Parts, stdout: Capture, stderr: Capture) -> RunResult:
     (out, out_cut), (err, err_cut) = stdout.take(), stderr.take()
     compiled = report.get("compile")
-    if compiled is not None:
-        texts = compiled["stdout"], compiled["stderr"], compiled["wall_seconds"]
-        compiled = CompileResult(RunStatus(compiled["status"]), compiled["code"], *texts)
     return RunResult(
-        status=RunStatus(report["status"]),
-        return_code=report.get("code"),
+        **_ending(report),
         stdout=out,
         stderr=err,
         stdout_truncated=out_cut,
         stderr_truncated=err_cut,
-        wall_seconds=report.get("wall_seconds", 0.0),
-        cpu_seconds=report.get("cpu_seconds", 0.0),
-        compile=compiled,
+        compile=compiled and RunResult(**_ending(compiled), stdout=compiled["stdout"], stderr=compiled["stderr"]),
         files=dict(files),
         refused_files=report.get("refused", {}),
     )
+
+
+def _ending(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "status": RunStatus(report["status"]),
+        "return_code": report.get("code"),
+        "wall_seconds": report.get("wall_seconds", 0.0),
+        "cpu_seconds": report.get("cpu_seconds", 0.0),
+    }
