@@ -222,7 +222,8 @@ class Executor:
             return await session.run_cell(code, timeout)
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Writes files into a session's work directory; raises like `run_cell`, or `SandboxRequestError`."""
+        """Writes files into a session's work directory, replacing existing ones; raises like `run_cell`, or
+        `SandboxRequestError` if a path is not allowed or there is no room."""
         with self._use(session_id) as session:
             await session.write_files(files)
 
