@@ -26,13 +26,11 @@ from typing import Any
 import torch
 
 from etude.errors import ConfigError, EngineError, EtudeError, one_line
-from etude.inference.cache import KVShape, SlabCache, most_tokens
+from etude.inference.cache import KVShape, PrefixStore, SlabCache, most_tokens
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
-from etude.inference.prefixes import PrefixStore
 from etude.inference.sampling import sample
-from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.sequence_state import Request, SequenceState
+from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
