@@ -267,9 +267,9 @@ class ToolRuntime:
 
     async def _limiters(self) -> list[Limiter]:
         """The limiters a call needs permits from. The cluster's is last, so it is not held while waiting for another."""
-        if self._cluster_limit is not None and self._cluster_limiter is None:
-            name = f"tool:{self.name}"
-            self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
+        cluster = self._cluster_limiter
+        if self._cluster_limit is not None and (cluster is None or not cluster.is_current()):
+            self._cluster_limiter = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _failure_result(self, raised: Exception) -> ToolResult:

@@ -188,7 +188,8 @@ class SandboxFusionTool(BaseTool):
     async def _permits(self) -> AsyncIterator[None]:
         """The permits to run one program, in this process and in the cluster."""
         options = self._options
-        if self._everywhere is None and options.enable_global_rate_limit:
+        opened = self._everywhere is not None and self._everywhere.is_current()
+        if options.enable_global_rate_limit and not opened:
             limit = Limit(max_concurrent=options.rate_limit)
             self._everywhere = await asyncio.to_thread(open_limiter, options.rate_limiter_name, limit)
         async with self._here.permit():
