@@ -37,8 +37,7 @@ from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
 from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools.argument_check import ArgumentChecker
-from etude.tools.arguments import ArgumentError, decode_arguments
+from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
