@@ -132,8 +132,8 @@ class SFTOptimOptions(OptimOptions):
 
 
 @options
-class ModelOptions:
-    """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
+class TrainedModelOptions:
+    """A model that is trained: where it starts from, and what its training costs."""
 
     path: Text | None = key(
         "Folder, or a hub name `org/name` where a hub is reachable. Needed to train.",
@@ -141,6 +141,18 @@ class ModelOptions:
         path="model",
         verl_default="~/models/deepseek-llm-7b-chat",
     )
+    enable_gradient_checkpointing: Flag = key(
+        "Keep only the layers' inputs for the backward pass, and compute each layer again there: less memory, about a third "
+        "more time, the same gradients.",
+        default=False,
+        verl_default="true",
+    )
+
+
+@options
+class ModelOptions(TrainedModelOptions):
+    """The language model: a folder in Hugging Face format (config, weights, tokenizer with a chat template)."""
+
     dtype: Precision = key(
         "Type of the arithmetic. The weights that the optimizer moves are float32 in any case. float32: the exact and, on "
         "CPUs, quick choice.",
@@ -344,8 +356,8 @@ class RefOptions:
 
 
 @options
-class ValueModelOptions:
-    """Where its body starts from."""
+class ValueModelOptions(TrainedModelOptions):
+    """Where its body starts from, and how it is trained."""
 
     path: Text | None = key(
         "Folder in Hugging Face format; the head starts at zero.",

@@ -47,8 +47,6 @@ class PPOTrainer:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
-        if not setup.data.train_files:
-            raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)

@@ -40,6 +40,7 @@ class TrainWorker(RoleWorker):
         """
         options, actor = self.options, self.options.actor
         self.model = self.load_policy("float32")
+        self.prepare_training(self.model, options.model)
         self._optimizer = OptimizerSet(
             self.model,
             actor.optim,

@@ -26,6 +26,7 @@ class CriticWorker(RoleWorker):
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
+        self.prepare_training(self.model.backbone, critic.model)
         exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
         self._optimizer = OptimizerSet(
             self.model, critic.optim, total_steps, exact=exact, rank=self.rank, world_size=self.world_size
