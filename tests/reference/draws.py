@@ -59,7 +59,7 @@ CHOICES = {
     f"{ACTOR}.shuffle": ["false"],
     f"{ACTOR}.data_loader_seed": [7],
     f"{LOSS}.loss_mode": [name for name in LOSSES if name != "vanilla"] + ["reference_recorded"] * 8,
-    f"{LOSS}.loss_kwargs": ["{{k_pos:1,lambda_neg:0.5}}"],
+    f"{LOSS}.loss_kwargs": ["{{k_pos: 1, lambda_neg: 0.5}}"],
     f"{LOSS}.clip_cov_ratio": [0.1],
     f"{LOSS}.clip_cov_lb": [0.01],
     f"{LOSS}.clip_cov_ub": [1.5],
