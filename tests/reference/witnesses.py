@@ -59,7 +59,6 @@ WITNESSES = {
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
-        "actor_rollout_ref.actor.policy_loss.loss_kwargs": "test_what_a_record_needs_of_the_policy_is_computed",
     },
     "trainer/test_trainer_tool_calls.py": {
         f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",
