@@ -39,6 +39,9 @@ CHOICES = {
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     "algorithm.rollout_correction.bypass_mode": ["true"],
+    "distillation.teachers": ["{{default:{folder}/other}}"],
+    "distillation.coef": [0.3],
+    "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -82,6 +85,7 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
+TEACHER = {"distillation.teachers": "{{default:{folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 ORDERED = {f"{ACTOR}.ppo_mini_batch_size": 1, "algorithm.filter_groups.enable": None}
@@ -101,6 +105,8 @@ NEEDS = {
         f"{ACTOR}.ppo_mini_batch_size": None,
         "algorithm.rollout_correction.bypass_mode": None,
     },
+    "distillation.coef": TEACHER,
+    "distillation.task_coef": TEACHER,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -153,6 +159,8 @@ def allowed(chosen):
     if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+    if "distillation.teachers" in chosen:  # equal groups have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
     elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores

@@ -97,7 +97,7 @@ def busy(folder):
     def outcome(changes):
         config = copy.deepcopy(run.config)
         for key, value in changes:
-            put(config, key, value)
+            put(config, key, parse(value))
         trainer = PlainTrainer(config)
         figures = [trainer.step(rollouts) for rollouts in run.rollouts]
         return figures, [float(weight.detach().norm()) for _, weight in trainer.named_weights()]
@@ -119,11 +119,9 @@ def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)
+    settings = {other: str(chosen).format(folder=folder) for other, chosen in settings.items()}
     given = str(CHOICES[key][0]).format(folder=folder)
-    outcomes = [
-        busy(tuple((other, parse(str(chosen))) for other, chosen in (settings | {key: value}).items()))
-        for value in (given, OmegaConf.select(usual, key))
-    ]
+    outcomes = [busy(tuple((settings | {key: str(value)}).items())) for value in (given, OmegaConf.select(usual, key))]
     assert outcomes[0] != outcomes[1]
 
 
