@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
     from etude.algorithms.distillation import distill
-    from etude.algorithms.kl import KLController, apply_kl_penalty, kl_penalty
+    from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
     from etude.algorithms.mismatch import rollout_mismatch
 
@@ -27,8 +27,8 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "Estimator",
-    "KLController",
     "PolicyLoss",
+    "adapt_kl_coef",
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
@@ -48,7 +48,7 @@ _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
     "distillation": {"distill"},
-    "kl": {"KLController", "apply_kl_penalty", "kl_penalty"},
+    "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
     "mismatch": {"rollout_mismatch"},
 }

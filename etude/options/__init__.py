@@ -25,6 +25,7 @@ from etude.options.training import (
     ModelOptions,
     OptimOptions,
     RefOptions,
+    TrainedModelOptions,
     has_several_updates,
 )
 from etude.options.tree import SFTOptions, TrainOptions
@@ -52,6 +53,7 @@ __all__ = [
     "TargetSuccessOptions",
     "TraceOptions",
     "TrainOptions",
+    "TrainedModelOptions",
     "TrainerOptions",
     "ValSamplingOptions",
     "declarations",
