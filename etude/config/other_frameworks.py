@@ -65,7 +65,9 @@ INERT = {
         "it depends on a switch that is off": """
             *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo algorithm.rollout_correction.*_threshold*
             algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.use_policy_gradient
-            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip distillation
+            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
+            distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
+            distillation.n_gpus_per_node
             data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
@@ -269,7 +271,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "async_training": ("delete it: steps are synchronous", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
-    "distillation.enabled": ("delete it: there is no distillation here", _OFF),
+    "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),
     "reward.reward_model.model_path": (_SCORER, (None,)),
     "reward.reward_model.enable": (_SCORER, _OFF),
