@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
-from uuid import uuid4
 
 from pydantic import Field, field_validator
 
@@ -99,12 +98,6 @@ class HttpTool(BaseTool):
             if name not in known:
                 raise ConfigError(f"tool '{self.name}': config.url needs '{name}', which the schema does not have")
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Keeps the connections open for this trajectory."""
-        instance_id = instance_id or str(uuid4())
-        self._service.hold(instance_id)
-        return instance_id, ToolResponse()
-
     @rollout_trace_op
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
@@ -128,10 +121,6 @@ class HttpTool(BaseTool):
         if not 200 <= status < 300:
             self._refuse(status, text)
         return ToolResponse(text=self._read(text)), 0.0, {"status": status}
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Ends the trajectory's hold on the connections."""
-        await self._service.drop(instance_id)
 
     def _refuse(self, status: int, text: str) -> None:
         if 400 <= status < 500 and status not in _NOT_THE_MODELS_FAULT:

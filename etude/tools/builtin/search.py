@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 from typing import Any, Literal
-from uuid import uuid4
 
 from pydantic import Field, field_validator
 
@@ -88,12 +87,6 @@ class SearchTool(BaseTool):
         )
         self._timeout = CallPolicy.from_config(config, self.name).timeout
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory; the connection is its only state."""
-        instance_id = instance_id or str(uuid4())
-        self._service.hold(instance_id)
-        return instance_id, ToolResponse()
-
     @rollout_trace_op
     async def execute(
         self,
@@ -118,10 +111,6 @@ class SearchTool(BaseTool):
             text = json.dumps({"result": text}, ensure_ascii=False)
         metrics = {"query_count": len(queries), "status": "success", "total_results": sum(map(len, found))}
         return ToolResponse(text=text), 0.0, metrics
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Drops the connection."""
-        await self._service.drop(instance_id)
 
     def _queries(self, parameters: dict[str, Any]) -> list[str]:
         given = parameters.get("query_list", parameters.get("query"))

@@ -160,7 +160,6 @@ class WebSearchTool(BaseTool):
         """Begins a trajectory without searches."""
         instance_id = instance_id or str(uuid4())
         self._instance_dict[instance_id] = SearchState()
-        self._service.hold(instance_id)
         return instance_id, ToolResponse()
 
     @rollout_trace_op
@@ -196,7 +195,6 @@ class WebSearchTool(BaseTool):
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Forgets the trajectory."""
         self._instance_dict.pop(instance_id, None)
-        await self._service.drop(instance_id)
 
     def _results(self, answer: Any) -> list[dict[str, Any]]:
         for key in filter(None, self._engine.results.split(".")):
