@@ -2,7 +2,7 @@
 
 Invariant: without a model the run does not start. The model is loaded once per process, on first use, and called in
 a thread (or awaited, if asynchronous), `num_workers` calls at once; its output is validated before the policy sees it.
-Keeping track of frames is left to `frames`.
+Keeping track of frames is left to `frame_extraction`.
 """
 
 from __future__ import annotations
@@ -20,8 +20,7 @@ from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.builtin.frame_extraction import VideoOptions
-from etude.tools.builtin.frames import FRAMES, trajectory_of
+from etude.tools.builtin.frame_extraction import FRAMES, VideoOptions, trajectory_of
 from etude.tools.builtin.video import read_frames, require_av
 from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
