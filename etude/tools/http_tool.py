@@ -23,7 +23,7 @@ from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.http import JsonService
-from etude.tools.options import CallPolicy, ToolOptions, read_options
+from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -44,7 +44,7 @@ class HttpOptions(ToolOptions):
         connections: maximum per process.
     """
 
-    url: str
+    url: HttpUrl
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] | None = None
     headers: dict[str, str] = Field(default_factory=dict)
     send: Literal["json", "query"] | None = None
@@ -54,11 +54,8 @@ class HttpOptions(ToolOptions):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError("must begin with http:// or https://")
-        if "{" in parts.netloc:
+    def _has_a_fixed_host(cls, url: str) -> str:
+        if "{" in urlsplit(url).netloc:
             raise ValueError("the host must not depend on the model's arguments")
         return url
 

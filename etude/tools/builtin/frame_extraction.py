@@ -19,27 +19,18 @@ from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
 from etude.options.types import Count, Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "execute_frame_extraction",
-        "description": "Shows frames of the video, evenly spread over it or over a part of it.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "start": {"type": "number", "description": "Seconds at which the part begins; default: the beginning"},
-                "end": {"type": "number", "description": "Seconds at which the part ends; default: the end"},
-                "num_frames": {"type": "integer", "description": "How many frames to show"},
-            },
-            "required": [],
-        },
-    },
-}
+_SCHEMA = function_schema(
+    "execute_frame_extraction",
+    "Shows frames of the video, evenly spread over it or over a part of it.",
+    start={"type": "number", "description": "Seconds at which the part begins; default: the beginning"},
+    end={"type": "number", "description": "Seconds at which the part ends; default: the end"},
+    num_frames={"type": "integer", "description": "How many frames to show"},
+)
 MAX_FRAMES = 256  # per trajectory
 
 

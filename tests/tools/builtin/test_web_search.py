@@ -12,7 +12,7 @@ from aiohttp import web
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, builtin_config, load_tools
-from etude.tools.builtin.web_search import ENGINES, WebSearchOptions, WebSearchTool
+from etude.tools.builtin.web_search import ENGINES, WebSearchTool
 
 PAGES = [{"title": f"Page {n}", "snippet": f"Text\n of {n}"} for n in range(9)]
 
@@ -246,11 +246,11 @@ def test_the_example_configuration_takes_its_key_from_the_environment(monkeypatc
     monkeypatch.setenv("SEARCH_API_KEY", "k")
     (made,) = load_tools(builtin_config("web_search"))
     assert made.name == "web_search"
-    assert made._engine == ENGINES["serper"]
+    assert ENGINES["serper"].items() <= made._options.model_dump().items()
 
 
 @pytest.mark.parametrize("name", [*ENGINES, "google"])
 def test_every_engine_has_an_address(name):
-    engine = WebSearchOptions(engine=name).to_engine()
-    assert engine.url.startswith("http")
-    assert "{" not in engine.url
+    made = WebSearchTool({"engine": name})
+    assert made._service.url.startswith("http")
+    assert "{" not in made._service.url
