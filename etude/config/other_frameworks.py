@@ -57,7 +57,7 @@ INERT = {
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
         "memory and speed alone; the result is the same": """
-            *.enable_gradient_checkpointing *.enable_activation_offload *.entropy_from_logits_*
+            *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
             *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
             *.use_prefix_grouper *optim.optimizer_impl
