@@ -71,9 +71,6 @@ INERT = {
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
         "the warm-up rises from 0": "*optim.zero_indexed_step",
-        "an option of policy losses that are not here": """
-            actor_rollout_ref.actor.tau_??? *.policy_loss.*_cov_* *.policy_loss.ppo_kl_coef *.policy_loss.dro_beta
-        """,
         "no class is named in this section": "*._target_",
         "the native engine has no such setting, and servers take theirs on their own command line": """
             actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size
