@@ -42,10 +42,6 @@ class ValueModel(nn.Module):
         """Values (...) of final hidden states (..., hidden)."""
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Recomputes the backbone's activations in the backward pass; arguments are those of transformers."""
-        self.backbone.gradient_checkpointing_enable(**kwargs)
-
     def save_pretrained(self, folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
         """Writes the backbone as a model folder and the head next to it; `state_dict`: in place of the model's own."""
         from safetensors.torch import save_file

@@ -24,6 +24,7 @@ from etude.options.training import (
     ModelOptions,
     OptimOptions,
     RefOptions,
+    TrainedModelOptions,
     has_several_updates,
 )
 from etude.options.tree import SFTOptions, TrainOptions
@@ -50,6 +51,7 @@ __all__ = [
     "TargetSuccessOptions",
     "TraceOptions",
     "TrainOptions",
+    "TrainedModelOptions",
     "TrainerOptions",
     "ValSamplingOptions",
     "declarations",

@@ -46,11 +46,9 @@ class TrainOptions:
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
         policy loss and the KL terms."""
-        records = (self.algorithm.estimator, self.actor_rollout_ref.actor.policy_loss.record)
+        estimator = self.algorithm.estimator
         kl = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
-        if self.actor_rollout_ref.actor.use_kl_loss:
-            kl.add("ref_log_prob")
-        return frozenset(kl.union(*(record.needs for record in records if record)))
+        return self.actor_rollout_ref.actor.needs.union(kl, estimator.needs if estimator else ())
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""
