@@ -261,7 +261,10 @@ def _loss_options(run: TrainOptions) -> Iterator[Problem]:
         for option in (each.name for each in dataclasses.fields(options)):
             readers, given = POLICY_LOSSES.readers(option), getattr(options, option) is not None
             if readers and given and not actor.reads(option):
-                yield f"{prefix}.{option}", f"policy_loss.loss_mode={name} does not read it (read by {', '.join(readers)})"
+                yield (
+                    f"{prefix}.{option}",
+                    f"policy_loss.loss_mode={name} does not read it (read by {', '.join(readers)})",
+                )
             elif readers and not given and record is not None and record.needs_value(option):
                 yield f"{prefix}.{option}", f"must be set: policy_loss.loss_mode={name} has no default for it"
 

@@ -174,7 +174,7 @@ def write_whole(target: Path) -> Iterator[Path]:
         reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, (OSError, CheckpointError)):
-            advice = "free space or set trainer.default_local_dir"
+            advice = "free space, or name another folder (of a run: trainer.default_local_dir)"
             raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
         raise
 

@@ -26,7 +26,7 @@ from etude.models import save_pretrained
 from etude.training import OptimizerSet
 from etude.workers.role import RoleWorker
 
-_MODEL, _STATE = "huggingface", "state"
+MODEL, STATE = "huggingface", "state"  # the two parts of a role
 _OLD_STATE = "optimizer.pt"  # of an earlier format
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
@@ -77,9 +77,9 @@ class TrainedWorker(RoleWorker):
         weights, state = self._copied or (None, self._optimizer.state_dict())
         self._copied = None
         if self.rank == 0:
-            self._write_model(target / _MODEL, weights)
+            self._write_model(target / MODEL, weights)
         if self._group is not None or self.rank == 0:
-            write_state(state, target / _STATE, self._group)
+            write_state(state, target / STATE, self._group)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
@@ -97,7 +97,7 @@ class TrainedWorker(RoleWorker):
         Raises:
             CheckpointError: the state cannot be read, or is that of another model or optimizer; nothing has changed then.
         """
-        self._optimizer.load_state_dict(read_state(Path(folder) / self.role / _STATE))
+        self._optimizer.load_state_dict(read_state(Path(folder) / self.role / STATE))
         self.weights_changed()
 
 
@@ -114,22 +114,23 @@ def write_state(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGr
         raise CheckpointError(f"{folder}: cannot be written: {_cause(error)}") from error
 
 
-def read_state(folder: Path) -> dict[str, Tensor]:
-    """The state that `write_state` wrote to `folder`, on the CPU, whatever the number of ranks then and now.
+def read_state(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The state that `write_state` wrote to `folder`, on the CPU, whatever the number of ranks then and now; only the
+    tensors whose names begin with `prefix`.
 
     Raises:
         CheckpointError: a file is missing or damaged, or holds something else.
     """
     try:
         reader = _Reader(folder)
-        parts = reader.read_metadata().state_dict_metadata
+        parts = {n: part for n, part in reader.read_metadata().state_dict_metadata.items() if n.startswith(prefix)}
         state = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in parts.items()}  # type: ignore[union-attr]
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, Exception) as error:  # a damaged file raises anything
         if (folder.parent / _OLD_STATE).is_file():
             raise CheckpointError(
                 f"{folder.parent} was written by an older version, which kept the state in {_OLD_STATE}: start a new run "
-                f"from the model in {folder.parent / _MODEL}"
+                f"from the model in {folder.parent / MODEL}"
             ) from error
         raise CheckpointError(f"{folder}: cannot be read: {_cause(error)}") from error
     return state
