@@ -17,6 +17,7 @@ from etude.algorithms.records import (
 if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
+    from etude.algorithms.distillation import distill
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
     from etude.algorithms.mismatch import rollout_mismatch
@@ -31,6 +32,7 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
+    "distill",
     "equal_scores",
     "kl_penalty",
     "loss_count",
@@ -45,6 +47,7 @@ __all__ = [
 _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
+    "distillation": {"distill"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
     "mismatch": {"rollout_mismatch"},

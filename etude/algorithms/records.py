@@ -32,6 +32,7 @@ COLUMNS = {
     "sum_pi_squared": "sums of that policy's squared probabilities over the vocabulary",
     "rollout_log_probs": "the engine's log-probs",
     "token_level_scores": "rewards before any penalty",
+    "teacher_log_probs": "a teacher's log-probs of the sampled tokens (distillation.teachers)",
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
 }
 """What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,)."""

@@ -17,6 +17,7 @@ from etude.config.layers import is_users
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
+from etude.options.distillation import is_address
 from etude.options.types import shown
 from etude.options.validate import build, value_of
 from etude.registry import Registry, did_you_mean, import_object
@@ -227,15 +228,26 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
 
 def _groups(run: TrainOptions) -> Iterator[Problem]:
     name, estimator, n = run.algorithm.adv_estimator, run.algorithm.estimator, run.actor_rollout_ref.rollout.n
-    if estimator and n < estimator.min_group:
+    if estimator and n < estimator.min_group and not run.distillation.alone:
         yield (
             f"{_ROLLOUT}.n",
             f"algorithm.adv_estimator={name} compares answers to one prompt: set it to {estimator.min_group} or more",
         )
     if run.algorithm.filter_groups.enable and estimator and estimator.ties_teach:
         yield "algorithm.filter_groups.enable", f"groups of equal rewards do have gradients with adv_estimator={name}"
+    elif run.algorithm.filter_groups.enable and run.distillation.teachers:
+        yield "algorithm.filter_groups.enable", "groups of equal rewards do have gradients with distillation.teachers"
     elif run.algorithm.filter_groups.enable and n < 2:
         yield "algorithm.filter_groups.enable", "a single answer is always its group's mean: set rollout.n to 2 or more"
+
+
+def _distillation(run: TrainOptions) -> Iterator[Problem]:
+    needed = (run.algorithm.estimator, run.actor_rollout_ref.actor.policy_loss.record)
+    if not run.distillation.teachers and any("teacher_log_probs" in record.needs for record in needed if record):
+        yield "distillation.teachers", "the estimator or the loss needs a teacher's log-probs: name a teacher"
+    servers = [name for name in run.distillation.teachers.values() if is_address(name)]
+    if servers and run.actor_rollout_ref.rollout.temperature != 1:
+        yield f"{_ROLLOUT}.temperature", f"the teacher {servers[0]} scores at temperature 1 only: set it to 1"
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
@@ -322,7 +334,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _own_options, _loss_options)
+_OF_RECORDS = (_groups, _distillation, _own_options, _loss_options)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,

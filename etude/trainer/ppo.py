@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import adapt_kl_coef, apply_kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -24,6 +24,7 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
@@ -50,6 +51,7 @@ class PPOTrainer:
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)
+        check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
@@ -90,6 +92,8 @@ class PPOTrainer:
         groups.actor.init_model(self.total_steps)
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
+        for teacher in groups.teachers.values():
+            teacher.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         if self.resumption is not None:
             self._restore_weights(self.resumption)
@@ -198,6 +202,8 @@ class PPOTrainer:
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
                     batch = self._with_ref_log_probs(batch)
+                with timings("teacher"):
+                    batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
@@ -276,13 +282,19 @@ class PPOTrainer:
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
         return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
+    def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        if self.setup.roles.distillation.teachers:
+            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+        return batch
+
     def _with_values(self, batch: DataProto) -> DataProto:
         critic = self.groups.critic
         return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward, if any."""
-        columns, algorithm = batch.batch, self.algorithm
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
+        distillation, if any."""
+        columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
         rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:
             coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
@@ -302,6 +314,16 @@ class PPOTrainer:
             rewards,
             **algorithm.estimator_options(),
         )
+        if distillation.teachers:
+            columns["advantages"], found = distill(
+                columns["advantages"],
+                teacher_log_probs=columns["teacher_log_probs"],
+                old_log_probs=columns["old_log_probs"],
+                response_mask=columns["response_mask"],
+                coef=distillation.coef,
+                task_coef=distillation.task_coef,
+            )
+            metrics |= found
         return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:

@@ -41,6 +41,9 @@ CHOICES = {
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     "algorithm.rollout_correction.bypass_mode": ["true"],
+    "distillation.teachers": ["{{default:{folder}/other}}"],
+    "distillation.coef": [0.3],
+    "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -93,6 +96,7 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
+TEACHER = {"distillation.teachers": "{{default:{folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
@@ -116,6 +120,8 @@ NEEDS = {
         f"{ACTOR}.ppo_mini_batch_size": None,
         "algorithm.rollout_correction.bypass_mode": None,
     },
+    "distillation.coef": TEACHER,
+    "distillation.task_coef": TEACHER,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -175,6 +181,8 @@ def allowed(chosen):
     if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+    if "distillation.teachers" in chosen:  # equal groups have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
     elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores

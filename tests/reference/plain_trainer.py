@@ -190,6 +190,9 @@ class PlainTrainer:
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
         self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
         self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        self.distillation = config["distillation"]
+        teacher = self.distillation["teachers"].get("default")
+        self.teacher = load_policy(teacher) if teacher else None
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -235,6 +238,7 @@ class PlainTrainer:
             or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
             or self.algorithm["use_kl_in_reward"]
             or name_of(self.actor) in SELECTING
+            or self.teacher is not None
         )
         return several and not self.algorithm["rollout_correction"]["bypass_mode"]
 
@@ -257,7 +261,16 @@ class PlainTrainer:
             self.gae_advantages(rows)
         else:
             self.grpo_advantages(rows)
-        return figures
+        return figures if self.teacher is None else figures | self.ask_teacher(rows)
+
+    def ask_teacher(self, rows):
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        gains, weights = [], self.distillation
+        for row in rows:
+            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
+            gains.append(taught - row.old)
+            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+        return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
         """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a

@@ -118,11 +118,9 @@ def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)
+    settings = {other: str(chosen).format(folder=folder) for other, chosen in settings.items()}
     given = str(CHOICES[key][0]).format(folder=folder)
-    outcomes = [
-        busy(tuple((other, str(chosen)) for other, chosen in (settings | {key: value}).items()))
-        for value in (given, OmegaConf.select(usual, key))
-    ]
+    outcomes = [busy(tuple((settings | {key: str(value)}).items())) for value in (given, OmegaConf.select(usual, key))]
     assert outcomes[0] != outcomes[1]
 
 
