@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,6 +22,8 @@ from etude.registry import Registry, did_you_mean, import_object
 
 KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 KLKind = Literal["kl", "k1", KLLossKind]
+Singleton = Literal["zero", "raw"]
+TimestepUnit = Literal["token", "turn"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 COLUMNS = {
@@ -32,9 +34,17 @@ COLUMNS = {
     "sum_pi_squared": "sums of that policy's squared probabilities over the vocabulary",
     "rollout_log_probs": "the engine's log-probs",
     "token_level_scores": "rewards before any penalty",
+    "turns": "the number of each token's turn: it grows along a row",
+    "observations": "a number for what each token's turn answered: equal for equal tokens since the turn before",
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
+    "reward_components": "the numbers that the scorer returned, and the rewards by source, by name",
 }
-"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,)."""
+"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,) and `reward_components`, a mapping
+of (batch,) by name, NaN where a row has none. A function may have a default for one of them; then `compute_advantage` and
+`policy_loss` can be called without."""
+
+OF_ROLLOUTS = frozenset({"turns", "observations", "reward_baselines", "reward_components"})
+"""Those of estimators alone."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Result = TypeVar("Result", bound="Record")
@@ -48,9 +58,9 @@ class Record:
         fn: called with keyword arguments: those common to its kind, the columns it `needs`, and its options. It gets those
             that its signature names, or all if it has `**kwargs`. `module:name` is imported at the first call.
         needs: names of `COLUMNS`.
-        options: names of the options that it reads; or a dataclass with them as fields, which also checks values; or None:
-            the other parameters of its signature. An option that is a key of the configuration's section has that key's
-            value, others come from the section's free-form `…_kwargs`.
+        options: names of the options that it reads; or a dataclass with them as fields, which also checks values (and whose
+            defaults are those of the function); or None: the other parameters of its signature. An option that is a key of
+            the configuration's section has that key's value, others come from the section's free-form `…_kwargs`.
 
     Raises:
         ConfigError: a column that nothing computes, or one that the signature asks for and `needs` lacks.
@@ -107,6 +117,11 @@ class Record:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n for n, each in self._parameters.items() if each.default is each.empty and each.kind in named}
 
+    def requires(self, column: str) -> bool:
+        """Whether it cannot be called without `column`, which it needs."""
+        parameter = self._parameters.get(column)
+        return parameter is None or parameter.default is parameter.empty
+
     @cached_property
     def option_names(self) -> frozenset[str] | None:
         """The options that it reads; None: any."""
@@ -115,6 +130,8 @@ class Record:
         if self.options is None and self._is_open:
             return None
         fields = [] if self.options is None else [each.name for each in dataclasses.fields(self.options)]
+        if isinstance(self.fn, str) and self.options is not None:  # not imported for this
+            return frozenset(fields)
         named = {name for name, each in self._parameters.items() if each.kind is not each.VAR_KEYWORD}
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
@@ -136,7 +153,7 @@ class Record:
                 known = f" (known: {', '.join(sorted(own))})" if own else ", and has none of its own"
                 raise ConfigError(f"{self._name} has no option '{name}'{did_you_mean(name, own)}{known}")
         if isinstance(self.options, type):
-            return self._as_declared(self.options, given)
+            return {n: v for n, v in self._as_declared(self.options, given).items() if n not in elsewhere}
         if isinstance(self.fn, str):
             return dict(given)
         for name in sorted(self._required - self.offered - set(COLUMNS) - set(elsewhere) - given.keys()):
@@ -163,7 +180,7 @@ class Estimator(Record):
 
     Args:
         min_group: minimum number of surviving answers per prompt; a smaller group is not trained on.
-        ties_teach: whether a group of equal scores has a training signal; if not, `algorithm.filter_groups` may drop it.
+        ties_teach: whether a group of equal scores may have a training signal; else `algorithm.zero_variance` may drop it.
         episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is by
             rollout. None: true if it needs values, since these belong to contexts.
     """
@@ -194,7 +211,7 @@ class PolicyLoss(Record):
         {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
         | {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
     )
-    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - {"reward_baselines"}
+    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - OF_ROLLOUTS
 
 
 class Records(Registry[Result]):
@@ -246,14 +263,78 @@ class Records(Registry[Result]):
         return read | record.own_options(own, keys)
 
 
-ADVANTAGE_ESTIMATORS: Records[Estimator] = Records(
-    "advantage estimator",
-    Estimator,
-    {
-        "gae": Estimator("etude.algorithms.advantages:gae", {"values"}, {"gamma", "lam"}, ties_teach=True),
-        "grpo": Estimator("etude.algorithms.advantages:grpo", options={"norm_adv_by_std_in_grpo"}, min_group=2),
-    },
-)
+@dataclass(frozen=True)
+class _TurnOptions:
+    """`step_advantage_w`: weight of the turn's advantage beside the rollout's."""
+
+    gamma: float = 1.0
+    norm_adv_by_std_in_grpo: bool = True
+    singleton_advantage: Singleton = "zero"
+    step_advantage_w: float = 1.0
+
+
+@dataclass(frozen=True)
+class _GPGOptions:
+    """`f_norm`: what advantages are divided by."""
+
+    singleton_advantage: Singleton = "zero"
+    f_norm: float = 1.0
+
+
+@dataclass(frozen=True)
+class _TokenBaselineOptions:
+    """`handle_zero_tail`: where one answer is longer than all others to its prompt, the baseline of the rest is 0."""
+
+    singleton_advantage: Singleton = "zero"
+    handle_zero_tail: bool = True
+
+
+def _estimators() -> Iterator[tuple[str, Estimator]]:
+    outcome, returns, turns = (f"etude.algorithms.{name}" for name in ("advantages", "returns", "turn_credit"))
+    single, std = "singleton_advantage", "norm_adv_by_std_in_grpo"
+    grpo = Estimator(f"{outcome}:grpo", options={std, single}, min_group=2)
+    rloo = Estimator(f"{outcome}:rloo", options={single}, min_group=2)
+    token_baseline = Estimator(
+        f"{returns}:optimal_token_baseline", {"old_log_probs", "sum_pi_squared"}, _TokenBaselineOptions, min_group=2
+    )
+    yield (
+        "gae",
+        Estimator(f"{returns}:gae", {"values", "turns"}, {"gamma", "lam", "gae_timestep_unit"}, ties_teach=True),
+    )
+    yield "grpo", grpo
+    yield "grpo_vectorized", grpo
+    yield "grpo_passk", Estimator(f"{outcome}:grpo_passk", options={std, single}, min_group=2)
+    yield "rloo", rloo
+    yield "rloo_vectorized", rloo
+    yield "reinforce_plus_plus", Estimator(f"{returns}:reinforce_plus_plus", options={"gamma"}, ties_teach=True)
+    yield (
+        "reinforce_plus_plus_baseline",
+        Estimator(f"{outcome}:reinforce_plus_plus_baseline", options={single}, min_group=2),
+    )
+    yield "remax", Estimator(f"{returns}:remax", {"reward_baselines"}, (), ties_teach=True)
+    yield "opo", Estimator(f"{outcome}:opo", options={single}, min_group=2)
+    yield "gpg", Estimator(f"{outcome}:gpg", options=_GPGOptions, min_group=2)
+    yield (
+        "gdpo",
+        Estimator(
+            f"{outcome}:gdpo",
+            {"reward_components"},
+            {"gdpo_reward_keys", "gdpo_reward_weights", std, single},
+            min_group=2,
+            ties_teach=True,
+        ),
+    )
+    yield "max_rl", Estimator(f"{outcome}:max_rl", options={single}, min_group=2)
+    yield "optimal_token_baseline", token_baseline
+    yield "tir_optimal_token_baseline", token_baseline
+    yield "turn_grpo", Estimator(f"{turns}:turn_grpo", {"turns"}, _TurnOptions, min_group=2, ties_teach=True)
+    yield (
+        "gigpo",
+        Estimator(f"{turns}:gigpo", {"turns", "observations"}, _TurnOptions, min_group=2, ties_teach=True),
+    )
+
+
+ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estimator, dict(_estimators()))
 
 POLICY_LOSSES: Records[PolicyLoss] = Records(
     "policy loss",

@@ -1,7 +1,7 @@
 """Records of estimators and losses: what they promise is what their functions take, and what a user declares is checked."""
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import pytest
 import torch
@@ -35,8 +35,11 @@ def test_a_built_in_record_says_what_its_function_takes(record):
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     assert record.needs == (required & COLUMNS.keys()) | (record.needs & named)
-    assert record.options <= named
-    assert required - record.offered - record.needs <= record.options
+    assert record.option_names <= named
+    assert required - record.offered - record.needs <= record.option_names
+    if isinstance(record.options, type):  # as the function has them
+        declared = {each.name: each.default for each in fields(record.options)}
+        assert declared == {p.name: p.default for p in parameters if p.name in declared}
 
 
 def test_a_plain_function_needs_nothing_and_is_given_what_it_names():
