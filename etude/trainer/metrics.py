@@ -65,7 +65,7 @@ def data_metrics(
 
     `critic/score` and `critic/rewards` are sums per rollout (with meta_info `episodes`, those of its main sequence); token
     columns count where `response_mask` is 1. The actor's log-probs are compared with the engine's, unless meta_info says
-    that an update does it (`compare_rollout`). `response_length` counts all tokens after the prompt, those of tools included.
+    that an update does it (`compare_rollout`). `response_length` counts all tokens after the prompt, those of tools too.
     Where a rollout has several rows (column `main_sequence`), its main one stands for it; tokens are those of all rows.
     """
     assert batch.batch is not None
