@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-
 _WIDTH = 120
 GROUPS: dict[type, str] = {
     options.OptimOptions: "optim/optim",
+    options.TrainedModelOptions: "model/trained",
     options.ModelOptions: "model/model",
     options.MultiTurnOptions: "multi_turn/multi_turn",
     options.RolloutOptions: "rollout/rollout",
@@ -39,6 +40,7 @@ GROUPS: dict[type, str] = {
     options.RewardOptions: "reward_model/reward_model",
     options.CustomRewardOptions: "custom_reward_function/custom_reward_function",
     options.AlgorithmOptions: "algorithm/algorithm",
+    options.DistillationOptions: "distillation/distillation",
     options.RunOptions: "trainer/run",
     options.TrainerOptions: "trainer/trainer",
     TrainOptions: "ppo_trainer",

@@ -7,6 +7,7 @@ sections together.
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import Declaration, declarations
+from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
@@ -24,6 +25,7 @@ from etude.options.training import (
     ModelOptions,
     OptimOptions,
     RefOptions,
+    TrainedModelOptions,
     has_several_updates,
 )
 from etude.options.tree import SFTOptions, TrainOptions
@@ -36,6 +38,7 @@ __all__ = [
     "CustomRewardOptions",
     "DataOptions",
     "Declaration",
+    "DistillationOptions",
     "EnvOptions",
     "ModelOptions",
     "MultiTurnOptions",
@@ -50,6 +53,7 @@ __all__ = [
     "TargetSuccessOptions",
     "TraceOptions",
     "TrainOptions",
+    "TrainedModelOptions",
     "TrainerOptions",
     "ValSamplingOptions",
     "declarations",

@@ -9,7 +9,6 @@ Checkpoints and resuming are those of reinforcement learning: every `save_freq` 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -66,23 +65,30 @@ class SFTTrainer:
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
-        self.groups = open_groups(self.roles)
-        catalogue, *_ = self.groups.rollout.load_tools()
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
+        self.run_dir = Path(self.options.default_local_dir)
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        )
+        self.resumption = find_resumption(self.options, self.checkpoints, config)
+        self.used_config = used_values(config, self.resumption)
+        self.step = 0
+        self._trials = Trials()
+        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self.groups = open_groups(self.roles)
+        with self.groups.closed_on_error():
+            self._read_data()
+
+    def _read_data(self) -> None:
+        """Reads the rows, for which the workers know the tools, and goes to the place of a checkpoint to resume from."""
+        catalogue, *_ = self.groups.rollout.load_tools()
         self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
         self.loader = ResumableLoader(
             self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
         )
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.trial = self._trial_rows(catalogue)
-        self.run_dir = Path(self.options.default_local_dir)
-        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
-        self.resumption = find_resumption(self.options, self.checkpoints, config)
-        self.used_config = used_values(config, self.resumption)
-        self.step = 0
-        self._trials = Trials()
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
         if self.resumption is not None:
             with self.resumption.restoring(self.loader) as state:
                 self._trials = Trials(**state["trials"])
@@ -164,7 +170,7 @@ class SFTTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with Interrupts(emit) as interrupts:
+        with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
@@ -183,6 +189,7 @@ class SFTTrainer:
             self._advance(next(batches), result, tracking, emit, interrupts)
         if self.trial is None and self.step:
             self._write(result)
+        self.checkpoints.wait()
         if self.step < self.total_steps:
             where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
@@ -203,6 +210,7 @@ class SFTTrainer:
         interrupts: Interrupts,
     ) -> None:
         """One step, and any trial and checkpoint due after it."""
+        self.checkpoints.wait(only_if_done=True)
         metrics = self._step([row["demonstration"] for row in rows])
         self.step += 1
         last = self.step == self.total_steps
@@ -227,7 +235,7 @@ class SFTTrainer:
 
     def _save(self) -> None:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
-        self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint)
+        self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
     def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()
@@ -255,11 +263,9 @@ class SFTTrainer:
 
     def _write(self, folder: Path) -> None:
         """Replaces the result atomically: a reader never sees half a model."""
+        self.checkpoints.wait()  # which tidies the folder
         with write_whole(folder) as temporary:
-            self.groups.actor.save_checkpoint(str(temporary / "roles"))
-            for path in (temporary / "roles" / "actor" / "huggingface").iterdir():
-                path.rename(temporary / path.name)
-            shutil.rmtree(temporary / "roles")
+            self.groups.actor.save_model(str(temporary))
 
 
 class _Examples:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,15 +19,17 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.models import torch_dtype
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
-from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.role import TOKENS, RoleWorker
+from etude.workers.checkpoint import TrainedWorker
+from etude.workers.role import TOKENS
 
 
-class TrainWorker(RoleWorker):
+class TrainWorker(TrainedWorker):
     """Computes log-probs and trains, on demonstrations or advantages."""
+
+    role = "actor"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -40,6 +41,7 @@ class TrainWorker(RoleWorker):
         """
         options, actor = self.options, self.options.actor
         self.model = self.load_policy("float32")
+        self.prepare_training(self.model, options.model)
         self._optimizer = OptimizerSet(
             self.model,
             actor.optim,
@@ -54,9 +56,7 @@ class TrainWorker(RoleWorker):
         if options.needs_ref:
             network = self.load_policy(options.model.dtype)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
-
-    def weights_changed(self) -> None:
-        """Called after each change of the weights."""
+        self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -76,7 +76,7 @@ class TrainWorker(RoleWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, IMAGES),
+        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", IMAGES),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -85,7 +85,7 @@ class TrainWorker(RoleWorker):
         actor, meta = self.options.actor, data.meta_info
         self._optimizer.training_step = meta["global_step"]
         loss = self._compared_loss if meta.get("compare_rollout") else self._loss
-        metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.loss_agg_mode)
+        metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
@@ -109,58 +109,30 @@ class TrainWorker(RoleWorker):
         """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
         actor, columns = self.options.actor, micro.batch
         assert columns is not None
-        mask = columns["response_mask"]
-        scaling: dict[str, Any] = {
-            "batch_num_tokens": scale.batch_num_tokens,
-            "global_batch_size": scale.global_batch_size,
+        record, mask = POLICY_LOSSES.get(actor.policy_loss.loss_mode), columns["response_mask"]
+        scaling: dict[str, Any] = scale.counts(micro) | {
+            "loss_agg_mode": scale.loss_agg_mode,
             "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
         }
         # Without old log-probs the batch has a single update, whose own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
+        inputs = {*record.needs, "selected_tokens"} if record.selects else record.needs
         loss, loss_metrics = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,
             log_prob=log_probs,
             advantages=columns["advantages"],
             response_mask=mask,
-            loss_agg_mode=actor.loss_agg_mode,
-            **{need: columns[need] for need in POLICY_LOSSES.get(actor.policy_loss.loss_mode).needs},
+            **{name: columns[name] for name in inputs},
             **actor.loss_options(),
             **scaling,
         )
         metrics: Metrics = {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
-            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)
+            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, **scaling)
         if actor.use_kl_loss:
             penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
-            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, actor.loss_agg_mode, **scaling)
+            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
         return loss, metrics
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
-        if self.rank == 0:
-            target = Path(folder) / "actor"
-            save_pretrained(self.model, self.bundle.processor or self.tokenizer, target / "huggingface")
-            write_tensors({"optimizer": self._optimizer.state_dict()}, target / "optimizer.pt")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state, bit for bit.
-
-        Raises:
-            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
-        """
-        source = Path(folder) / "actor"
-        model = self.options.model
-        saved = load_causal_lm(
-            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
-        state = read_tensors(source / "optimizer.pt", self.device)
-        self.model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.weights_changed()
