@@ -183,7 +183,7 @@ class Executor:
             if self._fork_server is None:
                 self._fork_server = await ForkServer.start(self.isolation, self._settings(), self._libraries)
             fork_server = self._fork_server
-        guest = await fork_server.fork()
+        guest = await fork_server.fork(limits.output_bytes)
         if self._delegation is not None:
             try:
                 guest.admit(self._delegation.group(), limits, self._options.cpus)

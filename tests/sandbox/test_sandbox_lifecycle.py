@@ -243,8 +243,8 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
 def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
     fork, forks = fork_server.ForkServer.fork, []
 
-    async def stillborn(self):
-        forks.append(await fork(self))
+    async def stillborn(self, *args):
+        forks.append(await fork(self, *args))
         forks[-1].kill()
         return forks[-1]
 
