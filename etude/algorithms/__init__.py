@@ -17,9 +17,14 @@ from etude.algorithms.records import (
 if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
+    from etude.algorithms.correction import (
+        importance_weights,
+        off_policy_sequence_mask,
+        rejection_mask,
+        rollout_mismatch,
+    )
     from etude.algorithms.kl import KLController, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
-    from etude.algorithms.mismatch import rollout_mismatch
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -32,12 +37,15 @@ __all__ = [
     "apply_kl_penalty",
     "compute_advantage",
     "equal_scores",
+    "importance_weights",
     "kl_penalty",
     "loss_count",
     "masked_mean",
+    "off_policy_sequence_mask",
     "policy_loss",
     "register_estimator",
     "register_policy_loss",
+    "rejection_mask",
     "rollout_mismatch",
     "value_loss",
 ]
@@ -45,9 +53,9 @@ __all__ = [
 _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
+    "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
     "kl": {"KLController", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
-    "mismatch": {"rollout_mismatch"},
 }
 
 

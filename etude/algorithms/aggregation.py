@@ -49,6 +49,7 @@ def agg_loss(
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
     loss_scale_factor: float | None = None,
+    rollout_is_weights: Tensor | None = None,
 ) -> Tensor:
     """Averages or sums the loss per token.
 
@@ -61,6 +62,7 @@ def agg_loss(
         dp_size: data-parallel ranks whose results will be averaged.
         batch_num_tokens: tokens of the whole mini-batch over all ranks (default: this mask's).
         global_batch_size: sequences of the whole mini-batch over all ranks (default: this mask's non-empty rows).
+        rollout_is_weights: (batch, response_len), what each token's loss is multiplied by; the divisors stay the same.
 
     Raises:
         ConfigError: unknown mode.
@@ -68,6 +70,8 @@ def agg_loss(
     mask = loss_mask > 0
     # where() rather than a product: a masked infinity must not become NaN.
     losses = torch.where(mask, loss_mat, 0.0)
+    if rollout_is_weights is not None:
+        losses = losses * torch.where(mask, rollout_is_weights.to(losses.dtype), 0.0)
     lengths = mask.sum(dim=-1)
     sequences = float((lengths > 0).sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "token-mean":

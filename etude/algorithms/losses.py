@@ -29,7 +29,7 @@ def policy_loss(
     over the mask. Advantages are cast to the dtype of `log_prob`.
 
     `options` go to the loss: its own, the columns that it needs, and those that `agg_loss` takes (`dp_size`,
-    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`), which it passes on.
+    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`, `rollout_is_weights`), which it passes on.
 
     Raises:
         ConfigError: unknown loss or aggregation mode.
@@ -83,6 +83,21 @@ def vanilla(
             "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).double(), mask)),
             "actor/ppo_kl": float(masked_mean(-log_ratio, mask)),
         }
+    return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
+
+
+def reinforce(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    loss_agg_mode: str,
+    **scaling: Any,
+) -> tuple[Tensor, dict[str, float]]:
+    """−A · log π (Williams 1992), without a ratio to the policy that sampled."""
+    losses = -advantages * torch.where(response_mask > 0, log_prob, 0.0)
+    metrics = {"actor/ppo_kl": float(masked_mean((old_log_prob - log_prob).detach(), response_mask))}
     return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
 
 

@@ -118,6 +118,10 @@ class Record:
         named = {name for name, each in self._parameters.items() if each.kind is not each.VAR_KEYWORD}
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
+    def takes(self, argument: str) -> bool:
+        """Whether its signature names `argument`; built-in functions, which are not imported for it, take all."""
+        return isinstance(self.fn, str) or self._is_open or argument in self._parameters
+
     def reads(self, option: str) -> bool:
         """Whether `option` has an effect."""
         return self.option_names is None or option in self.option_names
@@ -187,7 +191,8 @@ class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
-    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`; and, where there are importance
+    weights, `rollout_is_weights`, which multiply the loss of each token (`agg_loss` does it).
     """
 
     offered: ClassVar[frozenset[str]] = frozenset(
@@ -262,7 +267,8 @@ POLICY_LOSSES: Records[PolicyLoss] = Records(
         "vanilla": PolicyLoss(
             "etude.algorithms.losses:vanilla",
             options={"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"},
-        )
+        ),
+        "reinforce": PolicyLoss("etude.algorithms.losses:reinforce", options=()),
     },
 )
 

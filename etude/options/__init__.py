@@ -17,7 +17,7 @@ from etude.options.rollout import (
     TraceOptions,
     ValSamplingOptions,
 )
-from etude.options.run import AlgorithmOptions, RunOptions, TrainerOptions
+from etude.options.run import AlgorithmOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
@@ -43,6 +43,7 @@ __all__ = [
     "OptimOptions",
     "RefOptions",
     "RewardOptions",
+    "RolloutCorrectionOptions",
     "RolloutOptions",
     "RunOptions",
     "SFTDataOptions",

@@ -5,6 +5,8 @@ Invariant: the keys of a tree are the fields declared here; config/tree holds th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.reward import CustomRewardOptions, RewardOptions
@@ -43,18 +45,28 @@ class TrainOptions:
     plugins: Texts = key(_PLUGINS, default=(), path="code")
 
     @property
+    def actor(self) -> ActorOptions:
+        """The actor's section, with the loss that `rollout_correction.loss_type` picks."""
+        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
+        if not correction.bypass_mode or correction.loss_type == "ppo_clip":
+            return actor
+        return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=correction.loss_type))
+
+    @property
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
-        policy loss and the KL terms."""
-        records = (self.algorithm.estimator, self.actor_rollout_ref.actor.policy_loss.record)
+        policy loss, the KL terms and the correction of what the engine sampled."""
+        records = (self.algorithm.estimator, self.actor.policy_loss.record)
         kl = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
+        if self.algorithm.rollout_correction.corrects:
+            kl.add("old_log_probs")
         if self.actor_rollout_ref.actor.use_kl_loss:
             kl.add("ref_log_prob")
         return frozenset(kl.union(*(record.needs for record in records if record)))
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""
-        unknown = None in (self.algorithm.estimator, self.actor_rollout_ref.actor.policy_loss.record)
+        unknown = None in (self.algorithm.estimator, self.actor.policy_loss.record)
         return unknown or column in self.needs
 
 

@@ -18,6 +18,7 @@ from etude.options import (
     ModelOptions,
     RefOptions,
     RewardOptions,
+    RolloutCorrectionOptions,
     RolloutOptions,
 )
 
@@ -43,6 +44,7 @@ class RoleOptions:
     reward: RewardOptions = field(default_factory=RewardOptions)
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
+    correction: RolloutCorrectionOptions = field(default_factory=RolloutCorrectionOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     actor_first_step: int = 0

@@ -6,7 +6,8 @@ from dataclasses import replace
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+REJECTION = ["[seq_sum_k1]", "[token_k1]", "[seq_mean_k1,token_k3]", "[token_k2]", "[seq_max_k2,seq_sum_k3]", "[seq_max_k3]"]
 
 
 def _optimizer(section):
@@ -38,7 +39,14 @@ CHOICES = {
     "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
-    "algorithm.rollout_correction.bypass_mode": ["true"],
+    f"{CORRECTION}.bypass_mode": ["true"],
+    f"{CORRECTION}.loss_type": ["reinforce"],
+    f"{CORRECTION}.rollout_is": ["token", "sequence"],
+    f"{CORRECTION}.rollout_is_threshold": ["0.995_1.01", "1.002"],
+    f"{CORRECTION}.rollout_is_batch_normalize": ["true"],
+    f"{CORRECTION}.rollout_rs": REJECTION,
+    f"{CORRECTION}.rollout_rs_threshold": ["1.01"],
+    f"{CORRECTION}.off_policy_mask_threshold": [1e-4],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -69,6 +77,7 @@ CHOICES = {
     f"{ROLLOUT}.temperature": [0.7, 1.3],
     f"{ROLLOUT}.top_p": [0.8],
     f"{ROLLOUT}.top_k": [20],
+    f"{ROLLOUT}.dtype": ["bfloat16"],  # then the engine's log-probs differ from the trainer's
     "reward_model.enable": ["false"],
     "reward_model.tool_reward_weight": [0.5],
     "reward_model.score_weight": [2.0],
@@ -84,6 +93,8 @@ KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_st
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
+DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
+WEIGHTED = DIFFERS | {f"{CORRECTION}.rollout_is": "token"}
 ORDERED = {f"{ACTOR}.ppo_mini_batch_size": 1, "algorithm.filter_groups.enable": None}
 
 
@@ -99,8 +110,17 @@ NEEDS = {
     "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
         f"{ACTOR}.ppo_epochs": None,
         f"{ACTOR}.ppo_mini_batch_size": None,
-        "algorithm.rollout_correction.bypass_mode": None,
+        f"{CORRECTION}.bypass_mode": None,
+        f"{CORRECTION}.rollout_is": None,
+        f"{CORRECTION}.rollout_rs": None,
     },
+    f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{ACTOR}.policy_loss.loss_mode": None},
+    f"{CORRECTION}.rollout_is": DIFFERS,
+    f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
+    f"{CORRECTION}.rollout_is_batch_normalize": WEIGHTED,
+    f"{CORRECTION}.rollout_rs": DIFFERS | {f"{CORRECTION}.rollout_rs_threshold": "1.01"},
+    f"{CORRECTION}.rollout_rs_threshold": DIFFERS | {f"{CORRECTION}.rollout_rs": "[seq_sum_k1]"},
+    f"{CORRECTION}.off_policy_mask_threshold": DIFFERS,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -150,9 +170,16 @@ def configuration(seed):
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
     learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
-    if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
+    if f"{CORRECTION}.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+        chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
+        if f"{CORRECTION}.loss_type" in chosen:
+            chosen.pop(f"{ACTOR}.policy_loss.loss_mode", None)
+        else:  # the loss's ratio is the weight
+            chosen.pop(f"{CORRECTION}.rollout_is", None)
+    if f"{CORRECTION}.rollout_rs" in chosen:
+        chosen[f"{CORRECTION}.rollout_rs_threshold"] = thresholds(chosen[f"{CORRECTION}.rollout_rs"])
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
     elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
@@ -161,6 +188,12 @@ def allowed(chosen):
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
     return chosen
+
+
+def thresholds(criteria):
+    """Bounds that an engine in bfloat16 is sometimes within."""
+    kinds = [name.rpartition("_")[2] for name in criteria.strip("[]").split(",")]
+    return "[" + ",".join({"k1": "0.99_1.01", "k2": "1e-4", "k3": "1e-4"}[kind] for kind in kinds) + "]"
 
 
 def shape(seed):
