@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         rejection_mask,
         rollout_mismatch,
     )
-    from etude.algorithms.kl import KLController, apply_kl_penalty, kl_penalty
+    from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
 
 __all__ = [
@@ -31,8 +31,8 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "Estimator",
-    "KLController",
     "PolicyLoss",
+    "adapt_kl_coef",
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
@@ -54,7 +54,7 @@ _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
     "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
-    "kl": {"KLController", "apply_kl_penalty", "kl_penalty"},
+    "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
 }
 

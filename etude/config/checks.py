@@ -6,11 +6,13 @@ what is allowed. What needs files is left to `preflight`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from etude.algorithms.records import POLICY_LOSSES, PolicyLoss
 from etude.config.layers import is_users
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
@@ -68,6 +70,15 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             more = f"is more than data.train_batch_size={prompts}: each batch is one update"
             yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
+        elif name == "loss_agg_mode" and isinstance(options, TrainOptions) and section == f"{_POLICY}.actor":
+            yield from _foreign_aggregation(key, options, sources)
+
+
+def _foreign_aggregation(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    loss = run.actor_rollout_ref.actor.policy_loss
+    own, given = loss.record and loss.record.loss_agg_mode, run.actor_rollout_ref.actor.loss_agg_mode
+    if own and given not in (None, own) and own != PolicyLoss.loss_agg_mode:
+        yield f"{key}={given} ({sources[key]}) is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
@@ -243,19 +254,20 @@ def _own_options(run: TrainOptions) -> Iterator[Problem]:
 
 def _correction(run: TrainOptions) -> Iterator[Problem]:
     correction, loss_mode = run.algorithm.rollout_correction, run.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss, default = run.actor.policy_loss, type(run.actor.policy_loss)().loss_mode
     key = "algorithm.rollout_correction"
     if correction.bypass_mode and correction.rollout_is_batch_normalize:
         yield (
             f"{key}.rollout_is_batch_normalize",
             "needs the whole batch's weights, and with bypass_mode=true these are known only as it is learned from",
         )
-    if correction.bypass_mode and correction.rollout_is and run.actor.policy_loss.loss_mode != "reinforce":
+    if correction.bypass_mode and correction.rollout_is and loss.record is not None and loss.record.has_ratio:
         yield (
             f"{key}.rollout_is",
             "with bypass_mode=true the loss's own ratio is to the engine's log-probs, and is the correction: set "
             "loss_type=reinforce, or rollout_is=null",
         )
-    if correction.bypass_mode and correction.loss_type == "reinforce" and loss_mode not in ("vanilla", "reinforce"):
+    if loss_mode not in (default, loss.loss_mode):
         yield f"{key}.loss_type", f"picks another loss than actor.policy_loss.loss_mode={loss_mode}"
 
 
@@ -267,9 +279,26 @@ def _weighted_loss(run: TrainOptions) -> Iterator[Problem]:
     if correction.rollout_is or in_loss or correction.off_policy_mask_threshold is not None:
         yield (
             f"{_POLICY}.actor.policy_loss.loss_mode",
-            "takes no rollout_is_weights, by which algorithm.rollout_correction corrects it: add the parameter, and hand it "
-            "to agg_loss",
+            "takes no rollout_is_weights, by which algorithm.rollout_correction corrects it: add the parameter, and "
+            "multiply the loss of each token by it",
         )
+
+
+def _loss_options(run: TrainOptions) -> Iterator[Problem]:
+    """Options of policy losses that the chosen one does not read, and those it needs: a loss has defaults of its own, so
+    that a value is there because somebody meant it."""
+    actor, section = run.actor_rollout_ref.actor, f"{_POLICY}.actor"
+    name, record = actor.policy_loss.loss_mode, actor.policy_loss.record
+    for prefix, options in ((section, actor), (f"{section}.policy_loss", actor.policy_loss)):
+        for option in (each.name for each in dataclasses.fields(options)):
+            readers, given = POLICY_LOSSES.readers(option), getattr(options, option) is not None
+            if readers and given and not actor.reads(option):
+                yield (
+                    f"{prefix}.{option}",
+                    f"policy_loss.loss_mode={name} does not read it (read by {', '.join(readers)})",
+                )
+            elif readers and not given and record is not None and record.needs_value(option):
+                yield f"{prefix}.{option}", f"must be set: policy_loss.loss_mode={name} has no default for it"
 
 
 def _determinism(run: TrainOptions) -> Iterator[Problem]:
@@ -325,7 +354,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _own_options, _weighted_loss)
+_OF_RECORDS = (_groups, _own_options, _loss_options, _weighted_loss)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,

@@ -26,6 +26,7 @@ _BEGIN, _END = "<!-- keys: written by python -m etude.config.generate -->", "<!-
 _WIDTH = 120
 GROUPS: dict[type, str] = {
     options.OptimOptions: "optim/optim",
+    options.TrainedModelOptions: "model/trained",
     options.ModelOptions: "model/model",
     options.MultiTurnOptions: "multi_turn/multi_turn",
     options.RolloutOptions: "rollout/rollout",

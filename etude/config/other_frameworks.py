@@ -57,7 +57,7 @@ INERT = {
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
         "memory and speed alone; the result is the same": """
-            *.enable_gradient_checkpointing *.enable_activation_offload *.entropy_from_logits_*
+            *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
             *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
             *.use_prefix_grouper *optim.optimizer_impl
@@ -71,9 +71,6 @@ INERT = {
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
         "the warm-up rises from 0": "*optim.zero_indexed_step",
-        "an option of policy losses that are not here": """
-            actor_rollout_ref.actor.tau_??? *.policy_loss.*_cov_* *.policy_loss.ppo_kl_coef *.policy_loss.dro_beta
-        """,
         "no class is named in this section": "*._target_",
         "the native engine has no such setting, and servers take theirs on their own command line": """
             actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size

@@ -15,11 +15,10 @@ from __future__ import annotations
 from typing import Any
 
 from etude.errors import EngineError
-from etude.inference.answer import Answer, checked_output
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
 from etude.inference.router import one_or_routed
-from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
 _CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step

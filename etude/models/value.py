@@ -41,10 +41,6 @@ class ValueModel(nn.Module):
         """Values (...) of final hidden states (..., hidden)."""
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
-    def gradient_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Recomputes the backbone's activations in the backward pass; arguments are those of transformers."""
-        self.backbone.gradient_checkpointing_enable(**kwargs)
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Writes the backbone as a model folder and the head next to it."""
         from safetensors.torch import save_file

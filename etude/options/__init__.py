@@ -24,6 +24,7 @@ from etude.options.training import (
     ModelOptions,
     OptimOptions,
     RefOptions,
+    TrainedModelOptions,
     has_several_updates,
 )
 from etude.options.tree import SFTOptions, TrainOptions
@@ -51,6 +52,7 @@ __all__ = [
     "TargetSuccessOptions",
     "TraceOptions",
     "TrainOptions",
+    "TrainedModelOptions",
     "TrainerOptions",
     "ValSamplingOptions",
     "declarations",

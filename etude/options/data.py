@@ -28,46 +28,46 @@ class DataOptions:
         verl_default="~/data/rlhf/gsm8k/test.parquet",
     )
     train_batch_size: Count = key(
-        "Prompts a training step; each is answered rollout.n times.",
+        "Prompts per training step; each is answered rollout.n times.",
         default=64,
         unit="prompts",
         verl_default="1024",
     )
     val_batch_size: Count | None = key(
-        "Size of a validation batch. Null: all at once, which the engine queues by itself.",
+        "Prompts per validation batch. Null: all at once; the engine queues them.",
         default=None,
         unit="prompts",
     )
-    val_max_samples: CountOrOff = key("Validation rows used, from the first. -1: all.", default=-1)
+    val_max_samples: CountOrOff = key("Use only the first rows for validation. -1: all.", default=-1)
     max_prompt_length: Count = key(
-        "Longest prompt, tool schemas included.",
+        "Max prompt length, tool schemas included.",
         default=1024,
         unit="tokens",
         verl_default="512",
         verl_meaning="up to 0.5, tool schemas do not count",
     )
     max_response_length: Count = key(
-        "Longest response: everything after the prompt, tool answers included.",
+        "Max response length: everything after the prompt, tool responses included.",
         default=2048,
         unit="tokens",
         verl_default="512",
     )
     filter_overlong_prompts: Flag = key(
-        "Leave out rows whose prompt is too long (counted and reported). False: see `truncation`.",
+        "Skip rows whose prompt is too long (counted and reported). False: see `truncation`.",
         default=True,
         verl_default="false",
     )
     truncation: Literal["error", "drop"] = key(
-        "What a too long prompt means when it was not filtered. A prompt is never cut: its start is the task.",
+        "What to do with an overlong prompt that was not filtered. Prompts are never truncated: the start is the task.",
         default="error",
         when=When("with filter_overlong_prompts=false", lambda own, run: not own.filter_overlong_prompts),
-        verl_meaning="left, right and middle cut prompts, in agent loops whatever is set",
+        verl_meaning="left, right and middle truncate prompts; agent loops do so whatever is set",
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
     seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED, verl_default="null")
-    prompt_key: Text = key("Column that holds the messages.", default="prompt")
+    prompt_key: Text = key("Column with the messages.", default="prompt")
     image_key: Text | None = key(
-        "Column that holds the images of the prompt, one for each <image> in its texts. Null: no row has images.",
+        "Column with the prompt's images, one for each <image> in its texts. Null: no row has images.",
         default="images",
     )
     apply_chat_template_kwargs: FreeForm = key(
@@ -85,9 +85,9 @@ class SFTDataOptions:
     """Conversations for supervised fine-tuning: files with a `messages` column and, optionally, `tools`."""
 
     train_files: Texts = key("Training files: a path or a list of paths.", default=(), path="file")
-    train_batch_size: Count = key("Conversations a step.", default=32)
+    train_batch_size: Count = key("Conversations per step.", default=32)
     max_length: Count = key(
-        "Longest conversation; a longer row is an error that names it.", default=1024, unit="tokens"
+        "Max conversation length; a longer row is an error that names it.", default=1024, unit="tokens"
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
     seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
@@ -96,18 +96,17 @@ class SFTDataOptions:
 
 @options
 class TargetSuccessOptions:
-    """Leave the last snapshot whose sampled rollouts succeed at a wished rate: a start that reinforcement learning can
-    improve."""
+    """Keep the last snapshot whose sampled rollouts succeed at the target rate: a start that RL can improve on."""
 
     data_files: Texts | None = key(
         "Rows (as for `etude train`) to roll out on: a path or a list. Null: train to the last step.",
         default=None,
         path="file",
     )
-    low: Share = key("Smallest share of successes of a snapshot that is kept.", default=0.2, when=TRIED)
-    high: Share = key("Largest one: above it the model already knows too much.", default=0.4, when=TRIED)
-    every: Count = key("Steps between two measurements.", default=25, unit="steps", when=TRIED)
-    samples: Count = key("Rollouts a measurement; 64 give a standard error of about 0.06.", default=64, when=TRIED)
+    low: Share = key("Lowest success rate of a snapshot worth keeping.", default=0.2, when=TRIED)
+    high: Share = key("Highest success rate: above it the model leaves too little to learn.", default=0.4, when=TRIED)
+    every: Count = key("Steps between measurements.", default=25, unit="steps", when=TRIED)
+    samples: Count = key("Rollouts per measurement; 64 give a standard error of about 0.06.", default=64, when=TRIED)
     max_response_length: Count = key(
-        "What a rollout may take after its prompt, tool answers included.", default=512, unit="tokens", when=TRIED
+        "Max response length of such a rollout, tool responses included.", default=512, unit="tokens", when=TRIED
     )

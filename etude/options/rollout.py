@@ -54,8 +54,8 @@ class MultiTurnOptions:
         verl_meaning="agent loops do not read it",
     )
     format: Text = key(
-        "Tool-call format of the model: the name of a registered tool parser (docs/parsers.md), or auto: the chat "
-        "template's own.",
+        "Tool-call format of the model: a registered tool parser (docs/parsers.md), or auto: whatever the chat template "
+        "uses.",
         default="hermes",
         names=Names("etude.chat.parsers:TOOL_PARSERS"),
     )
@@ -72,77 +72,77 @@ class MultiTurnOptions:
         when=MULTI_TURN,
     )
     interaction_config_path: Text | None = key(
-        "Interaction YAML file: users that answer the model between its turns. Null: none.",
+        "Interaction YAML file: simulated users that reply between the model's turns. Null: none.",
         default=None,
         path="file",
         when=MULTI_TURN,
     )
     max_assistant_turns: Count | None = key(
-        "Most model turns in a trajectory. Null: bounded by the response length alone.", default=None, when=MULTI_TURN
+        "Max model turns per trajectory. Null: limited by the response length only.", default=None, when=MULTI_TURN
     )
     max_user_turns: Count | None = key(
-        "Most tool or user turns in a trajectory. Null: bounded by the response length alone.",
+        "Max tool or user turns per trajectory. Null: limited by the response length only.",
         default=None,
         when=MULTI_TURN,
     )
     max_seconds: Positive | None = key(
-        "Time after which a trajectory ends at its next tool or user message, and is trained on. Null: no limit (what "
-        "takes longer than rollout.trajectory_timeout is an infrastructure failure).",
+        "Time limit per trajectory: past it, the trajectory ends at its next tool or user message and is still trained on. "
+        "Null: no limit (exceeding rollout.trajectory_timeout is an infrastructure failure).",
         default=None,
         unit="seconds",
         when=MULTI_TURN,
     )
     malformed_calls: Literal["tell", "penalise", "end"] = key(
-        "A call that cannot be read: the model is told what is wrong, told at a negative step reward, or the trajectory "
-        "ends.",
+        "On a call that cannot be parsed: tell the model what is wrong, also give it a negative step reward, or end the "
+        "trajectory.",
         default="tell",
         when=TOOLS,
     )
     malformed_call_penalty: NonNegative = key(
-        "What penalise takes for each such call.",
+        "Subtracted from the reward for each malformed call.",
         default=0.1,
         when=When("with malformed_calls=penalise", lambda own, run: own.malformed_calls == "penalise"),
     )
     max_parallel_calls: Count = key(
-        "Most calls run in one turn; further ones are answered with a line that says so (rollout/calls_not_executed).",
+        "Max calls executed per turn; each further one is answered with a line that says so (rollout/calls_not_executed).",
         default=8,
         when=TOOLS,
         verl_default="1",
     )
     max_tool_response_length: Count = key(
-        "Longest tool answer, in tool_response_length_unit; more is cut.",
+        "Max length of a tool response, in tool_response_length_unit; longer ones are truncated.",
         default=2048,
         when=TOOLS,
         verl_default="256",
         verl_meaning="counts characters",
     )
     tool_response_length_unit: Literal["tokens", "characters"] = key(
-        "What that counts: tokens as the chat template encodes the answer, or characters as verl does.",
+        "Unit of max_tool_response_length: tokens as the chat template encodes them, or characters as in verl.",
         default="tokens",
         when=TOOLS,
     )
     min_answer_tokens: Count = key(
-        "What must be left for the next answer after a tool or user message: tools' answers are cut further until it is; "
-        "where that leaves next to nothing of one, the trajectory ends.",
+        "Room that must remain for the next answer after a tool or user message. Tool responses are truncated further to "
+        "make room; if almost nothing of one would be left, the trajectory ends.",
         default=1,
         unit="tokens",
         when=MULTI_TURN,
     )
     tool_response_truncate_side: Literal["left", "right", "middle"] = key(
-        "Which part of a too long answer is cut away. middle keeps both ends.",
+        "Which part of an overlong tool response is removed. middle keeps both ends.",
         default="middle",
         when=TOOLS,
-        verl_meaning="the same; up to 0.7.1 the side that is kept: its left is right here",
+        verl_meaning="the same; up to 0.7.1 it named the side that is kept, so its left is right here",
     )
 
 
 @options
 class OpenAIAgentOptions:
-    """What the loop openai_agent runs (docs/gateway.md): an agent written for OpenAI's interface."""
+    """The agent that the loop openai_agent runs (docs/gateway.md), written for the OpenAI API."""
 
-    function: Text | None = key("Function of yours, path/to/file.py:name. Null: none.", default=None, path="code")
+    function: Text | None = key("Your function, path/to/file.py:name. Null: none.", default=None, path="code")
     command: RawTexts = key(
-        "Words of a command of yours, which finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
+        "Your command as a list of words; it gets OPENAI_BASE_URL and OPENAI_API_KEY in its environment. Empty: none.",
         default=(),
     )
 
@@ -156,14 +156,16 @@ class AgentOptions:
     """Which agent loop rolls out a row."""
 
     default_agent_loop: Text | None = key(
-        "Loop of rows without agent_name. Null: tool_agent for rows with tools or an interaction, else "
+        "Loop for rows without agent_name. Null: tool_agent for rows with tools or an interaction, else "
         "single_turn_agent.",
         default=None,
         names=Names("etude.agents.base:AGENT_LOOPS", ("env_agent", "openai_agent", "single_turn_agent", "tool_agent")),
         verl_default="single_turn_agent",
     )
     agent_loop_config_path: Text | None = key(
-        "YAML list of loops of yours, {name, _target_, keywords of the class}. Null: none.", default=None, path="file"
+        "YAML list of your own loops, {name, _target_, keyword arguments of the class}. Null: none.",
+        default=None,
+        path="file",
     )
     openai_agent: OpenAIAgentOptions = key("", default_factory=OpenAIAgentOptions)
 
@@ -175,29 +177,27 @@ class AgentOptions:
 
 @options
 class TraceOptions:
-    """Spans of generations, tool calls and functions under @rollout_trace_op, as nested in time."""
+    """Nested spans of generations, tool calls and functions decorated with @rollout_trace_op."""
 
     backend: Text | None = key(
-        "jsonl (a file), otel, mlflow or weave (these need their extras). Null: nothing is traced.",
+        "jsonl (a file), otel, mlflow or weave (each needs its extra). Null: no tracing.",
         default=None,
         names=Names("etude.trace:TRACE_BACKENDS"),
     )
     path: Text = key(
-        "File of jsonl, one line a span.",
+        "File for jsonl, one line per span.",
         default="traces.jsonl",
         written="${trainer.default_local_dir}/traces.jsonl",
         when=When("with backend=jsonl", lambda own, run: own.backend == "jsonl"),
     )
     token2text: Flag = key(
-        "True: a generation's span holds prompt and response as text; they may hold the data's secrets.",
+        "True: spans of generations hold prompt and response as text, which may expose private data.",
         default=False,
         when=TRACED,
     )
-    sample_rate: Share = key(
-        "Share of trajectories that are traced; the same ones in every run.", default=1.0, when=TRACED
-    )
+    sample_rate: Share = key("Fraction of trajectories to trace; the same ones in every run.", default=1.0, when=TRACED)
     max_samples_per_step_per_worker: Count | None = key(
-        "Most prompts a step whose answers are traced, in each rollout worker. Null: no limit.",
+        "Max prompts traced per step and rollout worker. Null: no limit.",
         default=None,
         when=TRACED,
     )
@@ -210,8 +210,8 @@ class ValSamplingOptions:
     n: Count = key("Answers per validation prompt.", default=1)
     temperature: NonNegative = key("Sampling temperature. 0: greedy.", default=1.0, when=SAMPLED, verl_default="0")
     top_p: PositiveShare = key("Nucleus sampling. 1.0: off.", default=1.0, when=SAMPLED)
-    top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
-    do_sample: Flag = key("False: greedy, so that validation figures carry no sampling noise.", default=False)
+    top_k: CountOrOff = key("Sample from the k most likely tokens only. -1: off.", default=-1, when=SAMPLED)
+    do_sample: Flag = key("False: greedy decoding, so that validation metrics carry no sampling noise.", default=False)
 
 
 @options
@@ -232,13 +232,15 @@ class RolloutOptions:
     )
     n: Count = key("Answers per training prompt.", default=8, verl_default="1")
     temperature: Positive = key(
-        "Sampling temperature. 1.0 keeps the sampled distribution that of the model.", default=1.0, when=SAMPLED
+        "Sampling temperature. 1.0 samples from the model's own distribution.", default=1.0, when=SAMPLED
     )
     top_p: PositiveShare = key(
-        "Nucleus sampling: smallest set of tokens with this probability. 1.0: off.", default=1.0, when=SAMPLED
+        "Nucleus sampling: from the smallest set of tokens with this total probability. 1.0: off.",
+        default=1.0,
+        when=SAMPLED,
     )
-    top_k: CountOrOff = key("Only the k likeliest tokens. -1: off.", default=-1, when=SAMPLED)
-    do_sample: Flag = key("False: greedy.", default=True)
+    top_k: CountOrOff = key("Sample from the k most likely tokens only. -1: off.", default=-1, when=SAMPLED)
+    do_sample: Flag = key("False: greedy decoding.", default=True)
     stop: RawTexts | None = key(
         'Texts that end a turn, at the token that completes one of them, e.g. ["</search>"]. Null: those of '
         "multi_turn.format (search_r1: </search>, </answer>, </tool_call>; rl_factory: </answer>; others none), in loops "
@@ -262,104 +264,108 @@ class RolloutOptions:
         verl_default="512",
     )
     max_model_len: Count | None = key(
-        "Longest whole sequence. Null: prompt_length + response_length.", default=None, unit="tokens"
+        "Max length of prompt and response together. Null: prompt_length + response_length.",
+        default=None,
+        unit="tokens",
     )
-    max_num_seqs: Count = key("Sequences decoded together; further ones wait for a place.", default=256)
+    max_num_seqs: Count = key("Max sequences decoded at once; the others wait.", default=256)
     max_num_batched_tokens: Count = key(
-        "Tokens of prompts and tools' answers that a forward pass takes in beside those it decodes: bounds memory. Longer "
-        "ones are cut in chunks.",
+        "Max prefill tokens (prompts and tool responses) per forward pass, besides those being decoded; bounds memory. "
+        "Longer inputs are prefilled in chunks.",
         default=8192,
         unit="tokens",
     )
     kv_cache_memory_mb: Count | None = key(
-        "Memory for keys and values of the native engine; when it is full, trajectories wait or are computed again. Null: "
-        "no limit.",
+        "KV cache memory of the native engine; when it is full, trajectories wait or are recomputed. Null: no limit.",
         default=None,
         unit="MiB",
         when=NATIVE,
     )
     enable_prefix_caching: Flag = key(
-        "The native engine keeps prompts nobody uses, until their memory is wanted or the weights change (validation "
-        "after validation). Prompts in use are shared in any case.",
+        "Keep the KV cache of finished prompts until its memory is needed or the weights change (which helps repeated "
+        "validations). Prompts in use are always shared.",
         default=True,
         when=NATIVE,
     )
     dtype: Precision | None = key(
-        "Precision of sampling. Null: model.dtype. Another one than that costs a copy of the weights.",
+        "Precision of sampling. Null: model.dtype. Any other value costs a copy of the weights.",
         default=None,
         verl_default="bfloat16",
     )
     seed: Natural = key("Base of the per-request seeds.", default=1, written="${trainer.seed}", verl_default="42")
     infrastructure_retries: Natural = key(
-        "Fresh starts of a trajectory whose infrastructure failed, before it is dropped and counted.", default=1
+        "Retries, from fresh state, of a trajectory whose infrastructure failed, before it is dropped and counted.",
+        default=1,
     )
     trajectory_timeout: Positive = key(
-        "Time a trajectory may take; beyond, it counts as an infrastructure failure.", default=600.0, unit="seconds"
+        "Max time per trajectory; past it, the trajectory counts as an infrastructure failure.",
+        default=600.0,
+        unit="seconds",
     )
-    max_concurrent_trajectories: Count = key("Trajectories in flight at once; further ones wait.", default=1024)
+    max_concurrent_trajectories: Count = key("Max trajectories in flight; the others wait.", default=1024)
     server_urls: Texts = key(
-        "Addresses of the servers of vllm, sglang or openai, e.g. [http://127.0.0.1:8000]; several are replicas behind a "
-        "router. Empty with vllm: vLLM runs in this process.",
+        "Addresses of vllm, sglang or openai servers, e.g. [http://127.0.0.1:8000]; several are replicas behind a router. "
+        "Empty with vllm: vLLM runs in this process.",
         default=(),
     )
     server_model: Text | None = key(
-        "Name by which openai's server knows the model. Null: the only one that it serves.",
+        "Model name on the openai server. Null: the only model that it serves.",
         default=None,
         when=When("with name=openai", lambda own, run: own.name == "openai"),
     )
     server_api_key_env: Text | None = key(
-        "Environment variable that holds the servers' API key. Null: they need none.",
+        "Environment variable that holds the servers' API key. Null: no key.",
         default=None,
         path="environment",
         when=SERVED,
     )
     server_timeout: Positive = key(
-        "Time a server may take over one request, connecting and waiting included.",
+        "Timeout of one request to a server, connecting and queueing included.",
         default=300.0,
         unit="seconds",
         when=SERVED,
     )
     weight_transfer: Literal["folder", "cuda_ipc"] = key(
-        "How weights reach an engine that has a copy of its own: folder (a checkpoint is written and read), cuda_ipc (vllm "
-        "in this process takes the trainer's GPU tensors by handle; written without a GPU at hand, and never run).",
+        "How weights reach an engine that holds its own copy: folder (a checkpoint is written and read), cuda_ipc (vllm in "
+        "this process maps the trainer's GPU tensors; never run, since no GPU was at hand).",
         default="folder",
         when=COPIES,
     )
     weight_sync_dir: Text | None = key(
-        "Folder for those checkpoints, which this process and the servers must see under the same path; one copy of the "
-        "model. Null: a temporary folder, in memory (/dev/shm) where there is room.",
+        "Folder for those checkpoints, one copy of the model; this process and the servers must see it under the same path. "
+        "Null: a temporary folder, in memory (/dev/shm) if there is room.",
         default=None,
         path="output",
         when=COPIES,
     )
     weight_sync_timeout: Positive = key(
-        "Time that handing weights over may take; servers read gigabytes from disk.",
+        "Timeout of a weight sync; servers read gigabytes from disk.",
         default=600.0,
         unit="seconds",
         when=COPIES,
     )
     weight_probe: Flag = key(
-        "After each handing over, compare the engine's log-probs of a few tokens with the trainer's, and stop where they "
+        "After each weight sync, compare the engine's log-probs of a few tokens with the trainer's, and stop if they "
         "differ.",
         default=True,
     )
     weight_probe_tolerance: Positive | None = key(
         "Largest difference that the probe accepts. Null: by the coarser of model.dtype and dtype, 1e-3 for float32, 0.1 "
-        "for float16, 0.5 for bfloat16. Set it where a server computes in yet another one.",
+        "for float16, 0.5 for bfloat16. Set it if a server computes in another dtype.",
         default=None,
         unit="nats",
         when=When("with weight_probe=true", lambda own, run: own.weight_probe),
     )
     free_cache_engine: Flag = key(
-        "True: between rollouts the engine gives device memory back (vllm: needs engine_kwargs.vllm.enable_sleep_mode or "
-        "the server's flag; sglang: the server's --enable-memory-saver).",
+        "True: the engine frees device memory between rollouts (vllm: needs engine_kwargs.vllm.enable_sleep_mode or the "
+        "server's flag; sglang: the server's --enable-memory-saver).",
         default=False,
         when=COPIES,
         verl_default="true",
     )
     engine_kwargs: FreeForms = key(
-        "Arguments of vLLM in this process, by the names of its AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: "
-        "0.5}}. Servers get theirs on their own command line.",
+        "Arguments of vLLM in this process, named as in AsyncEngineArgs, e.g. {vllm: {gpu_memory_utilization: 0.5}}. "
+        "Servers take theirs on their own command line.",
         default_factory=dict,
     )
     tool_config: Texts | None = key(
@@ -380,11 +386,10 @@ class RolloutOptions:
 
 @options
 class EnvOptions:
-    """Environments: what answers the model between its turns, in RL-Factory's or Gymnasium's manner."""
+    """Environments that reply between the model's turns, with RL-Factory's or Gymnasium's interface."""
 
     name: Text | None = key(
-        "A registered environment: base (runs the tools that are called, ends with an <answer>) or one of yours. Null: "
-        "none.",
+        "A registered environment: base (runs the called tools, ends with an <answer>) or one of yours. Null: none.",
         default=None,
         names=Names("etude.agents.environments.env:ENVIRONMENTS", ("base",)),
     )
@@ -394,15 +399,15 @@ class EnvOptions:
         alias_of=f"{_ROLLOUT}.multi_turn.tool_config_path",
     )
     tool_manager: Text | None = key(
-        "How an Env reads and runs tools: a registered tool manager. Null: adaptive, which serves every model.",
+        "The registered tool manager that parses and runs an Env's tool calls. Null: adaptive, which fits every model.",
         default=None,
         names=Names("etude.agents.environments.tool_manager:TOOL_MANAGERS", ("adaptive", "llama3", "qwen2_5", "qwen3")),
     )
     use_process_reward: Flag = key(
-        "Whether Env.get_step_reward counts, at the token where each turn ends.", default=False, when=ENVIRONMENT
+        "Add Env.get_step_reward at the token where each turn ends.", default=False, when=ENVIRONMENT
     )
     timeout: Positive = key(
-        "Time for each call of an environment's methods.", default=60.0, unit="seconds", when=ENVIRONMENT
+        "Timeout of each call of an environment's methods.", default=60.0, unit="seconds", when=ENVIRONMENT
     )
 
     @property

@@ -56,13 +56,11 @@ class TrainOptions:
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
         policy loss, the KL terms and the correction of what the engine sampled."""
-        records = (self.algorithm.estimator, self.actor.policy_loss.record)
-        kl = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
+        estimator = self.algorithm.estimator
+        own = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
         if self.algorithm.rollout_correction.corrects:
-            kl.add("old_log_probs")
-        if self.actor_rollout_ref.actor.use_kl_loss:
-            kl.add("ref_log_prob")
-        return frozenset(kl.union(*(record.needs for record in records if record)))
+            own.add("old_log_probs")
+        return self.actor.needs.union(own, estimator.needs if estimator else ())
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""

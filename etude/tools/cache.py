@@ -16,8 +16,8 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
+from etude.tools.options import CachePolicy
 from etude.tools.outcome import Source, ToolResult
-from etude.tools.policy import CachePolicy
 from etude.tools.store import ResultStore
 from etude.tools.wire import result_from_json, result_to_json
 

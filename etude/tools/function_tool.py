@@ -22,7 +22,7 @@ from etude.errors import ConfigError
 from etude.registry import Registry, did_you_mean, import_module
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.policy import POLICY_KEYS, CallPolicy
+from etude.tools.options import POLICY_KEYS, CallPolicy
 from etude.tools.signature import FunctionSignature
 from etude.trace import rollout_trace_op
 

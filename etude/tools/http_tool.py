@@ -24,8 +24,7 @@ from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.http import JsonService
-from etude.tools.builtin.options import ToolOptions, read_options
-from etude.tools.policy import CallPolicy
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")

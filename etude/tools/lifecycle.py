@@ -30,8 +30,8 @@ from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.instance import SECTIONS, ToolInstance
 from etude.tools.loop_watch import LoopWatch
+from etude.tools.options import CallPolicy
 from etude.tools.outcome import BrokenCall, TextLimits, ToolOutcome, joined
-from etude.tools.policy import CallPolicy
 from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime
 from etude.tools.truncation import TokenLimit
 from etude.trace import span

@@ -17,8 +17,8 @@ from typing import Any, TypeVar
 
 from etude.errors import DataError
 from etude.schemas import ToolResponse
+from etude.tools.options import ReplayPolicy
 from etude.tools.outcome import ToolResult
-from etude.tools.policy import ReplayMode, ReplayPolicy
 from etude.tools.recording import RecordedInstance, read_recording
 from etude.tools.wire import canonical, digest
 
@@ -46,7 +46,7 @@ class Replay:
         instances = read_recording(policy.path, tool)
         if not instances:
             raise DataError(f"{self._where} holds no call of this tool")
-        self._strict = _StrictIndex(instances) if policy.mode is ReplayMode.STRICT else None
+        self._strict = _StrictIndex(instances) if policy.mode == "strict" else None
         self._unused = [instance for instance in instances if not instance.broken]
 
     def begin(self, trajectory: str, create_kwargs: Kwargs) -> ReplayedInstance:

@@ -11,8 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-SIDES = ("left", "middle", "right")
-
 _MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
 _CHARACTERS_PER_TOKEN = 64  # above any text's average: text beyond it is never tokenized
 _TOKENS_PER_CHARACTER = 4  # a character has at most four bytes, a token at least one

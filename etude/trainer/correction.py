@@ -7,6 +7,8 @@ yet: the actor's loss does it, at every update (see `etude.workers.actor`).
 
 from __future__ import annotations
 
+import torch
+
 from etude.algorithms import importance_weights, rejection_mask
 from etude.events import EventSink, Notice
 from etude.metrics import Metrics as MetricParts
@@ -27,15 +29,15 @@ def correct_mismatch(
     batch: DataProto, correction: RolloutCorrectionOptions, *, episodes: bool
 ) -> tuple[DataProto, Metrics]:
     """`batch` with the column `rollout_is_weights` (rows, response_len), or with a smaller `response_mask` and without the
-    rows that have nothing left; and the metrics `rollout_corr/rollout_*`. It needs `old_log_probs` and `rollout_log_probs`.
+    rollouts that have nothing left; and the metrics `rollout_corr/rollout_*`. It needs both kinds of log-probs.
 
     A sequence is all of a rollout, or a row where each of its rows is an episode of its own (`episodes`).
     """
     if not correction.corrects or correction.bypass_mode or not len(batch):
         return batch, {}
-    columns, metrics = batch.batch, MetricParts()
+    columns, metrics, numbers = batch.batch, MetricParts(), rollout_numbers(batch)
     mask, ratio = columns["response_mask"], columns["old_log_probs"].double() - columns["rollout_log_probs"].double()
-    rollout = None if episodes else rollout_numbers(batch)
+    rollout = None if episodes else numbers
     if correction.rollout_is is not None:
         columns["rollout_is_weights"], metrics = importance_weights(
             ratio,
@@ -48,7 +50,7 @@ def correct_mismatch(
     if correction.rollout_rs:
         columns["response_mask"], rejected = rejection_mask(ratio, mask, correction.criteria, rollout)
         metrics |= rejected
-        batch = batch.select_idxs(columns["response_mask"].any(dim=1))
+        batch = batch.select_idxs(torch.isin(numbers, numbers[columns["response_mask"].any(dim=1)]))
     return batch, finish_metrics(metrics)
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 
 from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
@@ -57,6 +57,14 @@ class Groups:
             thread.join()
             report()
 
+    @contextmanager
+    def closed_on_error(self) -> Iterator[None]:
+        """Closes the groups if the block raises: for what sets up a run on them."""
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            yield
+            stack.pop_all()
+
     def close(self) -> None:
         """Ends the workers and frees what they hold, models included."""
         for group in {id(group): group for group in vars(self).values() if group is not None}.values():
@@ -64,16 +72,22 @@ class Groups:
 
 
 def open_groups(options: RoleOptions, *, trains: bool = True, critic: bool = False) -> Groups:
-    """Starts the workers, which load no model yet. `trains`, `critic`: whether there is an actor, a critic."""
+    """Starts the workers, which load no model yet. `trains`, `critic`: whether there is an actor, a critic. If one cannot
+    start, the others are closed."""
+    with ExitStack() as stack:
 
-    def start(worker: type[Worker]) -> WorkerGroup:
-        return InProcessWorkerGroup(worker, 1, options)
+        def start(worker: type[Worker]) -> WorkerGroup:
+            group = InProcessWorkerGroup(worker, 1, options)
+            stack.callback(group.close)
+            return group
 
-    rollout = start(ActorRolloutRefWorker if trains else RolloutWorker)
-    scores_batches = options.rollout.mode == "sync" and options.reward.enable
-    return Groups(
-        rollout,
-        actor=rollout,
-        critic=start(CriticWorker) if critic else None,
-        reward=start(RewardWorker) if scores_batches else None,
-    )
+        rollout = start(ActorRolloutRefWorker if trains else RolloutWorker)
+        scores_batches = options.rollout.mode == "sync" and options.reward.enable
+        groups = Groups(
+            rollout,
+            actor=rollout,
+            critic=start(CriticWorker) if critic else None,
+            reward=start(RewardWorker) if scores_batches else None,
+        )
+        stack.pop_all()
+    return groups

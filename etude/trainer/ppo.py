@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import KLController, apply_kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -48,8 +48,6 @@ class PPOTrainer:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
-        if not setup.data.train_files:
-            raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)
@@ -58,7 +56,7 @@ class PPOTrainer:
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        self.kl = KLController(**vars(self.algorithm.kl_ctrl))
+        self.kl_coef = self.algorithm.kl_ctrl.kl_coef
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
@@ -295,11 +293,16 @@ class PPOTrainer:
         columns, algorithm = batch.batch, self.algorithm
         rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:
-            coefficient, old, ref = self.kl.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
+            coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
                 rewards, old, ref, columns["response_mask"], kind=algorithm.kl_penalty, kl_coef=coefficient
             )
-            self.kl.update(distance, n_steps=int(main_rows(batch).sum()))
+            control = algorithm.kl_ctrl
+            if control.type == "adaptive":
+                rollouts = int(main_rows(batch).sum())
+                self.kl_coef = adapt_kl_coef(
+                    coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
+                )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
         columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
             algorithm.adv_estimator,
@@ -353,9 +356,8 @@ class PPOTrainer:
         return folder
 
     def _loop_state(self) -> dict[str, Any]:
-        adapted = (
-            self.kl.kl_coef if self.kl.type == "adaptive" else None
-        )  # a fixed coefficient comes from the configuration
+        # A fixed coefficient comes from the configuration.
+        adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
@@ -365,8 +367,8 @@ class PPOTrainer:
 
     def _restore_loop(self, resumption: Resumption) -> None:
         with resumption.restoring(self.loader) as state:
-            if self.kl.type == "adaptive" and state["kl_coef"] is not None:
-                self.kl.kl_coef = float(state["kl_coef"])
+            if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
+                self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
         self._end_with_the_passes()
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():

@@ -120,19 +120,20 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     if not trains:
         roles = replace(roles, needs_ref=False)
     groups = open_groups(roles, trains=trains, critic=trains and "values" in options.needs)
-    catalogue, *_ = groups.rollout.load_tools()
-    setup = RunSetup(
-        options.data,
-        options.algorithm,
-        options.needs,
-        options.trainer,
-        roles,
-        bundle,
-        config,
-        groups=groups,
-        catalogue=catalogue,
-    )
-    _check_tool_messages(setup, options.data.apply_chat_template_kwargs)
+    with groups.closed_on_error():
+        catalogue, *_ = groups.rollout.load_tools()
+        setup = RunSetup(
+            options.data,
+            options.algorithm,
+            options.needs,
+            options.trainer,
+            roles,
+            bundle,
+            config,
+            groups=groups,
+            catalogue=catalogue,
+        )
+        _check_tool_messages(setup, options.data.apply_chat_template_kwargs)
     return setup
 
 

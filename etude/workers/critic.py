@@ -26,6 +26,7 @@ class CriticWorker(RoleWorker):
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
+        self.prepare_training(self.model.backbone, critic.model)
         exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
         self._optimizer = OptimizerSet(
             self.model, critic.optim, total_steps, exact=exact, rank=self.rank, world_size=self.world_size
@@ -37,7 +38,9 @@ class CriticWorker(RoleWorker):
         """`values` (batch, response_len): the value of the context before each sampled token."""
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=(IMAGES,))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=("rollout_tokens", IMAGES)
+    )
     def update_critic(self, data: DataProto) -> Metrics:
         """One optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the counts
         of `etude.training.count_scored`. Metrics are named `critic/*`."""

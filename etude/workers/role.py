@@ -16,6 +16,7 @@ import torch
 from etude.agents.loops import register_agent_loops
 from etude.distributed import Worker
 from etude.models import check_vocabulary, load_causal_lm
+from etude.options import TrainedModelOptions
 from etude.registry import load_plugins
 from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
@@ -84,3 +85,11 @@ class RoleWorker(Worker):
         network = load_causal_lm(model.path, dtype=dtype, device=self.device, trust_remote_code=model.trust_remote_code)
         check_vocabulary(tokenizer, network)
         return network
+
+    def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
+        """Makes `network` train as `options` say."""
+        if options.enable_gradient_checkpointing:
+            # The first name is Transformers' new one for the second.
+            enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable
+            enable({"use_reentrant": False})
+            network.disable_input_require_grads()  # its hook is for reentrant checkpoints, and would slow down the engine

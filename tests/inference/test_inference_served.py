@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, EngineError, MissingExtraError
 from etude.inference import SamplingParams, check_serving
 from etude.inference import http as http_module
-from etude.inference.answer import Answer, checked_output
 from etude.inference.http import HttpServer, StatusError
+from etude.inference.served import Answer, checked_output
 from etude.inference.vllm import VLLMEngine
 from etude.options import RolloutOptions
 from etude.options.serving import server_url

@@ -7,7 +7,14 @@ from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
-REJECTION = ["[seq_sum_k1]", "[token_k1]", "[seq_mean_k1,token_k3]", "[token_k2]", "[seq_max_k2,seq_sum_k3]", "[seq_max_k3]"]
+REJECTION = [
+    "[seq_sum_k1]",
+    "[token_k1]",
+    "[seq_mean_k1,token_k3]",
+    "[token_k2]",
+    "[seq_max_k2,seq_sum_k3]",
+    "[seq_max_k3]",
+]
 
 
 def _optimizer(section):

@@ -47,9 +47,7 @@ def batches(draw):
     mask = torch.rand(rows, width, generator=generator) < 0.7
     mask[draw(st.integers(0, rows - 1)), 0] = True
     engine = -3 * torch.rand(rows, width, generator=generator, dtype=F64)
-    policy = engine + draw(st.sampled_from([0.01, 0.3, 3.0])) * torch.randn(
-        rows, width, generator=generator, dtype=F64
-    )
+    policy = engine + draw(st.sampled_from([0.01, 0.3, 3.0])) * torch.randn(rows, width, generator=generator, dtype=F64)
     advantages = torch.randn(rows, width, generator=generator, dtype=F64)
     rollout = torch.randint(0, 3, (rows,), generator=generator)
     return policy, engine, advantages, mask.long(), rollout

@@ -70,6 +70,10 @@ WITNESSES = {
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
     },
+    "workers/test_workers_memory.py": {
+        "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
+        "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
+    },
     "workers/test_workers_engine_link.py": {
         f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",
         f"{ROLLOUT}.weight_probe_tolerance": "test_a_server_of_another_dtype_needs_a_tolerance_of_its_own",

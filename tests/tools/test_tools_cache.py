@@ -17,8 +17,8 @@ from etude.errors import ConfigError, ToolError
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolRuntime, ToolSession
 from etude.tools.cache import ResultCache
+from etude.tools.options import CachePolicy
 from etude.tools.outcome import Source, ToolResult
-from etude.tools.policy import CachePolicy
 from etude.tools.store import ResultStore
 
 

@@ -144,7 +144,7 @@ def test_nobody_listens():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "config.url: Field required"),
+        ({}, "config.url is missing"),
         ({"url": "host/x"}, "must begin with http"),
         ({"url": "http://{a}/x"}, "the host must not depend"),
         ({"url": "http://h/{c}"}, "config.url needs 'c', which the schema does not have"),

@@ -147,7 +147,7 @@ WRONG = {
     "a function's config": (
         "tools: [{class_name: 'mine.py:plain', config: {timeot: 1}}]", "unknown key config.timeot; did you mean 'timeout'"
     ),
-    "timeout": ("tools:\n" + entry(config="{timeout: -1}"), r"tools\[0\].*config.timeout must be a positive number"),
+    "timeout": ("tools:\n" + entry(config="{timeout: -1}"), r"tools\[0\].*config.timeout must be a number above 0"),
     "interpolation": ("tools:\n" + entry(config="{a: '${oc.decode:x}'}"), "names no environment variable"),
     "verl's tool": (
         "tools:\n" + entry("verl.tools.gsm8k_tool.Gsm8kTool"), "here this class is etude.tools.builtin.gsm8k.Gsm8kTool"
@@ -246,11 +246,11 @@ def test_json_and_pydata_say_the_same(write):
         (
             "[{'mcpServers': {'a': {'cmd': 'x'}}}]",
             "a.pydata",
-            r"a.pydata: \[0\]: mcpServers.a: unknown key 'cmd'; did you",
+            r"a.pydata: \[0\]: mcpServers.a: unknown key cmd; did you",
         ),
         ("[{'mcpServers': {}}]", "a.pydata", r"a.pydata: \[0\]: mcpServers must be a mapping of names"),
         ('{"tools": [], "tools": []}', "a.json", r"a.json: not readable as JSON: the key 'tools' is given twice"),
-        ('{"mcpServers": {"a": {"command": "x", "url": "http://h"}}}', "a.json", r"a.json: mcpServers.a needs either"),
+        ('{"mcpServers": {"a": {"command": "x", "url": "http://h"}}}', "a.json", r"a.json: mcpServers.a: needs either"),
     ],
 )
 def test_what_is_wrong_with_other_forms(write, text, name, message):

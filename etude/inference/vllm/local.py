@@ -21,10 +21,9 @@ from multiprocessing import resource_tracker
 from typing import Any
 
 from etude.errors import ConfigError, EngineError, MissingExtraError, one_line
-from etude.inference.answer import Answer, checked_output
 from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.router import one_or_routed
-from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 from etude.inference.vllm.server import VLLMServerEngine, check_loaded, sampling_fields, version_spans
 from etude.registry import did_you_mean

@@ -17,9 +17,8 @@ from collections.abc import Awaitable
 from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
-from etude.inference.answer import Answer, checked_output
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import ServedEngine, checkpoint_folder
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
 from etude.inference.types import SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"

@@ -17,7 +17,7 @@ from pydantic import Field
 from etude.errors import ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 Number = int | float

@@ -15,11 +15,12 @@ from pydantic import Field
 
 from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
+from etude.options.types import Count, Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.frames import FRAMES, FrameReference, trajectory_of
-from etude.tools.builtin.options import ToolOptions, read_options
 from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
+from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _SCHEMA = {
@@ -43,10 +44,10 @@ _SCHEMA = {
 class VideoOptions(ToolOptions):
     """Limits shared by the video tools in their `config`."""
 
-    max_seconds: float = Field(default=7200.0, gt=0)
-    max_pixels: int = Field(default=40_000_000, ge=1)
-    decode_seconds: float = Field(default=60.0, gt=0)
-    num_workers: int = Field(default=4, ge=1)
+    max_seconds: Positive = 7200.0
+    max_pixels: Count = 40_000_000
+    decode_seconds: Positive = 60.0
+    num_workers: Count = 4
 
     def to_limits(self) -> VideoLimits:
         """The limits of a video."""
@@ -57,7 +58,7 @@ class FrameExtractionOptions(VideoOptions):
     """`config` of `execute_frame_extraction`."""
 
     max_frames: int = Field(default=16, ge=1, le=256)
-    max_resolution: int = Field(default=2048, ge=1)
+    max_resolution: Count = 2048
 
 
 @dataclass(frozen=True)

@@ -14,17 +14,16 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
 from uuid import uuid4
 
-from pydantic import Field
-
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
+from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.frame_extraction import VideoOptions
 from etude.tools.builtin.frames import FRAMES, trajectory_of
-from etude.tools.builtin.options import read_options
 from etude.tools.builtin.video import read_frames, require_av
+from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
 
 if TYPE_CHECKING:
@@ -40,7 +39,7 @@ class FrameModelOptions(VideoOptions):
     """`config` of both tools: `model` names the callable, the rest are limits."""
 
     model: str = ""
-    num_workers: int = Field(default=1, ge=1)
+    num_workers: Count = 1
 
 
 class FrameModelTool(BaseTool):

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field
-
 from etude.bounded import BlockingCalls
 from etude.errors import DataError
+from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import load_image
-from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 if TYPE_CHECKING:
@@ -60,12 +59,12 @@ class ImageZoomOptions(ToolOptions):
     (within `min_pixels` and `max_pixels`, the processor's own), or `thousandths` of the sides.
     """
 
-    min_dimension: int = Field(default=28, ge=1)
+    min_dimension: Count = 28
     coordinates: Literal["pixels", "resized", "thousandths"] = "pixels"
-    min_pixels: int = Field(default=3136, ge=1)
-    max_pixels: int = Field(default=12_845_056, ge=1)
-    max_image_pixels: int = Field(default=50_000_000, ge=1)
-    num_workers: int = Field(default=4, ge=1)
+    min_pixels: Count = 3136
+    max_pixels: Count = 12_845_056
+    max_image_pixels: Count = 50_000_000
+    num_workers: Count = 4
 
 
 class ImageZoomInTool(BaseTool):

@@ -14,11 +14,12 @@ from uuid import uuid4
 from pydantic import Field, field_validator
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
+from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.http import JsonService
-from etude.tools.builtin.options import DEFAULT_TIMEOUT, ToolOptions, read_options
 from etude.tools.builtin.web_search import checked_query, checked_url
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 NOTHING_FOUND = "No search results found."
@@ -48,11 +49,11 @@ class SearchOptions(ToolOptions):
 
     retrieval_service_url: str
     topk: int = Field(default=3, ge=1, le=100)
-    num_workers: int = Field(default=120, ge=1)
-    rate_limit: int = Field(default=120, ge=1)
-    max_queries: int = Field(default=8, ge=1)
-    max_query_chars: int = Field(default=1000, ge=1)
-    max_body_bytes: int = Field(default=8_000_000, ge=1)
+    num_workers: Count = 120
+    rate_limit: Count = 120
+    max_queries: Count = 8
+    max_query_chars: Count = 1000
+    max_body_bytes: Count = 8_000_000
     result_format: Literal["json", "text"] = "json"
 
     @field_validator("retrieval_service_url")
@@ -85,7 +86,7 @@ class SearchTool(BaseTool):
             connections=min(self._options.num_workers, self._options.rate_limit),
             max_body_bytes=self._options.max_body_bytes,
         )
-        self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
+        self._timeout = CallPolicy.from_config(config, self.name).timeout
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
         """Begins a trajectory; the connection is its only state."""

@@ -17,10 +17,11 @@ from uuid import uuid4
 from pydantic import Field, field_validator
 
 from etude.errors import InfrastructureError, ToolError
+from etude.options.types import Count, NonNegative
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.http import JsonService
-from etude.tools.builtin.options import DEFAULT_TIMEOUT, ToolOptions, read_options
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _SCHEMA = {
@@ -94,12 +95,12 @@ class WebSearchOptions(ToolOptions):
 
     engine: str = "google"
     api_key: str | None = None
-    cost: float = Field(default=0.01, ge=0)
+    cost: NonNegative = 0.01
     max_results: int = Field(default=5, ge=1, le=50)
-    max_query_chars: int = Field(default=500, ge=1)
-    max_snippet_chars: int = Field(default=500, ge=1)
-    max_body_bytes: int = Field(default=4_000_000, ge=1)
-    connections: int = Field(default=100, ge=1)
+    max_query_chars: Count = 500
+    max_snippet_chars: Count = 500
+    max_body_bytes: Count = 4_000_000
+    connections: Count = 100
     url: str | None = None
     method: Literal["GET", "POST"] | None = None
     query_key: str | None = None
@@ -152,7 +153,7 @@ class WebSearchTool(BaseTool):
             max_body_bytes=self._options.max_body_bytes,
             headers={self._engine.auth_header: f"{self._engine.auth_prefix}{key}"} if key else {},
         )
-        self._timeout = float(config.get("timeout") or DEFAULT_TIMEOUT)
+        self._timeout = CallPolicy.from_config(config, self.name).timeout
         self._instance_dict: dict[str, SearchState] = {}
 
     async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:

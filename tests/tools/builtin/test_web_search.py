@@ -232,7 +232,7 @@ def test_a_tool_serves_one_event_loop_after_another():
     ("config", "reason"),
     [
         ({"max_result": 3}, "unknown key config.max_result; did you mean 'max_results'"),
-        ({"max_results": 0}, "config.max_results: Input should be greater than or equal to 1"),
+        ({"max_results": 0}, "config.max_results must be a whole number from 1 to 50"),
         ({"url": "ftp://x/"}, "config.url: must be an address such as https://host/path"),
         ({"method": "PUT"}, "config.method"),
     ],

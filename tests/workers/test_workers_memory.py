@@ -1,0 +1,66 @@
+"""What an update keeps for its backward pass: with gradient checkpointing less, and the gradients stay."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from ranks_stage import uneven_batch
+from workers_stage import learn, roles, save_model
+
+from etude.distributed import InProcessWorkerGroup
+from etude.models.decoder import PlainDecoder
+from etude.options.training import ModelOptions, ValueModelOptions
+from etude.workers import CriticWorker, TrainWorker
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("memory"))
+
+
+def update(role, options):
+    """Bytes kept for the backward pass of one update, beside the weights, and the gradients that it stepped with."""
+    group = InProcessWorkerGroup({"actor": TrainWorker, "critic": CriticWorker}[role], 1, options)
+    group.init_model(1)
+    worker, kept, gradients = group._workers[0], {}, []
+    weights = {parameter.data_ptr() for parameter in worker.model.parameters()}
+    step = worker._optimizer.step
+
+    def recorded():
+        gradients.extend(p.grad.clone() for p in worker._optimizer._parameters)
+        return step()
+
+    def keep(tensor):
+        if tensor.untyped_storage().data_ptr() not in weights:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    worker._optimizer.step = recorded
+    if role == "critic":  # with the new head's zeros no layer has a gradient
+        torch.nn.init.normal_(worker.model.head.weight, generator=torch.Generator().manual_seed(1))
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        learn(group, uneven_batch(), role)
+    return sum(kept.values()), gradients
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_checkpointing_keeps_less_and_changes_no_gradient(path, role):
+    usual = roles(path)
+    if role == "actor":
+        frugal = replace(usual, model=ModelOptions(path=path, enable_gradient_checkpointing=True))
+    else:
+        model = ValueModelOptions(enable_gradient_checkpointing=True)
+        frugal = replace(usual, critic=replace(usual.critic, model=model))
+    plain, expected = update(role, usual)
+    less, gradients = update(role, frugal)
+    assert less < plain / 2
+    assert len(gradients) == len(expected)
+    for found, wanted in zip(gradients, expected):
+        torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-7)
+
+
+def test_checkpointing_leaves_the_engine_its_fast_decoder(path):
+    model = ModelOptions(path=path, enable_gradient_checkpointing=True)
+    group = InProcessWorkerGroup(TrainWorker, 1, replace(roles(path), model=model))
+    group.init_model(1)
+    assert PlainDecoder.of(group._workers[0].model) is not None
