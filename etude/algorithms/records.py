@@ -234,6 +234,8 @@ class PolicyLoss(Record):
     columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - {"reward_baselines"}
 
     def __call__(self, **arguments: Any) -> Any:
+        for column in self.needs - self._parameters.keys() if self.selects else ():
+            arguments.pop(column, None)  # the selection's
         return super().__call__(**self._with_bounds(arguments))
 
     def reads(self, option: str) -> bool:

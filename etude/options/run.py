@@ -86,6 +86,8 @@ _Criterion = Literal[
     "seq_max_k3",
 ]
 
+_LARGEST = 1e9  # a ratio is at most exp(20), a k2 200
+_PAIR = "LOW_HIGH, both with a decimal point (0.5_5.0; 0.5_5 is the number 0.55)"
 WEIGHED = When("with rollout_is", lambda own, run: own.rollout_is is not None)
 REJECTING = When("with rollout_rs", lambda own, run: bool(own.rollout_rs))
 BYPASS = When("with bypass_mode=true", lambda own, run: own.bypass_mode)
@@ -101,7 +103,8 @@ class RolloutCorrectionOptions:
         default=None,
     )
     rollout_is_threshold: Annotated[Text, BeforeValidator(_threshold)] = key(
-        "Largest weight; larger ones are cut to it. As LOW_HIGH (0.5_5.0), IcePop: a weight outside is 0.",
+        "Largest weight; larger ones are cut to it. As LOW_HIGH, both with a decimal point (0.5_5.0), IcePop: a weight "
+        "outside is 0.",
         default="2.0",
         when=WEIGHED,
     )
@@ -155,6 +158,8 @@ class RolloutCorrectionOptions:
             ValueError: it is neither, or no range of positive numbers.
         """
         low, high = _bounds("rollout_is_threshold", self.rollout_is_threshold)
+        if low is None and high < 1:
+            raise ValueError(f"rollout_is_threshold must be at least 1, or {_PAIR}, not {high}")
         return high if low is None else (low, high)
 
     @property
@@ -167,14 +172,14 @@ class RolloutCorrectionOptions:
         names, given = self.rollout_rs or (), self.rollout_rs_threshold or ()
         if names and len(given) not in (1, len(names)):
             raise ValueError(f"rollout_rs_threshold needs a bound for each of {', '.join(names)}, or one for all")
+        bounds = [_bounds("rollout_rs_threshold", text) for text in given]
         made: list[tuple[str, tuple[float, float]]] = []
-        for name, text in zip(names, given * len(names) if len(given) == 1 else given):
-            low, high = _bounds("rollout_rs_threshold", text)
+        for name, (low, high) in zip(names, bounds * len(names) if len(bounds) == 1 else bounds):
             of_ratio = name.endswith("k1")
             if low is not None and not of_ratio:
-                raise ValueError(f"rollout_rs_threshold: {name} takes one bound, not {text}")
+                raise ValueError(f"rollout_rs_threshold: {name} takes one bound, not {low}_{high}")
             if low is None and of_ratio and high < 1:
-                raise ValueError(f"rollout_rs_threshold: {name} takes LOW_HIGH, or a HIGH of at least 1, not {text}")
+                raise ValueError(f"rollout_rs_threshold: {name} takes a HIGH of at least 1, or {_PAIR}, not {high}")
             made.append((name, (low or (1 / high if of_ratio else 0.0), high)))
         return made
 
@@ -186,8 +191,8 @@ def _bounds(name: str, text: str) -> tuple[float | None, float]:
         found = float(low) if low else None, float(high)
     except ValueError:
         found = None, math.nan
-    if not 0 < (found[0] or found[1]) <= found[1] < math.inf:
-        raise ValueError(f"{name} must be a positive number or two as LOW_HIGH, such as 0.5_5.0, not {text}")
+    if not 0 < (found[1] if found[0] is None else found[0]) <= found[1] <= _LARGEST:
+        raise ValueError(f"{name} must be a positive number (at most {_LARGEST:g}), or {_PAIR}, not {text}")
     return found
 
 

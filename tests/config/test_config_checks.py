@@ -175,7 +175,7 @@ def test_the_same_for_supervised_runs(override):
             "whole batch",
         ),
         (
-            (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2"),
+            (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"),
             CORRECTION,
             "token_k2 takes one bound",
         ),
@@ -185,7 +185,8 @@ def test_the_same_for_supervised_runs(override):
             "a bound for each",
         ),
         ((f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5"), CORRECTION, "at least 1"),
-        ((f"{CORRECTION}.rollout_is_threshold=5_2",), CORRECTION, "LOW_HIGH"),
+        ((f"{CORRECTION}.rollout_is_threshold=5.0_2.0",), CORRECTION, "LOW_HIGH"),
+        ((f"{CORRECTION}.rollout_is_threshold=0.5_5",), CORRECTION, "0.5_5 is the number 0.55"),
         (("trainer.rollout_data_dir=a", "trainer.validation_data_dir=./a"), "trainer.validation_data_dir", "overwrite"),
         (("trainer.resume_from_path=a",), "trainer.resume_from_path", "resume_mode=resume_path"),
         (("trainer.resume_mode=resume_path",), "trainer.resume_mode", "resume_from_path"),

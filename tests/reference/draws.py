@@ -3,6 +3,7 @@
 import random
 from dataclasses import replace
 
+from plain_losses import BOUNDS, LOSSES, OWN
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
@@ -15,6 +16,7 @@ REJECTION = [
     "[seq_max_k2,seq_sum_k3]",
     "[seq_max_k3]",
 ]
+LOSS = f"{ACTOR}.policy_loss"
 
 
 def _optimizer(section):
@@ -61,15 +63,24 @@ CHOICES = {
     f"{ACTOR}.clip_ratio_low": [0.01],
     f"{ACTOR}.clip_ratio_high": [0.4],
     f"{ACTOR}.clip_ratio_c": [1.1],
+    f"{ACTOR}.tau_pos": [3.0],
+    f"{ACTOR}.tau_neg": [0.3],
     f"{ACTOR}.entropy_coeff": [0.05],
     f"{ACTOR}.use_kl_loss": ["true"],
     f"{ACTOR}.kl_loss_coef": [0.5],
     f"{ACTOR}.kl_loss_type": ["mse", "k2", "k3", "k3+", "kl+"],
-    f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
+    f"{ACTOR}.loss_agg_mode": [*AGGREGATIONS, "token-mean"],
     f"{ACTOR}.loss_scale_factor": [7],
     f"{ACTOR}.shuffle": ["false"],
     f"{ACTOR}.data_loader_seed": [7],
-    f"{ACTOR}.policy_loss.loss_mode": ["reference_recorded"],
+    f"{LOSS}.loss_mode": [name for name in LOSSES if name != "vanilla"] + ["reference_recorded"] * 8,
+    f"{LOSS}.loss_kwargs": ["{{k_pos: 1, lambda_neg: 0.5}}"],
+    f"{LOSS}.clip_cov_ratio": [0.1],
+    f"{LOSS}.clip_cov_lb": [0.01],
+    f"{LOSS}.clip_cov_ub": [1.5],
+    f"{LOSS}.kl_cov_ratio": [0.3],
+    f"{LOSS}.ppo_kl_coef": [0.2],
+    f"{LOSS}.dro_beta": [0.7],
     **_optimizer(f"{ACTOR}.optim"),
     "critic.model.path": ["{folder}/other"],
     "critic.ppo_mini_batch_size": [1],
@@ -102,6 +113,10 @@ ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
 WEIGHTED = DIFFERS | {f"{CORRECTION}.rollout_is": "token"}
+CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
+KL_COV = MOVING | {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.kl_cov_ratio": 0.2}
+SAPO = MOVING | {f"{LOSS}.loss_mode": "sapo"}
+CLIPPED = MOVING | {f"{LOSS}.loss_mode": "reference_recorded"}
 ORDERED = {f"{ACTOR}.ppo_mini_batch_size": 1, "algorithm.filter_groups.enable": None}
 
 
@@ -121,7 +136,7 @@ NEEDS = {
         f"{CORRECTION}.rollout_is": None,
         f"{CORRECTION}.rollout_rs": None,
     },
-    f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{ACTOR}.policy_loss.loss_mode": None},
+    f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{LOSS}.loss_mode": None},
     f"{CORRECTION}.rollout_is": DIFFERS,
     f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
     f"{CORRECTION}.rollout_is_batch_normalize": WEIGHTED,
@@ -135,10 +150,17 @@ NEEDS = {
     "algorithm.kl_ctrl.target_kl": ADAPTIVE,
     "algorithm.filter_groups.enable": GRPO,
     "algorithm.filter_groups.max_num_gen_batches": GRPO | {"algorithm.filter_groups.enable": "true"},
-    f"{ACTOR}.clip_ratio": MOVING | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
-    f"{ACTOR}.clip_ratio_low": MOVING,
-    f"{ACTOR}.clip_ratio_high": MOVING,
-    f"{ACTOR}.clip_ratio_c": MOVING,
+    f"{ACTOR}.clip_ratio": CLIPPED | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
+    f"{ACTOR}.clip_ratio_low": CLIPPED,
+    f"{ACTOR}.clip_ratio_high": CLIPPED,
+    f"{ACTOR}.clip_ratio_c": CLIPPED,
+    f"{ACTOR}.tau_pos": SAPO,
+    f"{ACTOR}.tau_neg": SAPO,
+    f"{LOSS}.loss_mode": MOVING,
+    f"{LOSS}.loss_kwargs": MOVING | {f"{LOSS}.loss_mode": "vespo"},
+    **{f"{LOSS}.{name}": CLIP_COV for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
+    **{f"{LOSS}.{name}": KL_COV for name in ("kl_cov_ratio", "ppo_kl_coef")},
+    f"{LOSS}.dro_beta": MOVING | {f"{LOSS}.loss_mode": "dro"},
     f"{ACTOR}.kl_loss_coef": KL_IN_LOSS,
     f"{ACTOR}.kl_loss_type": KL_IN_LOSS,
     f"{ACTOR}.loss_scale_factor": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},
@@ -182,15 +204,19 @@ def allowed(chosen):
         chosen.pop(f"{ROLLOUT}.top_k", None)
         chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
         if f"{CORRECTION}.loss_type" in chosen:
-            chosen.pop(f"{ACTOR}.policy_loss.loss_mode", None)
-        else:  # the loss's ratio is the weight
+            chosen.pop(f"{LOSS}.loss_mode", None)
+        elif chosen.get(f"{LOSS}.loss_mode") not in ("gpg", "reinforce"):  # the loss's ratio is the weight
             chosen.pop(f"{CORRECTION}.rollout_is", None)
     if f"{CORRECTION}.rollout_rs" in chosen:
         chosen[f"{CORRECTION}.rollout_rs_threshold"] = thresholds(chosen[f"{CORRECTION}.rollout_rs"])
+    corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")
+    if any(f"{CORRECTION}.{name}" in chosen for name in corrections) and chosen.get(f"{LOSS}.loss_mode") == "vespo":
+        chosen.pop(f"{LOSS}.loss_mode")  # whose weight of a sequence takes them in; its own tests see it
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
     elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
         chosen[f"{ACTOR}.entropy_coeff"] = 0.05
+    _keep_to_the_loss(chosen)
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
@@ -201,6 +227,19 @@ def thresholds(criteria):
     """Bounds that an engine in bfloat16 is sometimes within."""
     kinds = [name.rpartition("_")[2] for name in criteria.strip("[]").split(",")]
     return "[" + ",".join({"k1": "0.99_1.01", "k2": "1e-4", "k3": "1e-4"}[kind] for kind in kinds) + "]"
+
+
+def _keep_to_the_loss(chosen):
+    """Leaves out the options of other losses, which are refused."""
+    loss = chosen.get(f"{LOSS}.loss_mode", "vanilla")
+    _, bounds, options = OWN.get(loss, OWN["vanilla"])
+    read = {*options, *((*BOUNDS, "clip_ratio") if bounds else ())} | ({"loss_kwargs"} if loss == "vespo" else set())
+    of_losses = {name for _, _, others in OWN.values() for name in others} | {*BOUNDS, "clip_ratio", "loss_kwargs"}
+    for name in of_losses - read:
+        chosen.pop(f"{ACTOR}.{name}", None)
+        chosen.pop(f"{LOSS}.{name}", None)
+    if loss == "dro":
+        chosen.setdefault(f"{LOSS}.dro_beta", 0.7)
 
 
 def shape(seed):

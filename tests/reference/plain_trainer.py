@@ -7,8 +7,7 @@ weights; its output are weights, advantages and every figure that a step reports
 It imports nothing of what it checks, and knows of the product only what the documentation says. Every vector `(T,)` is
 over the *sampled* tokens of one sequence: what a tool or a template wrote is context, and nowhere else.
 
-    DeepSeekMath  arXiv 2402.03300   GRPO                 PPO         arXiv 1707.06347   the clipped ratio
-    DAPO          arXiv 2503.14476   clip-higher, filter  Dual clip   arXiv 1912.09729   the bound for A < 0
+    DeepSeekMath  arXiv 2402.03300   GRPO                 DAPO        arXiv 2503.14476   filter
     Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
     AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
     KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
@@ -23,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from plain_correction import correct, figures_of, loss_weights, mismatch
+from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -71,31 +71,6 @@ def kl_estimate(kind, log_probs, ref):
     if kind.endswith("+"):
         return value.detach() + d**2 / 2 - (d**2 / 2).detach()
     return value
-
-
-def clipped_surrogate(log_probs, row, actor):
-    """PPO eq. 7 with DAPO's two bounds, and the dual clip where A < 0. Returns losses and two flags, each (T,)."""
-    low = actor["clip_ratio"] if actor["clip_ratio_low"] is None else actor["clip_ratio_low"]
-    high = actor["clip_ratio"] if actor["clip_ratio_high"] is None else actor["clip_ratio_high"]
-    ratio = torch.exp((log_probs - row.old).clamp(-20, 20))
-    unclipped = ratio * row.advantages
-    clipped = ratio.clamp(1 - low, 1 + high) * row.advantages
-    surrogate = torch.minimum(unclipped, clipped)
-    bounded = torch.maximum(surrogate, actor["clip_ratio_c"] * row.advantages)
-    negative = row.advantages < 0
-    return -torch.where(negative, bounded, surrogate), clipped < unclipped, negative & (bounded > surrogate)
-
-
-def token_weights(mode, rows, scale):
-    """The weight of each row's tokens such that Σ weight · loss is the aggregate over the mini-batch `rows`."""
-    tokens, sequences = sum(map(len, rows)), len(rows)
-    return {
-        "token-mean": [1 / tokens for _ in rows],
-        "token-sum": [1.0 for _ in rows],
-        "seq-mean-token-sum": [1 / sequences for _ in rows],
-        "seq-mean-token-sum-norm": [1 / sequences / scale for _ in rows],
-        "seq-mean-token-mean": [1 / sequences / len(row) for row in rows],
-    }[mode]
 
 
 def gae(rewards, values, gamma, lam):
@@ -213,7 +188,8 @@ class PlainTrainer:
         part = config["actor_rollout_ref"]
         self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
         self.correction = self.algorithm["rollout_correction"]
-        self.reinforces = self.correction["bypass_mode"] and self.correction["loss_type"] == "reinforce"
+        if self.correction["bypass_mode"] and self.correction["loss_type"] == "reinforce":
+            self.actor = self.actor | {"policy_loss": self.actor["policy_loss"] | {"loss_mode": "reinforce"}}
         self.temperature = part["rollout"]["temperature"]
         self.policy = load_policy(part["model"]["path"])
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
@@ -268,6 +244,7 @@ class PlainTrainer:
             or self.algorithm["use_kl_in_reward"]
             or self.correction["rollout_is"]
             or self.correction["rollout_rs"]
+            or name_of(self.actor) in SELECTING
         )
         return bool(several and not self.correction["bypass_mode"])
 
@@ -377,21 +354,18 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter, seen = self.actor, Meter(), []
+        actor, meter, mode, seen = self.actor, Meter(), aggregation_of(self.actor), []
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = 0.0
-            for row, weight in zip(batch, token_weights(actor["loss_agg_mode"], batch, scale)):
+            select(actor, batch)
+            for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
+                losses, flags = plain_policy_loss(actor, log_probs, row)
                 weights, snapshot = loss_weights(log_probs, row, self.correction)
-                seen.append(snapshot)
-                if self.reinforces:
-                    losses = -row.advantages * log_probs
-                else:
-                    losses, clipped, dual = clipped_surrogate(log_probs, row, actor)
-                    meter.add(pg_clipfrac=clipped, pg_clipfrac_lower=dual)
                 losses = weights * losses
+                seen.append(snapshot)
                 self.trained_advantages += row.advantages.tolist()
                 pg_total += weight * float(losses.detach().sum())
                 losses = losses - actor["entropy_coeff"] * entropy
@@ -401,9 +375,10 @@ class PlainTrainer:
                     meter.add(kl_loss=kl)
                 (weight * losses.sum()).backward()
                 total += weight * float(losses.detach().sum())
-                meter.add(entropy=entropy, ppo_kl=(row.old - log_probs).clamp(-20, 20))
+                meter.add(entropy=entropy, **flags)
+                meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
-            meter.add(counted_by(actor["loss_agg_mode"], batch), loss=total, pg_loss=pg_total)
+            meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
         return meter.means("actor") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
@@ -470,11 +445,6 @@ class Meter:
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
         return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
-
-
-def counted_by(mode, rows):
-    """What a mini-batch's loss was normalised by: tokens, sequences, nothing."""
-    return {"token-mean": sum(map(len, rows)), "token-sum": 1}.get(mode, len(rows))
 
 
 def are_equal(scores):

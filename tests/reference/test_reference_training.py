@@ -11,7 +11,8 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from draws import ACTOR, ROLLOUT, allowed, draw
+from draws import ACTOR, CLIP_COV, KL_COV, ROLLOUT, allowed, draw
+from plain_losses import LOSSES
 from plain_trainer import PlainTrainer
 from reference_stage import Shape, build, in_float64, run_product
 
@@ -21,6 +22,7 @@ NOT_OF_THE_STEP = ("timing_s", "timing_per_token_ms", "engine", "weight_sync", "
 AGREES = 1e-8  # of a figure or an advantage, and of how far a tensor moved
 AGREES_IN_FLOAT32 = 1e-4
 SMALL = 0.1  # a smaller figure (a loss whose terms cancel) is held to what this one is
+DIFFERENCE = 1.0  # likewise, where it is a difference of log-probs, whose rounding it has
 NO_CHANGE = 1e-4  # a tensor that moved less (its gradient is 0, but for rounding) is held to what this change is
 
 
@@ -52,6 +54,19 @@ SELDOM = {  # what few draws have
 @pytest.mark.parametrize("what", SELDOM)
 def test_what_is_seldom_drawn_is_plain_too(folder, what):
     agree(folder, SELDOM[what], Shape(seed=1, levels=(0.25, 1.25)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("loss", LOSSES)
+def test_three_steps_with_each_loss_are_plain_steps(folder, loss):
+    """Four updates a step, so that ratios differ from 1; rollouts have several sequences, and holes."""
+    chosen = {f"{ACTOR}.policy_loss.loss_mode": loss, "algorithm.adv_estimator": "grpo"}
+    chosen |= {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.ppo_mini_batch_size": 2, f"{ACTOR}.optim.lr": 1e-2}
+    chosen |= {"trainer.total_training_steps": 3, f"{ACTOR}.ppo_max_token_len_per_gpu": 40}
+    if loss in ("cispo", "dppo_tv", "dppo_kl"):  # within few steps, no token leaves their own bounds
+        chosen |= {f"{ACTOR}.clip_ratio": 0.01, **({} if loss == "cispo" else {f"{ACTOR}.clip_ratio_c": 1.05})}
+    chosen |= {"clip_cov": CLIP_COV, "kl_cov": KL_COV}.get(loss, {})
+    agree(folder, allowed(chosen), Shape(seed=2, sequences=3, holes=0.3))
 
 
 @pytest.mark.slow
@@ -132,7 +147,7 @@ def compare_figures(theirs, ours, agrees):
     for name in sorted(theirs.keys() | ours.keys()):
         if name not in theirs or name not in ours:
             yield f"{name}: {theirs.get(name)}, plainly {ours.get(name)}"
-        elif abs(theirs[name] - ours[name]) > agrees * max(abs(ours[name]), SMALL):
+        elif abs(theirs[name] - ours[name]) > agrees * max(abs(ours[name]), DIFFERENCE if "_corr/" in name else SMALL):
             yield f"{name}: {theirs[name]}, plainly {ours[name]}"
 
 
