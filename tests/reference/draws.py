@@ -63,7 +63,7 @@ CHOICES = {
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     "algorithm.rollout_correction.bypass_mode": ["true"],
-    "distillation.teachers": ["{{default:{folder}/other}}"],
+    "distillation.teachers": ["{{default: {folder}/other}}"],
     "distillation.coef": [0.3],
     "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
@@ -118,7 +118,7 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
-TEACHER = {"distillation.teachers": "{{default:{folder}/other}}"}
+TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
