@@ -54,7 +54,9 @@ def ours(name, case, options):
     return advantages, returns, mask
 
 
-@pytest.mark.parametrize("recorded", RECORDED["results"], ids=lambda r: f"{name_of(r)}-{r['case']}-{r['options']['lam']}")
+@pytest.mark.parametrize(
+    "recorded", RECORDED["results"], ids=lambda r: f"{name_of(r)}-{r['case']}-{r['options']['lam']}"
+)
 def test_an_estimator_is_verls(recorded):
     name, case = name_of(recorded), RECORDED["cases"][recorded["case"]]
     has_holes = any(0 in row[: sum(row)] for row in case["response_mask"])
