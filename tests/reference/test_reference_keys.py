@@ -173,7 +173,7 @@ MOVED = {
         count,
         GRPO | {"algorithm.filter_groups.enable": "true", f"{ROLLOUT}.n": 2},
     ),
-    "algorithm.singleton_advantage": ("raw", figure("training/filter_groups/kept"), GRPO | {f"{ROLLOUT}.n": 2}),
+    "algorithm.singleton_advantage": ("raw", figure("critic/advantages/max"), GRPO | {f"{ROLLOUT}.n": 2}),
     f"{ROLLOUT}.n": (2, count, {}),
     f"{ROLLOUT}.top_p": (0.5, tokens, {}),
     f"{ROLLOUT}.top_k": (3, tokens, {}),
