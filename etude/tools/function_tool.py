@@ -170,10 +170,11 @@ def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any
         if not 1 <= len(result) <= 3:
             raise TypeError(f"a tool function returns (response[, reward[, metrics]]), not a tuple of {len(result)}")
         result, reward, metrics = (*result, None, None)[:3]
-    return _response(result), 0.0 if reward is None else reward, {} if metrics is None else metrics
+    return as_response(result), 0.0 if reward is None else reward, {} if metrics is None else metrics
 
 
-def _response(result: object) -> ToolResponse:
+def as_response(result: object) -> ToolResponse:
+    """A `ToolResponse` as it is, a dict as JSON, anything else as its `str`."""
     if isinstance(result, ToolResponse):
         return result
     if isinstance(result, dict):
