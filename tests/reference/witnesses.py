@@ -34,8 +34,16 @@ WITNESSES = {
         f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
         f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
     },
+    "trainer/test_trainer_correction.py": {
+        "algorithm.rollout_correction.alarm_threshold": "test_an_engine_far_from_the_trainer_raises_the_alarm_once",
+    },
     "trainer/test_trainer_engines.py": {
         f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
+    },
+    "trainer/test_trainer_distillation.py": {
+        "distillation.hint": "test_several_teachers_by_data_source_and_the_policy_with_a_hint",
+        "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
+        "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
     },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
@@ -53,13 +61,13 @@ WITNESSES = {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
     "trainer/test_trainer_resume.py": {
+        "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
-        "actor_rollout_ref.actor.policy_loss.loss_kwargs": "test_what_a_record_needs_of_the_policy_is_computed",
     },
     "trainer/test_trainer_tool_calls.py": {
         f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",
