@@ -128,7 +128,6 @@ class ToolRuntime:
         self.schema = tool.get_openai_tool_schema().to_openai()
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
-        self._plain = not (policy.cache or policy.record or policy.faults)
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
         self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
         self._process_limiter: Limiter | None = None
@@ -190,8 +189,6 @@ class ToolRuntime:
         """
         while True:
             try:
-                if self._plain and request.recorded is None:
-                    return await self._live(execute)
                 return await self._attempt(request, execute, attempts.broken)
             except Exception as error:
                 if not is_infrastructure(error):

@@ -35,7 +35,7 @@ from etude.sandbox import (
 )
 from etude.sandbox.echo import echoing
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.code_report import cell_report, run_report
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
@@ -43,18 +43,12 @@ from etude.trace import rollout_trace_op
 
 MAX_IMAGE_PIXELS = 4_000_000
 _FENCE = re.compile(r"\s*```[ \t]*[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "A tool for executing code.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code to execute."}},
-            "required": ["code"],
-        },
-    },
-}
+_SCHEMA = function_schema(
+    "code_interpreter",
+    "A tool for executing code.",
+    ["code"],
+    code={"type": "string", "description": "The code to execute."},
+)
 
 
 class SandboxFusionOptions(ToolOptions):
