@@ -21,6 +21,7 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.models.lora import ADAPTER_FOLDER, save_adapters, without_adapters
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import read_tensors, write_tensors
@@ -53,7 +54,7 @@ class TrainWorker(RoleWorker):
         self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            network = self.load_policy(options.model.dtype)
+            network = self.model if options.model.lora_rank else self.load_policy(options.model.dtype)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
 
     def weights_changed(self) -> None:
@@ -72,7 +73,9 @@ class TrainWorker(RoleWorker):
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
-        return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
+        with without_adapters(self._ref.model):
+            log_probs = self._ref.log_probs(data, data.meta_info["temperature"])[0]
+        return DataProto.from_single_dict({"ref_log_prob": log_probs})
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
@@ -147,7 +150,11 @@ class TrainWorker(RoleWorker):
         if self.rank == 0:
             target = Path(folder) / "actor"
             save_pretrained(self.model, self.bundle.processor or self.tokenizer, target / "huggingface")
-            write_tensors({"optimizer": self._optimizer.state_dict()}, target / "optimizer.pt")
+            state = {"optimizer": self._optimizer.state_dict()}
+            if self.options.model.lora_rank:
+                save_adapters(self.model, target / ADAPTER_FOLDER)
+                state["trained"] = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+            write_tensors(state, target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
@@ -156,12 +163,14 @@ class TrainWorker(RoleWorker):
         Raises:
             ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
         """
-        source = Path(folder) / "actor"
-        model = self.options.model
-        saved = load_causal_lm(
-            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
+        source, model = Path(folder) / "actor", self.options.model
         state = read_tensors(source / "optimizer.pt", self.device)
-        self.model.load_state_dict(saved.state_dict())
+        if model.lora_rank:
+            self.model.load_state_dict(state["trained"], strict=False)
+        else:
+            saved = load_causal_lm(
+                source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+            )
+            self.model.load_state_dict(saved.state_dict())
         self._optimizer.load_state_dict(state["optimizer"])
         self.weights_changed()

@@ -9,6 +9,7 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models import load_value_model, save_pretrained, torch_dtype
+from etude.models.lora import ADAPTER_FOLDER, save_adapters
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine, round_weights
 from etude.workers.checkpoint import read_tensors, write_tensors
@@ -57,7 +58,11 @@ class CriticWorker(RoleWorker):
         if self.rank == 0:
             target = Path(folder) / "critic"
             save_pretrained(self.model, None, target / "huggingface")
-            write_tensors(self._optimizer.state_dict(), target / "optimizer.pt")
+            state = {"optimizer": self._optimizer.state_dict()}
+            if self.options.critic.model.lora_rank:
+                save_adapters(self.model, target / ADAPTER_FOLDER)
+                state["trained"] = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
+            write_tensors(state, target / "optimizer.pt")
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_checkpoint(self, folder: str) -> None:
@@ -67,9 +72,12 @@ class CriticWorker(RoleWorker):
             ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
         """
         source, model = Path(folder) / "critic", self.options.model
-        saved = load_value_model(
-            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
         state = read_tensors(source / "optimizer.pt", self.device)
-        self.model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state)
+        if self.options.critic.model.lora_rank:
+            self.model.load_state_dict(state["trained"], strict=False)
+        else:
+            saved = load_value_model(
+                source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
+            )
+            self.model.load_state_dict(saved.state_dict())
+        self._optimizer.load_state_dict(state["optimizer"])
