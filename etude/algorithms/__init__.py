@@ -17,7 +17,8 @@ from etude.algorithms.records import (
 if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
-    from etude.algorithms.kl import KLController, apply_kl_penalty, kl_penalty
+    from etude.algorithms.distillation import distill
+    from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
     from etude.algorithms.mismatch import rollout_mismatch
 
@@ -26,11 +27,12 @@ __all__ = [
     "LOSS_AGG_MODES",
     "POLICY_LOSSES",
     "Estimator",
-    "KLController",
     "PolicyLoss",
+    "adapt_kl_coef",
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
+    "distill",
     "equal_scores",
     "kl_penalty",
     "loss_count",
@@ -45,7 +47,8 @@ __all__ = [
 _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
-    "kl": {"KLController", "apply_kl_penalty", "kl_penalty"},
+    "distillation": {"distill"},
+    "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
     "mismatch": {"rollout_mismatch"},
 }

@@ -1,8 +1,11 @@
 """Loss aggregation: from per-token losses to a scalar.
 
-Invariant: with `batch_num_tokens` and `global_batch_size` of the whole mini-batch, the sum of the results over
-micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was split. Rows whose mask is
-all zero count neither as tokens nor as sequences.
+The `seq-mean-…` modes average over rollouts: a rollout that consists of several sequences counts once, and its tokens as if
+they stood in one sequence.
+
+Invariant: with `batch_num_tokens`, `global_batch_size` and `rollout_tokens` of the whole mini-batch, the sum of the results
+over micro-batches (and the mean over data-parallel ranks) does not depend on how the mini-batch was split, nor on how
+rollouts are split into sequences. Rollouts without a scored token do not count.
 """
 
 from __future__ import annotations
@@ -33,11 +36,11 @@ def equal_scores(scores: Tensor) -> bool:
     return bool(scores.max() - scores.min() <= max(1e-6, 1e-8 * float(scores.abs().max())))
 
 
-def loss_count(loss_agg_mode: str, tokens: float, sequences: float) -> float:
-    """What a mode divides a mini-batch's loss by: its scored tokens, its sequences, or 1."""
+def loss_count(loss_agg_mode: str, tokens: float, rollouts: float) -> float:
+    """What a mode divides a mini-batch's loss by: its scored tokens, its rollouts, or 1."""
     if loss_agg_mode == "token-sum":
         return 1.0
-    return tokens if loss_agg_mode == "token-mean" else sequences
+    return tokens if loss_agg_mode == "token-mean" else rollouts
 
 
 def agg_loss(
@@ -48,6 +51,7 @@ def agg_loss(
     dp_size: int = 1,
     batch_num_tokens: float | None = None,
     global_batch_size: float | None = None,
+    rollout_tokens: Tensor | None = None,
     loss_scale_factor: float | None = None,
 ) -> Tensor:
     """Averages or sums the loss per token.
@@ -60,7 +64,8 @@ def agg_loss(
             `seq-mean-token-mean` (GRPO, arXiv 2402.03300, eq. 3).
         dp_size: data-parallel ranks whose results will be averaged.
         batch_num_tokens: tokens of the whole mini-batch over all ranks (default: this mask's).
-        global_batch_size: sequences of the whole mini-batch over all ranks (default: this mask's non-empty rows).
+        global_batch_size: rollouts of the whole mini-batch over all ranks (default: this mask's non-empty rows).
+        rollout_tokens: (batch,) scored tokens of the rollout that a row belongs to, over all ranks (default: the row's).
 
     Raises:
         ConfigError: unknown mode.
@@ -68,16 +73,16 @@ def agg_loss(
     mask = loss_mask > 0
     # where() rather than a product: a masked infinity must not become NaN.
     losses = torch.where(mask, loss_mat, 0.0)
-    lengths = mask.sum(dim=-1)
-    sequences = float((lengths > 0).sum()) if global_batch_size is None else global_batch_size
+    rollouts = float(mask.any(dim=-1).sum()) if global_batch_size is None else global_batch_size
     if loss_agg_mode == "token-mean":
         tokens = float(mask.sum()) if batch_num_tokens is None else batch_num_tokens
         return losses.sum() / max(tokens, 1.0) * dp_size
     if loss_agg_mode == "token-sum":
         return losses.sum() * dp_size
     if loss_agg_mode in ("seq-mean-token-sum", "seq-mean-token-sum-norm"):
-        loss = losses.sum() / max(sequences, 1.0) * dp_size
+        loss = losses.sum() / max(rollouts, 1.0) * dp_size
         return loss if loss_agg_mode == "seq-mean-token-sum" else loss / (loss_scale_factor or loss_mask.shape[-1])
     if loss_agg_mode == "seq-mean-token-mean":
-        return (losses.sum(dim=-1) / lengths.clamp(min=1)).sum() / max(sequences, 1.0) * dp_size
+        lengths = mask.sum(dim=-1) if rollout_tokens is None else rollout_tokens
+        return (losses.sum(dim=-1) / lengths.clamp(min=1)).sum() / max(rollouts, 1.0) * dp_size
     raise ConfigError(f"unknown loss_agg_mode '{loss_agg_mode}'{did_you_mean(loss_agg_mode, LOSS_AGG_MODES)}")

@@ -1,11 +1,10 @@
-"""KL penalties between the policy and a reference, and the controllers of their coefficient.
+"""KL penalties between the policy and a reference, and the adaptation of their coefficient.
 
 All estimators are of KL(π || π_ref) from samples of π (J. Schulman, "Approximating KL divergence", 2020).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import get_args
 
 import torch
@@ -68,21 +67,8 @@ def _k3(difference: Tensor) -> Tensor:
     return value + torch.where(value.detach() < _MAX_K3, 0.0, slope) * (difference - difference.detach())
 
 
-@dataclass
-class KLController:
-    """The coefficient of a KL penalty: constant, or steered towards `target_kl` (arXiv 1909.08593, section 2.2)."""
-
-    kl_coef: float = 0.001
-    type: str = "fixed"
-    horizon: int = 10_000
-    target_kl: float = 0.1
-
-    def __post_init__(self) -> None:
-        if self.type not in ("fixed", "adaptive"):
-            raise ConfigError(f"algorithm.kl_ctrl.type must be fixed or adaptive, not '{self.type}'")
-
-    def update(self, current_kl: float, n_steps: int) -> None:
-        """Adapts the coefficient after `n_steps` trajectories whose mean KL was `current_kl`."""
-        if self.type == "adaptive":
-            error = max(-0.2, min(0.2, current_kl / self.target_kl - 1))
-            self.kl_coef *= 1 + error * n_steps / self.horizon
+def adapt_kl_coef(kl_coef: float, current_kl: float, n_steps: int, *, target_kl: float, horizon: int) -> float:
+    """The coefficient of a KL penalty, steered towards `target_kl`, after `n_steps` trajectories whose mean KL was
+    `current_kl` (arXiv 1909.08593, section 2.2)."""
+    error = max(-0.2, min(0.2, current_kl / target_kl - 1))
+    return kl_coef * (1 + error * n_steps / horizon)

@@ -1,10 +1,18 @@
 """Policy and value losses as pure functions of log-probs, advantages and values.
 
-Invariant: no label, log-prob, advantage or value at a masked position reaches the loss or its gradient.
+Notation: r = π / π_old per token, A the advantage, sg the stop-gradient, T the scored tokens of a sequence. A loss is
+computed per token and aggregated by `agg_loss`; one whose ratio is a sequence's has it on each of its tokens, so that every
+mode applies to it, and a rollout's weight does not depend on how many sequences it consists of.
+
+Defaults of options are in the losses' records (`etude.algorithms.records`), and the formulas in docs/algorithms.md.
+
+Invariant: no label, log-prob, advantage or value at a masked position reaches the loss or its gradient; a loss depends on
+other sequences of the mini-batch only through what is counted or selected over all of it.
 """
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -14,6 +22,8 @@ from etude.algorithms.aggregation import agg_loss, masked_mean
 from etude.algorithms.records import POLICY_LOSSES
 from etude.errors import ConfigError
 
+Loss = tuple[Tensor, dict[str, float]]
+
 
 def policy_loss(
     name: str,
@@ -22,27 +32,34 @@ def policy_loss(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str = "token-mean",
+    loss_agg_mode: str | None = None,
     **options: Any,
-) -> tuple[Tensor, dict[str, float]]:
+) -> Loss:
     """The loss registered as `name`; tensors are (batch, response_len), the result a scalar and its metrics, each a mean
     over the mask. Advantages are cast to the dtype of `log_prob`.
 
-    `options` go to the loss: its own, the columns that it needs, and those that `agg_loss` takes (`dp_size`,
-    `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`), which it passes on.
+    `loss_agg_mode` None is the loss's own. `options` go to the loss: its own, the columns that it needs,
+    `rollout_is_weights` (batch, response_len), factors of the loss per token, and those that `agg_loss` takes. A loss that
+    selects tokens over the mini-batch selects them here, unless `selected_tokens` are given.
 
     Raises:
         ConfigError: unknown loss or aggregation mode.
     """
-    found: tuple[Tensor, dict[str, float]] = POLICY_LOSSES.get(name)(
+    record = POLICY_LOSSES.get(name)
+    columns = {"advantages": advantages, "response_mask": response_mask}
+    if record.selects is not None and "selected_tokens" not in options:
+        options["selected_tokens"] = record.select_tokens(old_log_probs=old_log_prob, **columns, **options)
+    found: Loss = record(
         old_log_prob=old_log_prob,
         log_prob=log_prob,
-        advantages=advantages.to(log_prob.dtype),
-        response_mask=response_mask,
-        loss_agg_mode=loss_agg_mode,
+        loss_agg_mode=loss_agg_mode or record.loss_agg_mode,
+        **columns | {"advantages": advantages.to(log_prob.dtype)},
         **options,
     )
     return found
+
+
+# -- clipped ratios ----------------------------------------------------------------------------------------------------
 
 
 def vanilla(
@@ -51,39 +68,336 @@ def vanilla(
     log_prob: Tensor,
     advantages: Tensor,
     response_mask: Tensor,
-    loss_agg_mode: str,
-    clip_ratio: float = 0.2,
-    clip_ratio_low: float | None = None,
-    clip_ratio_high: float | None = None,
-    clip_ratio_c: float = 3.0,
-    **scaling: Any,
-) -> tuple[Tensor, dict[str, float]]:
-    """PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds (DAPO) and, for negative advantages, the
-    dual clip at `clip_ratio_c` (arXiv 1912.09729, eq. 5). `clip_ratio` fills in for a bound that is None.
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    **aggregation: Any,
+) -> Loss:
+    """max(−r A, −clip(r, 1 − ε_low, 1 + ε_high) A): PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds
+    (DAPO, arXiv 2503.14476) and, for negative advantages, at most −c A, the dual clip (arXiv 1912.09729, eq. 5).
 
     Raises:
         ConfigError: `clip_ratio_c` is not greater than 1: it would cut off the gradient of the sampling policy itself.
     """
-    low = clip_ratio if clip_ratio_low is None else clip_ratio_low
-    high = clip_ratio if clip_ratio_high is None else clip_ratio_high
     if clip_ratio_c <= 1:
         raise ConfigError(f"actor.clip_ratio_c must be greater than 1, not {clip_ratio_c}")
-    mask = response_mask.bool()
-    # Masked positions get a log-ratio of exactly 0, so that their values have no effect.
-    log_ratio = torch.where(mask, log_prob - old_log_prob, torch.zeros_like(log_prob)).clamp(-20.0, 20.0)
-    ratio = log_ratio.exp()
-    unclipped = -advantages * ratio
-    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
-    pessimistic = torch.maximum(unclipped, clipped)
+    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    pessimistic, is_clipped = _clip(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
     dual = torch.minimum(pessimistic, -advantages * clip_ratio_c)
     losses = torch.where(advantages < 0, dual, pessimistic)
+    is_bounded = (dual < pessimistic) & (advantages < 0)
+    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_clipped, pg_clipfrac_lower=is_bounded)
+
+
+def gspo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    **aggregation: Any,
+) -> Loss:
+    """max(−s A, −clip(s, 1 − ε_low, 1 + ε_high) A) with the sequence's ratio s = exp(mean_t log r) (GSPO, arXiv 2507.18071,
+    eq. 5 and, for gradients per token, eq. 13). Its mean over the sequence is GSPO, its sum LUSPO (arXiv 2602.05261)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    sequence = _sequence_mean(log_ratio, mask).detach()
+    ratio = (log_prob - log_prob.detach() + sequence).clamp(max=10.0).exp()
+    losses, is_clipped = _clip(ratio, advantages, clip_ratio_low, clip_ratio_high)
+    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_clipped)
+
+
+def geo_mean(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    **aggregation: Any,
+) -> Loss:
+    """−A (Π_t r'_t)^(1/T), the geometric mean of the sequence's ratios, each clipped to [e^−ε_low, e^ε_high] where that
+    lowers the objective (GMPO, arXiv 2507.20673, eq. 4)."""
+    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    sign, bounded = advantages.sign(), log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
+    pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
+    losses = -advantages * _sequence_mean(pessimistic, mask).exp()
+    is_clipped = log_ratio != bounded
+    flags = {"pg_clipfrac": is_clipped & (advantages > 0), "pg_clipfrac_lower": is_clipped & (advantages < 0)}
+    return _aggregate(losses, mask, aggregation, log_ratio, **flags)
+
+
+# -- weighted log-probs ------------------------------------------------------------------------------------------------
+
+
+def reinforce(
+    *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **aggregation: Any
+) -> Loss:
+    """−A log π (Williams, 1992; GPG, arXiv 2504.02546, eq. 6, with the estimator's scale)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    return _aggregate(-advantages * log_prob, mask, aggregation, log_ratio)
+
+
+def cispo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    **aggregation: Any,
+) -> Loss:
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: the weight is clipped, no token's gradient is (CISPO, arXiv 2506.13585,
+    eq. 4 and 5)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    ratio = log_ratio.detach().exp()
+    weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
+    return _aggregate(-weight * advantages * log_prob, mask, aggregation, log_ratio, pg_clipfrac=weight != ratio)
+
+
+def dppo_tv(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    **aggregation: Any,
+) -> Loss:
+    """−A sg(min(r, c)) log π, without tokens whose probability has already moved further than δ in the advantage's
+    direction: π − π_old > δ_high for A > 0, < −δ_low otherwise (DPPO with total variation, arXiv 2602.04879)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    moved = log_prob.detach().exp() - torch.where(mask, old_log_prob, 0.0).exp()
+    is_far = torch.where(advantages > 0, moved > clip_ratio_high, moved < -clip_ratio_low)
+    return _divergence_bounded(log_prob, log_ratio, advantages, mask, is_far, clip_ratio_c, aggregation)
+
+
+def dppo_kl(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    clip_ratio_c: float,
+    **aggregation: Any,
+) -> Loss:
+    """As `dppo_tv`, with the divergence KL(Bernoulli(π_old) ‖ Bernoulli(π)) of drawing the token or not (arXiv
+    2602.04879)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    new, old = log_prob.detach().exp(), torch.where(mask, old_log_prob, 0.0).exp()
+    others = ((1 - old + 1e-8) / (1 - new + 1e-8)).log()
+    divergence = -old * log_ratio.detach() + (1 - old) * others
+    up, down = (new > old) & (divergence > clip_ratio_high), (new < old) & (divergence > clip_ratio_low)
+    is_far = torch.where(advantages > 0, up, down)
+    return _divergence_bounded(log_prob, log_ratio, advantages, mask, is_far, clip_ratio_c, aggregation)
+
+
+def vespo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    k_pos: float,
+    lambda_pos: float,
+    k_neg: float,
+    lambda_neg: float,
+    rollout_is_weights: Tensor | None = None,
+    **aggregation: Any,
+) -> Loss:
+    """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times `rollout_is_weights`), k and λ
+    by the advantage's sign (VESPO, arXiv 2602.10693)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    total = log_ratio.detach().sum(dim=-1, keepdim=True)
+    if rollout_is_weights is not None:
+        total = total + torch.where(mask, rollout_is_weights, 1.0).log().clamp(math.log(1e-8), 20.0).sum(-1, True)
+    log_weight = total.clamp(math.log(1e-8), 20.0)
+    up = advantages >= 0
+    k, decay = _by_sign(up, advantages, k_pos, k_neg), _by_sign(up, advantages, lambda_pos, lambda_neg)
+    phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
+    return _aggregate(-phi * advantages * log_prob, mask, aggregation, log_ratio)
+
+
+# -- soft bounds -------------------------------------------------------------------------------------------------------
+
+
+def sapo(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    tau_pos: float,
+    tau_neg: float,
+    **aggregation: Any,
+) -> Loss:
+    """−A σ(τ (r − 1)) · 4 / τ, τ = τ_pos for A > 0, else τ_neg (SAPO, arXiv 2511.20347, eq. 5 and 6)."""
+    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    tau = _by_sign(advantages > 0, advantages, tau_pos, tau_neg)
+    gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
+    return _aggregate(-advantages * gate, mask, aggregation, log_ratio)
+
+
+def dro(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    dro_beta: float,
+    **aggregation: Any,
+) -> Loss:
+    """−(A log π − β/2 (log r)²), the policy's part of DRO (arXiv 2405.19107, eq. 8)."""
+    mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    losses = 0.5 * dro_beta * log_ratio.square() - advantages * log_prob
+    return _aggregate(losses, mask, aggregation, log_ratio)
+
+
+# -- tokens selected by their covariance (arXiv 2505.22617) ------------------------------------------------------------
+
+
+def clip_cov(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected_tokens: Tensor,
+    clip_ratio_low: float,
+    clip_ratio_high: float,
+    **aggregation: Any,
+) -> Loss:
+    """Clip-Cov: PPO's clipped surrogate without the tokens that `select_clip_cov` selects (eq. 12)."""
+    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    losses, _ = _clip(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
+    left_out = selected_tokens > 0
+    return _aggregate(torch.where(left_out, 0.0, losses), mask, aggregation, log_ratio, pg_clipfrac=left_out)
+
+
+def select_clip_cov(
+    *,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    clip_cov_ratio: float,
+    clip_cov_lb: float,
+    clip_cov_ub: float,
+) -> Tensor:
+    """(batch, response_len): a share `clip_cov_ratio` of all scored tokens, at least one, among those whose covariance lies
+    between the bounds. The paper draws them at random; here they are spread evenly over the candidates' order."""
+    covariance, mask = _covariance(old_log_probs, advantages, response_mask), response_mask > 0
+    is_candidate = mask & (covariance > clip_cov_lb) & (covariance < clip_cov_ub)
+    candidates = _by_covariance(covariance, is_candidate)
+    count = min(max(int(clip_cov_ratio * int(mask.sum())), 1), len(candidates))
+    places = (torch.arange(count, dtype=torch.float64) + 0.5) * (len(candidates) / max(count, 1))
+    return _marked(mask, candidates[places.long()])
+
+
+def kl_cov(
+    *,
+    old_log_prob: Tensor,
+    log_prob: Tensor,
+    advantages: Tensor,
+    response_mask: Tensor,
+    selected_tokens: Tensor,
+    ppo_kl_coef: float,
+    **aggregation: Any,
+) -> Loss:
+    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects (eq. 13); where r is 1 but for rounding, the
+    sign of log r is noise, and there is no penalty."""
+    mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
+    penalised = (selected_tokens > 0) & (log_ratio.abs() > 1e-4)
+    losses = -advantages * log_ratio.exp() + torch.where(penalised, ppo_kl_coef * log_ratio.abs(), 0.0)
+    return _aggregate(losses, mask, aggregation, log_ratio)
+
+
+def select_kl_cov(*, old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor, kl_cov_ratio: float) -> Tensor:
+    """(batch, response_len): the share `kl_cov_ratio` of all scored tokens, at least one, with the largest covariance."""
+    mask = response_mask > 0
+    ordered = _by_covariance(_covariance(old_log_probs, advantages, response_mask), mask)
+    return _marked(mask, ordered[: max(int(kl_cov_ratio * len(ordered)), 1)])
+
+
+def _covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
+    """(A − mean A) (log π_old − mean log π_old), means over all scored tokens (eq. 10), in float64. The paper has the
+    policy's current log-probs; those of the policy that sampled are known before the mini-batch is divided."""
+    mask = response_mask > 0
+    centred = [torch.where(mask, x.double() - masked_mean(x.double(), mask), 0.0) for x in (old_log_probs, advantages)]
+    return centred[0] * centred[1]
+
+
+def _by_covariance(covariance: Tensor, chosen: Tensor) -> Tensor:
+    """Flat places of the `chosen` tokens, largest covariance first."""
+    places = chosen.flatten().nonzero().squeeze(1)
+    return places[covariance.flatten()[places].argsort(descending=True, stable=True)]
+
+
+def _marked(mask: Tensor, places: Tensor) -> Tensor:
+    selected = torch.zeros(mask.numel(), dtype=torch.long, device=mask.device)
+    selected[places] = 1
+    return selected.view_as(mask)
+
+
+# -- what the losses share ---------------------------------------------------------------------------------------------
+
+
+def _unmasked(
+    response_mask: Tensor, log_prob: Tensor, old_log_prob: Tensor, advantages: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """(mask, log π, log r within ±20, A), all 0 at masked positions, so that values there have no effect."""
+    mask = response_mask > 0
+    log_prob, old_log_prob, advantages = (torch.where(mask, x, 0.0) for x in (log_prob, old_log_prob, advantages))
+    return mask, log_prob, (log_prob - old_log_prob).clamp(-20.0, 20.0), advantages
+
+
+def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """(batch, 1) means over the scored tokens of each row; `values` are 0 elsewhere."""
+    return values.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def _by_sign(up: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
+    """One number where `up` and another elsewhere, in the dtype of `advantages` (`where` of two numbers is float32)."""
+    return torch.full_like(advantages, negative).masked_fill(up, positive)
+
+
+def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """The larger of −ratio A and that of the clipped ratio, and where it is the latter."""
+    unclipped, clipped = -advantages * ratio, -advantages * ratio.clamp(1 - low, 1 + high)
+    return torch.maximum(unclipped, clipped), clipped > unclipped
+
+
+def _divergence_bounded(
+    log_prob: Tensor,
+    log_ratio: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    is_far: Tensor,
+    clip_ratio_c: float,
+    aggregation: dict[str, Any],
+) -> Loss:
+    ratio = log_ratio.detach().exp()
+    losses = torch.where(is_far, 0.0, -advantages * ratio.clamp(max=clip_ratio_c) * log_prob)
+    is_truncated = ~is_far & (ratio > clip_ratio_c)
+    return _aggregate(losses, mask, aggregation, log_ratio, pg_clipfrac=is_far, pg_clipfrac_lower=is_truncated)
+
+
+def _aggregate(losses: Tensor, mask: Tensor, aggregation: dict[str, Any], log_ratio: Tensor, **flags: Tensor) -> Loss:
+    """The aggregated loss, with each token's weight where `aggregation` has `rollout_is_weights`; the shares of tokens with
+    each flag, and the mean of log π_old − log π."""
+    counts = dict(aggregation)
+    weights = counts.pop("rollout_is_weights", None)
+    loss = agg_loss(losses if weights is None else losses * torch.where(mask, weights, 0.0), mask, **counts)
     with torch.no_grad():
-        metrics = {
-            "actor/pg_clipfrac": float(masked_mean((clipped > unclipped).double(), mask)),
-            "actor/pg_clipfrac_lower": float(masked_mean(((dual < pessimistic) & (advantages < 0)).double(), mask)),
-            "actor/ppo_kl": float(masked_mean(-log_ratio, mask)),
-        }
-    return agg_loss(losses, response_mask, loss_agg_mode, **scaling), metrics
+        metrics = {f"actor/{name}": float(masked_mean(flag.double(), mask)) for name, flag in flags.items()}
+        metrics["actor/ppo_kl"] = float(masked_mean(-log_ratio, mask))
+    return loss, metrics
 
 
 def value_loss(
@@ -95,7 +409,7 @@ def value_loss(
     cliprange_value: float = 0.5,
     loss_agg_mode: str = "token-mean",
     **scaling: Any,
-) -> tuple[Tensor, dict[str, float]]:
+) -> Loss:
     """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), aggregated; the clipped value loss of the PPO implementations
     (Huang et al., "The 37 implementation details of PPO", 2022). Tensors are (batch, response_len)."""
     mask = response_mask.bool()

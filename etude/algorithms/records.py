@@ -32,6 +32,7 @@ COLUMNS = {
     "sum_pi_squared": "sums of that policy's squared probabilities over the vocabulary",
     "rollout_log_probs": "the engine's log-probs",
     "token_level_scores": "rewards before any penalty",
+    "teacher_log_probs": "a teacher's log-probs of the sampled tokens (distillation.teachers)",
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
 }
 """What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,)."""
@@ -48,9 +49,10 @@ class Record:
         fn: called with keyword arguments: those common to its kind, the columns it `needs`, and its options. It gets those
             that its signature names, or all if it has `**kwargs`. `module:name` is imported at the first call.
         needs: names of `COLUMNS`.
-        options: names of the options that it reads; or a dataclass with them as fields, which also checks values; or None:
-            the other parameters of its signature. An option that is a key of the configuration's section has that key's
-            value, others come from the section's free-form `…_kwargs`.
+        options: names of the options that it reads, or a mapping from them to its own defaults (None: it has none, and
+            needs a value); or a dataclass with them as fields, which also checks values; or None: the other parameters of
+            its signature. An option that is a key of the configuration's section has that key's value, unless this is
+            null; others come from the section's free-form `…_kwargs`.
 
     Raises:
         ConfigError: a column that nothing computes, or one that the signature asks for and `needs` lacks.
@@ -58,7 +60,7 @@ class Record:
 
     fn: Callable[..., Any] | str
     needs: Collection[str] = frozenset()
-    options: Collection[str] | type | None = None
+    options: Collection[str] | Mapping[str, Any] | type | None = None
 
     offered: ClassVar[frozenset[str]] = frozenset()
     columns: ClassVar[frozenset[str]] = frozenset(COLUMNS)
@@ -78,7 +80,11 @@ class Record:
                 raise ConfigError(f"{self._name} takes '{name}' without declaring it: needs={{'{name}'}}")
 
     def __call__(self, **arguments: Any) -> Any:
-        """Calls the function with the arguments that its signature takes."""
+        """Calls the function with the arguments that its signature takes; an option without a value has its own default."""
+        for name, default in self.defaults.items():
+            value = arguments.pop(name, None)
+            if name in self._parameters:  # others are read by a loss's selection of tokens
+                arguments[name] = default if value is None else value
         if not self._is_open:
             unasked = (self.offered | set(COLUMNS)) - self._parameters.keys()
             arguments = {name: value for name, value in arguments.items() if name not in unasked}
@@ -106,6 +112,17 @@ class Record:
     def _required(self) -> set[str]:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n for n, each in self._parameters.items() if each.default is each.empty and each.kind in named}
+
+    @property
+    def defaults(self) -> Mapping[str, Any]:
+        """Its own defaults of its options, where the record states them."""
+        return self.options if isinstance(self.options, Mapping) else {}
+
+    def needs_value(self, option: str) -> bool:
+        """Whether `option` must be set."""
+        if isinstance(self.fn, str):
+            return option in self.defaults and self.defaults[option] is None
+        return option in self._required - self.offered - set(COLUMNS)
 
     @cached_property
     def option_names(self) -> frozenset[str] | None:
@@ -138,6 +155,9 @@ class Record:
         if isinstance(self.options, type):
             return self._as_declared(self.options, given)
         if isinstance(self.fn, str):
+            for name in self.defaults.keys() & given.keys():
+                if isinstance(given[name], bool) or not isinstance(given[name], int | float):
+                    raise ConfigError(f"{self._name}: option '{name}' must be a number, not {given[name]!r}")
             return dict(given)
         for name in sorted(self._required - self.offered - set(COLUMNS) - set(elsewhere) - given.keys()):
             raise ConfigError(f"{self._name} needs a value of its option '{name}'")
@@ -187,14 +207,48 @@ class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
-    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `loss_scale_factor`.
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`. A loss with the
+    option `clip_ratio_low` reads `clip_ratio` too, which stands for both bounds.
+
+    Args:
+        loss_agg_mode: the aggregation that its paper defines it with, used where the configuration names none.
+        selects: function (or `module:name`) that is called once for each whole mini-batch, before it is divided among ranks
+            and micro-batches, with `advantages`, `response_mask`, the columns the loss needs and its options, as far as it
+            names them; the loss is called with what it returns, (batch, response_len), as `selected_tokens`.
     """
+
+    loss_agg_mode: LossAggMode = "token-mean"
+    selects: Callable[..., Any] | str | None = None
 
     offered: ClassVar[frozenset[str]] = frozenset(
         {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
-        | {"dp_size", "batch_num_tokens", "global_batch_size", "loss_scale_factor"}
+        | {"dp_size", "batch_num_tokens", "global_batch_size", "rollout_tokens", "loss_scale_factor", "selected_tokens"}
     )
     columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - {"reward_baselines"}
+
+    def __call__(self, **arguments: Any) -> Any:
+        for column in self.needs - self._parameters.keys() if self.selects else ():
+            arguments.pop(column, None)  # the selection's
+        return super().__call__(**self._with_bounds(arguments))
+
+    def reads(self, option: str) -> bool:
+        return super().reads(option) or (option == "clip_ratio" and "clip_ratio_low" in self.defaults)
+
+    def select_tokens(self, **arguments: Any) -> Any:
+        """The mini-batch's `selected_tokens`; None where the loss selects none."""
+        if self.selects is None:
+            return None
+        function: Callable[..., Any] = import_object(self.selects) if isinstance(self.selects, str) else self.selects
+        given = {**self.defaults, **{name: value for name, value in arguments.items() if value is not None}}
+        return function(**{name: given[name] for name in inspect.signature(function).parameters if name in given})
+
+    def _with_bounds(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        if "clip_ratio_low" not in self.defaults:
+            return arguments
+        both = arguments.pop("clip_ratio", None)
+        for bound in ("clip_ratio_low", "clip_ratio_high") if both is not None else ():
+            arguments[bound] = both if arguments.get(bound) is None else arguments[bound]
+        return arguments
 
 
 class Records(Registry[Result]):
@@ -223,6 +277,11 @@ class Records(Registry[Result]):
         record = self.find(name)
         return record is None or record.reads(option)
 
+    @property
+    def built_in(self) -> Mapping[str, Result]:
+        """The records of this package, by name."""
+        return self._built_in
+
     def readers(self, option: str) -> list[str]:
         """The built-in names that read `option`."""
         return [name for name, record in self._built_in.items() if record.reads(option)]
@@ -233,16 +292,15 @@ class Records(Registry[Result]):
 
     def settings(self, name: str, *sections: Any, own: Mapping[str, Any]) -> dict[str, Any]:
         """The options that `name` is called with: the keys of the configuration's `sections` that it reads, and its `own`
-        free-form ones. A function with `**kwargs` gets every key that a built-in one reads.
+        free-form ones. A function with `**kwargs` gets every key that a built-in one reads; none gets a key that is null.
 
         Raises:
             ConfigError: a free-form option is invalid; the message does not name their section.
         """
         record = self.get(name)
         keys = {each.name: getattr(section, each.name) for section in sections for each in dataclasses.fields(section)}
-        read = {key: value for key, value in keys.items() if record.reads(key)}
-        if record.option_names is None:
-            read = {key: value for key, value in keys.items() if self.readers(key)}
+        is_read = self.readers if record.option_names is None else record.reads
+        read = {key: value for key, value in keys.items() if value is not None and is_read(key)}
         return read | record.own_options(own, keys)
 
 
@@ -255,14 +313,41 @@ ADVANTAGE_ESTIMATORS: Records[Estimator] = Records(
     },
 )
 
+
+def _loss(name: str, loss_agg_mode: LossAggMode = "token-mean", **options: Any) -> PolicyLoss:
+    return PolicyLoss(f"etude.algorithms.losses:{name}", options=options, loss_agg_mode=loss_agg_mode)
+
+
+def _selecting_loss(name: str, **options: Any) -> PolicyLoss:
+    home = "etude.algorithms.losses"
+    return PolicyLoss(f"{home}:{name}", {"old_log_probs"}, options, selects=f"{home}:select_{name}")
+
+
 POLICY_LOSSES: Records[PolicyLoss] = Records(
     "policy loss",
     PolicyLoss,
     {
-        "vanilla": PolicyLoss(
-            "etude.algorithms.losses:vanilla",
-            options={"clip_ratio", "clip_ratio_low", "clip_ratio_high", "clip_ratio_c"},
-        )
+        "vanilla": _loss("vanilla", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=3.0),
+        "gspo": _loss("gspo", "seq-mean-token-mean", clip_ratio_low=3e-4, clip_ratio_high=4e-4),
+        "luspo": _loss("gspo", "seq-mean-token-sum", clip_ratio_low=2e-3, clip_ratio_high=2.5e-3),
+        "geo_mean": _loss("geo_mean", "seq-mean-token-mean", clip_ratio_low=0.4, clip_ratio_high=0.4),
+        "cispo": _loss("cispo", clip_ratio_low=1.0, clip_ratio_high=4.0),
+        "sapo": _loss("sapo", "seq-mean-token-mean", tau_pos=1.0, tau_neg=1.05),
+        "dppo_tv": _loss("dppo_tv", clip_ratio_low=0.2, clip_ratio_high=0.2, clip_ratio_c=20.0),
+        "dppo_kl": _loss("dppo_kl", clip_ratio_low=0.05, clip_ratio_high=0.05, clip_ratio_c=20.0),
+        "vespo": _loss("vespo", k_pos=2.0, lambda_pos=3.0, k_neg=3.0, lambda_neg=2.0),
+        "clip_cov": _selecting_loss(
+            "clip_cov",
+            clip_ratio_low=1.0,
+            clip_ratio_high=1.0,
+            clip_cov_ratio=2e-4,
+            clip_cov_lb=1.0,
+            clip_cov_ub=5.0,
+        ),
+        "kl_cov": _selecting_loss("kl_cov", kl_cov_ratio=2e-4, ppo_kl_coef=1.0),
+        "dro": _loss("dro", dro_beta=None),
+        "gpg": _loss("reinforce"),
+        "reinforce": _loss("reinforce"),
     },
 )
 

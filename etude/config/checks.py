@@ -6,15 +6,18 @@ what is allowed. What needs files is left to `preflight`.
 
 from __future__ import annotations
 
+import dataclasses
 import os
 import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
+from etude.algorithms.records import POLICY_LOSSES, PolicyLoss
 from etude.config.layers import is_users
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
+from etude.options.distillation import is_address
 from etude.options.types import shown
 from etude.options.validate import build, value_of
 from etude.registry import Registry, did_you_mean, import_object
@@ -68,6 +71,15 @@ def remarks(options: Options, keys: Collection[str], sources: Mapping[str, str])
         elif name == "ppo_mini_batch_size" and value_of(options, key) > (prompts := options.data.train_batch_size):
             more = f"is more than data.train_batch_size={prompts}: each batch is one update"
             yield f"{key}={value_of(options, key)} ({sources[key]}) {more}"
+        elif name == "loss_agg_mode" and isinstance(options, TrainOptions) and section == f"{_POLICY}.actor":
+            yield from _foreign_aggregation(key, options, sources)
+
+
+def _foreign_aggregation(key: str, run: TrainOptions, sources: Mapping[str, str]) -> Iterator[str]:
+    loss = run.actor_rollout_ref.actor.policy_loss
+    own, given = loss.record and loss.record.loss_agg_mode, run.actor_rollout_ref.actor.loss_agg_mode
+    if own and given not in (None, own) and own != PolicyLoss.loss_agg_mode:
+        yield f"{key}={given} ({sources[key]}) is not how policy_loss.loss_mode={loss.loss_mode} is defined: that is {own}"
 
 
 def inert(options: Options, keys: Iterable[str], sources: Mapping[str, str]) -> Iterator[str]:
@@ -216,15 +228,26 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
 
 def _groups(run: TrainOptions) -> Iterator[Problem]:
     name, estimator, n = run.algorithm.adv_estimator, run.algorithm.estimator, run.actor_rollout_ref.rollout.n
-    if estimator and n < estimator.min_group:
+    if estimator and n < estimator.min_group and not run.distillation.alone:
         yield (
             f"{_ROLLOUT}.n",
             f"algorithm.adv_estimator={name} compares answers to one prompt: set it to {estimator.min_group} or more",
         )
     if run.algorithm.filter_groups.enable and estimator and estimator.ties_teach:
         yield "algorithm.filter_groups.enable", f"groups of equal rewards do have gradients with adv_estimator={name}"
+    elif run.algorithm.filter_groups.enable and run.distillation.teachers:
+        yield "algorithm.filter_groups.enable", "groups of equal rewards do have gradients with distillation.teachers"
     elif run.algorithm.filter_groups.enable and n < 2:
         yield "algorithm.filter_groups.enable", "a single answer is always its group's mean: set rollout.n to 2 or more"
+
+
+def _distillation(run: TrainOptions) -> Iterator[Problem]:
+    needed = (run.algorithm.estimator, run.actor_rollout_ref.actor.policy_loss.record)
+    if not run.distillation.teachers and any("teacher_log_probs" in record.needs for record in needed if record):
+        yield "distillation.teachers", "the estimator or the loss needs a teacher's log-probs: name a teacher"
+    servers = [name for name in run.distillation.teachers.values() if is_address(name)]
+    if servers and run.actor_rollout_ref.rollout.temperature != 1:
+        yield f"{_ROLLOUT}.temperature", f"the teacher {servers[0]} scores at temperature 1 only: set it to 1"
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
@@ -239,6 +262,23 @@ def _own_options(run: TrainOptions) -> Iterator[Problem]:
                 options()
         except ConfigError as error:
             yield key, str(error)
+
+
+def _loss_options(run: TrainOptions) -> Iterator[Problem]:
+    """Options of policy losses that the chosen one does not read, and those it needs: a loss has defaults of its own, so
+    that a value is there because somebody meant it."""
+    actor, section = run.actor_rollout_ref.actor, f"{_POLICY}.actor"
+    name, record = actor.policy_loss.loss_mode, actor.policy_loss.record
+    for prefix, options in ((section, actor), (f"{section}.policy_loss", actor.policy_loss)):
+        for option in (each.name for each in dataclasses.fields(options)):
+            readers, given = POLICY_LOSSES.readers(option), getattr(options, option) is not None
+            if readers and given and not actor.reads(option):
+                yield (
+                    f"{prefix}.{option}",
+                    f"policy_loss.loss_mode={name} does not read it (read by {', '.join(readers)})",
+                )
+            elif readers and not given and record is not None and record.needs_value(option):
+                yield f"{prefix}.{option}", f"must be set: policy_loss.loss_mode={name} has no default for it"
 
 
 def _determinism(run: TrainOptions) -> Iterator[Problem]:
@@ -294,7 +334,7 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _own_options)
+_OF_RECORDS = (_groups, _distillation, _own_options, _loss_options)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,

@@ -65,15 +65,14 @@ INERT = {
         "it depends on a switch that is off": """
             *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo algorithm.rollout_correction.*_threshold*
             algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.use_policy_gradient
-            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip distillation
+            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
+            distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
+            distillation.n_gpus_per_node
             data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
         "the warm-up rises from 0": "*optim.zero_indexed_step",
-        "an option of policy losses that are not here": """
-            actor_rollout_ref.actor.tau_??? *.policy_loss.*_cov_* *.policy_loss.ppo_kl_coef *.policy_loss.dro_beta
-        """,
         "no class is named in this section": "*._target_",
         "the native engine has no such setting, and servers take theirs on their own command line": """
             actor_rollout_ref.rollout.gpu_memory_utilization actor_rollout_ref.rollout.tensor_model_parallel_size
@@ -272,7 +271,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "async_training": ("delete it: steps are synchronous", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
-    "distillation.enabled": ("delete it: there is no distillation here", _OFF),
+    "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),
     "reward.reward_model.model_path": (_SCORER, (None,)),
     "reward.reward_model.enable": (_SCORER, _OFF),

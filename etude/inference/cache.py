@@ -5,14 +5,21 @@ it), from place 0. Slots of one size are adjacent in a slab, so that a decode st
 of gathering rows, and rows that are computed together have similar lengths. Sizes grow by factors of at most 1.5, so at
 least two thirds of a filled slot are in use; a run that outgrows its slot moves to the next size.
 
+Prompts are computed once: the trajectories of a group, members of it that are admitted later, and requests of later rollouts
+with the same prompt all use one `Prefix`. An unused one stays until its memory is needed (least recently used first), there
+are too many unused ones, or the weights change.
+
 Invariant: the bytes of all slabs together never exceed the budget; a slab without a slot in use is freed. Which slot is
-allocated depends only on which are in use, so that the same requests get the same slots in every run.
+allocated depends only on which are in use, so that the same requests get the same slots in every run. Places [0, filled) of
+a prefix's slot hold the keys and values of its first `filled` tokens, under the current weights.
 """
 
 from __future__ import annotations
 
 import heapq
 import math
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -132,6 +139,72 @@ class SlabCache:
         pairs = zip(source.slab.keys + source.slab.values, target.slab.keys + target.slab.values)
         for old, new in pairs:
             new[target.index, :, :length] = old[source.index, :, :length]
+
+
+class Prefix:
+    """A prompt, its slot, and how much of it is computed; `users` counts trajectories."""
+
+    def __init__(self, tokens: tuple[int, ...], slot: Slot) -> None:
+        self.tokens, self.slot = tokens, slot
+        self.filled = self.users = 0
+
+    @property
+    def ready(self) -> bool:
+        """Whether all of it is computed."""
+        return self.filled == len(self.tokens)
+
+
+class PrefixStore:
+    """The prefixes in memory, least recently used first."""
+
+    def __init__(self, cache: SlabCache, *, most_unused: int | None = None) -> None:
+        """`most_unused`: maximum unused prefixes that are kept; None: as many as the cache's budget has room for."""
+        self._cache, self._most_unused, self._unused = cache, most_unused, 0
+        self._known: OrderedDict[tuple[int, ...], Prefix] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._known)
+
+    def join(self, tokens: Sequence[int]) -> Prefix | None:
+        """Makes a trajectory a user of the prefix of exactly these tokens; None: no memory for it."""
+        name = tuple(tokens)
+        prefix = self._known.get(name)
+        if prefix is None:
+            slot = self._cache.take(len(name))
+            if slot is None:
+                return None
+            prefix = self._known[name] = Prefix(name, slot)
+        elif not prefix.users:
+            self._unused -= 1
+        self._known.move_to_end(name)
+        prefix.users += 1
+        return prefix
+
+    def leave(self, prefix: Prefix) -> None:
+        """The trajectory no longer needs the prefix."""
+        prefix.users -= 1
+        if prefix.users:
+            return
+        self._unused += 1
+        if self._most_unused is not None and self._unused > self._most_unused:
+            self.evict()
+
+    def evict(self) -> bool:
+        """Frees the least recently used of the unused prefixes; False: there is none."""
+        unused = next((p for p in self._known.values() if p.users == 0), None)
+        if unused is not None:
+            self._drop(unused)
+        return unused is not None
+
+    def clear_unused(self) -> None:
+        """Frees all unused prefixes."""
+        for prefix in [p for p in self._known.values() if p.users == 0]:
+            self._drop(prefix)
+
+    def _drop(self, prefix: Prefix) -> None:
+        del self._known[prefix.tokens]
+        self._unused -= 1
+        self._cache.give_back(prefix.slot)
 
 
 def _zeros(size: tuple[int, ...], shape: KVShape) -> Tensor:

@@ -4,9 +4,9 @@ A step is a list of `StepInput`s. A token sees the shared prefix of its trajecto
 own slot up to itself. The two parts are computed separately and merged by their normalisers: the tokens of all trajectories
 that share a prefix are queries of one product, so that a prompt's keys are read once for its whole group.
 
-This is for rows that feed one token, which attend together (`etude.inference.views`). Rows that feed more (a prompt's
-chunk, a tool's answer) attend one by one over both parts concatenated. Neither pads a row beyond the slots of its own size,
-except for a few rows whose slots are copied together.
+This is for rows that feed one token: those with slots in one slab attend together, over the slab itself if their slots are
+adjacent, else over a copy. Rows that feed more (a prompt's chunk, a tool's answer) attend one by one over both parts
+concatenated. Neither pads a row beyond the slots of its own size.
 
 Invariant: after a step, places [0, start + count) of each fed slot hold the keys and values of exactly the tokens that were
 fed into it. Anything after that is finite and masked.
@@ -18,16 +18,17 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import groupby
+from typing import TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from etude.inference.cache import Slab, Slot
-from etude.inference.views import OwnSlots, SharedPrefixes, batches, index_tensor
 from etude.models.attention import Scoring, joined, partial_attention, visibility
 from etude.models.image_positions import ImagePositions
 
+T = TypeVar("T")
 _TILE = 512  # queries of one row that attend at once
 _BIAS_ELEMENTS = 1 << 22  # fewer, where their mask would be larger than this
 
@@ -57,8 +58,8 @@ class StepLayout:
 
     def __init__(self, feeds: Sequence[StepInput], device: torch.device) -> None:
         self._device, self.dtype = device, feeds[0].slot.slab.keys[0].dtype
-        single = batches((f.slot, f.start + 1, i) for i, f in enumerate(feeds) if len(f.ids) == 1)
-        several = _by_slab(feeds, (i for i, f in enumerate(feeds) if len(f.ids) > 1))
+        single = by_slab((f.slot, i) for i, f in enumerate(feeds) if len(f.ids) == 1)
+        several = by_slab((f.slot, i) for i, f in enumerate(feeds) if len(f.ids) > 1)
         order = [i for batch in (*single, *several) for _, i in batch]
         self.feeds = [feeds[i] for i in order]
         self._singles = sum(map(len, single))
@@ -105,7 +106,7 @@ class StepLayout:
         self._shared: list[SharedPrefixes] = []
         places: dict[int, int] = {}
         offset = 0
-        for batch in batches((slot, bases[rows[0]], rows) for slot, rows in seen.items()):
+        for batch in by_slab(seen.items()):
             shared = SharedPrefixes(batch, bases, self.positions, self._device)
             self._shared.append(shared)
             places |= dict(zip(shared.rows, (offset + place for place in shared.grid)))
@@ -186,6 +187,115 @@ class StepLayout:
         return self._span_biases[name]
 
 
+class Slots:
+    """The first `reach` places of slots of one slab, in the order of their indices: read in place if they are adjacent,
+    else copied."""
+
+    def __init__(self, slots: Sequence[Slot], reach: int, device: torch.device) -> None:
+        self._slab, self.reach = slots[0].slab, reach
+        first, last = slots[0].index, slots[-1].index
+        adjacent = last - first < len(slots)
+        self._range = slice(first, last + 1) if adjacent else slice(None)
+        self._chosen = None if adjacent else index_tensor([slot.index for slot in slots], device)
+
+    def keys_and_values(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Each (slots, kv_heads, reach, head_dim)."""
+        keys, values = (kind[layer][self._range, :, : self.reach] for kind in (self._slab.keys, self._slab.values))
+        if self._chosen is not None:
+            keys, values = keys.index_select(0, self._chosen), values.index_select(0, self._chosen)
+        return keys, values
+
+
+class OwnSlots:
+    """Rows that feed one token each, over their own slots."""
+
+    def __init__(self, slots: Sequence[Slot], starts: Sequence[int], device: torch.device) -> None:
+        """`starts`: the place of each row's token in its slot, the last visible one."""
+        self._slots = Slots(slots, max(starts) + 1, device)
+        self._dtype = slots[0].slab.keys[0].dtype
+        self._ends = index_tensor(starts, device)[:, None]
+        self._even = len(set(starts)) == 1
+        self._biases: dict[int | None, Tensor | None] = {}
+
+    def _bias(self, window: int | None) -> Tensor | None:
+        """(rows, 1, 1, reach)."""
+        if window not in self._biases:
+            places = torch.arange(self._slots.reach, device=self._ends.device)
+            mask = places <= self._ends
+            if window is not None:
+                mask &= places > self._ends - window
+            plain = self._even and window is None
+            self._biases[window] = None if plain else visibility(mask[:, None, None], self._dtype)
+        return self._biases[window]
+
+    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Queries (rows, kv_heads, group, head_dim) → the same, and normalisers (rows, kv_heads, group)."""
+        keys, values = self._slots.keys_and_values(layer)
+        return partial_attention(query, keys, values, self._bias(scoring.window), scoring)
+
+
+class SharedPrefixes:
+    """Prefixes, each with the rows that see it; the queries of one prefix attend as one product.
+
+    Queries form a grid of (prefixes, width), padded with the first of each prefix: `grid[i]` is the index in the flattened
+    grid of the i-th row of `rows`.
+    """
+
+    def __init__(
+        self, parts: Sequence[tuple[Slot, list[int]]], bases: Sequence[int], positions: Tensor, device: torch.device
+    ) -> None:
+        """`parts`: slots and the indices of the rows that see them; `bases`: how many tokens of its prefix each row sees;
+        `positions`: each row's position in its context."""
+        reach = max(bases[row] for _, rows in parts for row in rows)
+        self._slots = Slots([slot for slot, _ in parts], reach, device)
+        self._width = width = max(len(rows) for _, rows in parts)
+        self._dtype = parts[0][0].slab.keys[0].dtype
+        table = np.asarray([rows + rows[:1] * (width - len(rows)) for _, rows in parts], dtype=np.int64)
+        self.rows = [row for _, rows in parts for row in rows]
+        self.grid = [place * width + n for place, (_, rows) in enumerate(parts) for n in range(len(rows))]
+        limits = np.asarray(bases, dtype=np.int64)[table]
+        self._plain, self._even = bool((limits == reach).all()), bool((limits == limits[:, :1]).all())
+        flat = table.ravel()
+        whole = len(flat) == len(bases) and bool((flat == np.arange(len(flat))).all())
+        self._table = None if whole else index_tensor(flat, device)
+        self.size = len(flat)
+        self._limits = index_tensor(limits.ravel(), device)[:, None]
+        seen_from = positions[: len(bases)]
+        self._ends = (seen_from if self._table is None else seen_from.index_select(0, self._table))[:, None]
+        self._biases: dict[int | None, Tensor | None] = {}
+
+    def _bias(self, window: int | None, group: int) -> Tensor | None:
+        """(prefixes, 1, 1 or width · group, reach)."""
+        if window not in self._biases:
+            places = torch.arange(self._slots.reach, device=self._ends.device)
+            mask = places < self._limits
+            if window is not None:
+                mask &= places > self._ends - window
+            mask = mask.view(-1, 1, self._width, self._slots.reach)
+            if window is None and self._even:  # one row of mask for all queries of a prefix
+                mask = mask[:, :, :1]
+            else:
+                mask = mask.repeat_interleave(group, dim=2)
+            self._biases[window] = None if self._plain and window is None else visibility(mask, self._dtype)
+        return self._biases[window]
+
+    def blind(self, window: int) -> Tensor:
+        """Which entries of the grid no longer see any of their prefix: (size,) of bool."""
+        return (self._ends - window >= self._limits - 1).flatten()
+
+    def attend(self, layer: int, query: Tensor, scoring: Scoring) -> tuple[Tensor, Tensor]:
+        """Of all rows (rows, kv_heads, group, head_dim) the grid's: (size, kv_heads, group, head_dim), and normalisers."""
+        kv_heads, group, dim = query.shape[1:]
+        width, height = self._width, self.size // self._width
+        bias = self._bias(scoring.window, group)
+        chosen = query if self._table is None else query.index_select(0, self._table)
+        rows = chosen.view(height, width, kv_heads, group, dim).transpose(1, 2)
+        keys, values = self._slots.keys_and_values(layer)
+        out, lse = partial_attention(rows.reshape(height, kv_heads, width * group, dim), keys, values, bias, scoring)
+        out = out.reshape(height, kv_heads, width, group, dim).transpose(1, 2).reshape(-1, kv_heads, group, dim)
+        return out, lse.reshape(height, kv_heads, width, group).transpose(1, 2).reshape(-1, kv_heads, group)
+
+
 def _joint(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     """Outputs and normalisers of several parts, concatenated."""
     if len(parts) == 1:
@@ -193,8 +303,14 @@ def _joint(parts: list[tuple[Tensor, Tensor]]) -> tuple[Tensor, Tensor]:
     return torch.cat([out for out, _ in parts]), torch.cat([lse for _, lse in parts])
 
 
-def _by_slab(feeds: Sequence[StepInput], numbers: Iterable[int]) -> list[list[tuple[Slot, int]]]:
-    grouped: dict[Slab, list[tuple[Slot, int]]] = defaultdict(list)
-    for number in numbers:
-        grouped[feeds[number].slot.slab].append((feeds[number].slot, number))
-    return list(grouped.values())
+def by_slab(items: Iterable[tuple[Slot, T]]) -> list[list[tuple[Slot, T]]]:
+    """Groups (slot, anything) by slab, in the order of slots."""
+    grouped: dict[Slab, list[tuple[Slot, T]]] = defaultdict(list)
+    for item in items:
+        grouped[item[0].slab].append(item)
+    return [sorted(group, key=lambda item: item[0].index) for group in grouped.values()]
+
+
+def index_tensor(values: Sequence[int] | np.ndarray, device: torch.device) -> Tensor:
+    """int64; NumPy reads a list several times faster than PyTorch does."""
+    return torch.from_numpy(np.asarray(values, dtype=np.int64)).to(device)

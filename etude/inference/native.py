@@ -19,19 +19,18 @@ import asyncio
 import copy
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from etude.errors import ConfigError, EngineError, EtudeError, one_line
-from etude.inference.cache import KVShape, SlabCache, most_tokens
+from etude.inference.cache import KVShape, PrefixStore, SlabCache, most_tokens
 from etude.inference.layout import StepLayout
 from etude.inference.metrics import EngineMetrics
-from etude.inference.prefixes import PrefixStore
 from etude.inference.sampling import sample
-from etude.inference.scheduler import Scheduler, StepPlan
-from etude.inference.sequence_state import Request, SequenceState
+from etude.inference.scheduler import Request, Scheduler, SequenceState, StepPlan
 from etude.inference.step_threads import StepThreads
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import ENGINES, SamplingParams, TokenOutput
@@ -71,6 +70,16 @@ class NativeEngineOptions:
     tokenizer: Any = None
 
 
+@dataclass(frozen=True, eq=False)
+class _Step:
+    """A step under way and what it will have drawn. `requests`: those of its rows when it was planned, since one may be
+    dropped meanwhile, and its row even get another."""
+
+    plan: StepPlan
+    requests: dict[SequenceState, Request | None]
+    drawn: Future[tuple[list[int], list[float]]]
+
+
 @ENGINES.register("native")
 class NativeEngine:
     """See the module's first paragraph; the interface is `etude.inference.Engine`."""
@@ -98,10 +107,9 @@ class NativeEngine:
         self._version = 0
         self._admissions = 0
         self._paused = False
-        self._task: asyncio.Task[None] | None = None
-        self._wake: asyncio.Future[None] | None = None
-        self._stepping: asyncio.Future[Any] | None = None
-        self._computing: Future[Any] | None = None
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stepping: _Step | None = None
+        self._steps_since_point = 0
         self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
@@ -201,13 +209,13 @@ class NativeEngine:
             stops = StopTexts(self.options.tokenizer, params.stop)
         if known is None:  # only now: a rejected request would leave it open
             self.open([request_id])
-        row, loop = self._rows[request_id], asyncio.get_running_loop()
-        request = row.request = Request(prompt, params, limit, loop.create_future(), placed, stops)
+        row = self._rows[request_id]
+        self._use_running_loop()
+        future = asyncio.get_running_loop().create_future()
+        request = row.request = Request(prompt, params, limit, future, placed, stops)
         self._scheduler.queue.append(row)
         if self._model.training:
             self._model.eval()
-        if self._task is None or self._task.done():
-            self._task = loop.create_task(self._serve())
         self._notify()
         try:
             return await request.future
@@ -226,8 +234,9 @@ class NativeEngine:
     async def pause(self) -> None:
         """Returns once no step is running; none starts before `resume`."""
         self._paused = True
+        self._use_running_loop()
         if self._stepping is not None:
-            await asyncio.wait([self._stepping])
+            await asyncio.wait([asyncio.wrap_future(self._stepping.drawn)])
 
     async def resume(self) -> None:
         """Goes on after `pause`."""
@@ -266,63 +275,79 @@ class NativeEngine:
         metrics.preemptions, self._scheduler.preemptions = self._scheduler.preemptions, 0
         return metrics.report(self.options.max_num_seqs)
 
-    # -- the loop ------------------------------------------------------------------------------------------------
+    # -- steps ---------------------------------------------------------------------------------------------------
+    # No task runs through them all: an event loop may end in the middle of one, and another one goes on with it.
+
+    def _use_running_loop(self) -> None:
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop = loop
+            if self._stepping is not None:
+                self._deliver(self._stepping)
 
     def _notify(self) -> None:
-        if self._wake is not None and not self._wake.done():
-            self._wake.set_result(None)
-
-    async def _wait(self) -> None:
-        self._wake = asyncio.get_running_loop().create_future()
-        await self._wake
+        """Goes on, after what the event loop is about to run: others may ask at the same time."""
+        if self._loop is not None and not self._loop.is_closed():
+            self._loop.call_soon(self._advance)
 
     def _waiting_for(self) -> bool:
         """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
         return any(row.request is None for row in self._rows.values())
 
-    async def _serve(self) -> None:
-        """Admits requests and computes steps until there are no more requests."""
+    def _advance(self) -> None:
+        """Admits requests and starts a step, unless one is running or there is nothing to compute yet."""
+        scheduler = self._scheduler
         try:
-            if self._computing is not None and not self._computing.done():  # an earlier event loop ended under it
-                await asyncio.wait([asyncio.wrap_future(self._computing)])
-            self._scheduler.sweep()
-            steps_since_point = 0
-            while (scheduler := self._scheduler).queue or scheduler.active:
-                at_point = not scheduler.active or steps_since_point >= self.options.admit_every
-                if self._paused or (self.options.deterministic and at_point and self._waiting_for()):
-                    await self._wait()
-                    continue
+            while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
+                at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
+                if self.options.deterministic and at_point and self._waiting_for():
+                    return
                 with self._metrics.timed("scheduling"):
                     if at_point or not self.options.deterministic:
                         self._admissions += 1
                         scheduler.admit()
-                        steps_since_point = 0
+                        self._steps_since_point = 0
                     plan = scheduler.plan() if scheduler.active else None
                     self._metrics.kv_bytes = max(self._metrics.kv_bytes, scheduler.cache.slab_bytes)
-                if plan is None or not plan.feeds:
-                    continue
-                steps_since_point += 1
-                # While the step runs a request may be dropped, and its row may even get another one.
-                served = [(row, row.request) for row in scheduler.active]
-                draws = [(row, row.request) for row, _ in plan.drawing]
-                self._computing = self._threads.submit(plan.tokens, self._compute, plan)
-                self._stepping = asyncio.wrap_future(self._computing)
-                try:
-                    tokens, log_probs = await self._stepping
-                except Exception as error:
-                    self._fail(error)
-                    continue
-                finally:
-                    self._stepping = None
-                with self._metrics.timed("scheduling"):
-                    scheduler.fed(plan)
-                    for (row, request), token, log_prob in zip(draws, tokens, log_probs):
-                        if request is not None and row.request is request:
-                            self._take(row, request, token, log_prob)
-                    scheduler.active = [row for row, request in served if row.request is request]
-                    scheduler.sweep()
-        except Exception as error:  # nothing awaits this task: without this its requests would wait forever
+                if plan is not None and plan.feeds:
+                    self._start(plan)
+        except Exception as error:  # nobody awaits this: without it requests would wait forever
             self._fail(error)
+
+    def _start(self, plan: StepPlan) -> None:
+        self._steps_since_point += 1
+        requests = {row: row.request for row in self._scheduler.active}
+        self._stepping = _Step(plan, requests, self._threads.submit(plan.tokens, self._compute, plan))
+        self._deliver(self._stepping)
+
+    def _deliver(self, step: _Step) -> None:
+        """Has the engine's event loop take what the step draws."""
+        loop = self._loop
+        assert loop is not None
+
+        def deliver(_: object) -> None:
+            with suppress(RuntimeError):  # the loop is closed
+                loop.call_soon_threadsafe(self._finish, step)
+
+        step.drawn.add_done_callback(deliver)
+
+    def _finish(self, step: _Step) -> None:
+        if step is not self._stepping:  # two event loops were told
+            return
+        self._stepping, scheduler = None, self._scheduler
+        try:
+            tokens, log_probs = step.drawn.result()
+            with self._metrics.timed("scheduling"):
+                scheduler.fed(step.plan)
+                for (row, _), token, log_prob in zip(step.plan.drawing, tokens, log_probs):
+                    request = step.requests[row]
+                    if request is not None and row.request is request:
+                        self._take(row, request, token, log_prob)
+                scheduler.active = [row for row, request in step.requests.items() if row.request is request]
+                scheduler.sweep()
+        except Exception as error:
+            self._fail(error)
+        self._advance()
 
     def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
         request.tokens.append(token)

@@ -12,15 +12,85 @@ preempted for another, so some request always completes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import asyncio
+from dataclasses import dataclass, field
 
+from etude.chat.encoding import common_beginning
 from etude.errors import EngineError
-from etude.inference.cache import SlabCache
+from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
 from etude.inference.layout import StepInput
-from etude.inference.prefixes import Prefix, PrefixStore
-from etude.inference.sequence_state import SequenceState
+from etude.inference.stop_texts import StopTexts
+from etude.inference.types import SamplingParams, TokenOutput
+from etude.models.image_positions import ImagePositions
 
-_HEADROOM = 64  # tokens a row may sample before its slot has to grow, if memory allows
+
+@dataclass
+class Request:
+    """A request and what has been sampled so far; `limit`: its maximum number of tokens.
+
+    `prompt` is keyed if it has `images`, see `etude.models.image_positions`.
+    """
+
+    prompt: list[int]
+    params: SamplingParams
+    limit: int
+    future: asyncio.Future[TokenOutput]
+    images: ImagePositions | None = None
+    stops: StopTexts | None = None
+    tokens: list[int] = field(default_factory=list)
+    log_probs: list[float] = field(default_factory=list)
+    versions: list[int] = field(default_factory=list)
+
+    def finish(self, reason: str) -> None:
+        """Answers, once."""
+        if not self.future.done():
+            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions))
+
+
+@dataclass(eq=False)
+class SequenceState:
+    """A trajectory. `head` is the length of its first prompt, which others may share.
+
+    Invariant: the first tokens of its context have keys and values: `shared` in the prefix, the `own`
+    ones after them in its slot. `feed` is what follows.
+    """
+
+    rank: tuple[int, int, str]
+    request: Request | None = None
+    head: int = 0
+    prefix: Prefix | None = None
+    shared: int = 0
+    slot: Slot | None = None
+    own: list[int] = field(default_factory=list)
+    feed: list[int] = field(default_factory=list)
+
+    @property
+    def waiting(self) -> bool:
+        """Whether its prefix is still being computed."""
+        return self.prefix is not None and not self.prefix.ready
+
+    def context(self) -> list[int]:
+        """The request's prompt and what was sampled after it."""
+        assert self.request is not None
+        return self.request.prompt + self.request.tokens
+
+    def common(self, context: list[int]) -> int:
+        """How many first tokens of `context` are cached."""
+        if self.prefix is None:
+            return 0
+        head = self.prefix.tokens[: self.shared]
+        if tuple(context[: self.shared]) != head:
+            return common_beginning(list(head), context)
+        own = common_beginning(self.own, context[self.shared : self.shared + len(self.own)])
+        return self.shared + own
+
+    def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
+        """Releases its memory; nothing is cached any more."""
+        if self.slot is not None:
+            cache.give_back(self.slot)
+        if self.prefix is not None:
+            prefixes.leave(self.prefix)
+        self.slot, self.prefix, self.shared, self.own, self.feed = None, None, 0, [], []
 
 
 @dataclass(frozen=True)
@@ -111,10 +181,7 @@ class Scheduler:
             held = min(held, len(context) - 1)  # the last token must be fed: its logits are needed
         row.shared = min(row.shared, held)
         row.own, row.feed = context[row.shared : held], context[held:]
-        wanted, headroom = len(context) - row.shared, min(row.request.remaining, _HEADROOM)
-        fits = self._resize(row, wanted + headroom, evict_batch=False)
-        if not fits and not self.active:  # next to others it would soon take their memory or lose its own
-            fits = self._resize(row, wanted + 1, evict_batch=False)
+        fits = self._resize(row, len(context) - row.shared + 1, evict_batch=False)
         self.asked_tokens += len(context) if fits else 0
         return fits
 
@@ -190,8 +257,8 @@ class Scheduler:
         The first of the rows that wait for a prefix computes it; all of them draw from its last logits.
         """
         for row in list(self.active):  # a preempted row has no slot
-            if row.slot is not None and row.slot.capacity < len(row.own) + len(row.feed):
-                self._fit(row)
+            if row.slot is not None and not self._resize(row, len(row.own) + len(row.feed), evict_batch=True):
+                self.preempt(row)
         decoding = sum(len(row.feed) == 1 and not row.waiting for row in self.active)
         room = max(self._most_tokens - decoding, 0 if decoding else 1)
         feeds: list[ScheduledInput] = []
@@ -230,14 +297,6 @@ class Scheduler:
             row, StepInput(row.feed[:count], row.slot, len(row.own), row.shared, before, images), None, sampled
         )
 
-    def _fit(self, row: SequenceState) -> None:
-        """Allocates room for what the row feeds next; if there is none, it waits in the queue."""
-        assert row.request is not None
-        wanted = len(row.own) + len(row.feed)
-        generous = wanted + min(row.request.remaining, _HEADROOM)
-        if not self._resize(row, generous, evict_batch=False) and not self._resize(row, wanted, evict_batch=True):
-            self.preempt(row)
-
     def fed(self, plan: StepPlan) -> None:
         """The step has been computed."""
         for part in plan.feeds:
@@ -247,8 +306,6 @@ class Scheduler:
                 part.row.feed = part.row.feed[count:]
                 continue
             part.prefix.filled += count
-            if part.prefix.ready:
-                self.prefixes.completed(part.prefix)
 
     def sweep(self) -> None:
         """Takes rows without a request out of the batch."""

@@ -2,8 +2,7 @@
 
 from etude.limits.cluster import ClusterLimiter, cluster_limiter, open_limiter, require_ray
 from etude.limits.limit import Limit
-from etude.limits.limiter import Limiter, Permit
-from etude.limits.local import ConcurrencyLimit, LocalLimiter, RateLimit, local_limiter
+from etude.limits.limiter import ConcurrencyLimit, Limiter, LocalLimiter, Permit, RateLimit, local_limiter
 from etude.limits.pool import ExecutionPool, ExecutionWorker, PoolMode, TokenBucketWorker, init_execution_pool
 
 __all__ = [

@@ -3,7 +3,7 @@
 Invariant: in every process, one name means one limit: opening it with another limit is an error. The actor outlives its
 creator; the permits of a process that dies, however it dies, return when its lease expires. While the actor is
 unreachable, waiters wait for `patience` seconds and then fail with `InfrastructureError`; the limiter keeps trying, and
-held permits expire by themselves. Ray is imported when the first limiter is opened.
+held permits expire by themselves. Ray is imported when the first limiter is opened. The protocol is left to `lease`.
 """
 
 from __future__ import annotations
@@ -18,15 +18,13 @@ import threading
 import time
 import uuid
 import warnings
-from typing import Any, Protocol
+from typing import Any
 
 from etude.bounded import background_loop
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, one_line
-from etude.limits.lease_client import LeaseClient
-from etude.limits.lease_server import LeaseActor, LimiterInfo, Reply, Report
+from etude.limits.lease import LeaseClient, LeaseServer, LimiterInfo, Reply, Report
 from etude.limits.limit import Limit
-from etude.limits.limiter import Limiter, Ticket
-from etude.limits.local import local_limiter, refuse_conflict
+from etude.limits.limiter import Limiter, Ticket, local_limiter, refuse_conflict
 
 LEASE_SECONDS = 15.0
 """How long a silent process keeps its permits: longer than any stall of a healthy process."""
@@ -39,31 +37,65 @@ _open: dict[str, ClusterLimiter] = {}
 _open_lock = threading.Lock()
 
 
-class Connection(Protocol):
-    """A connection to one `LeaseActor`. Any exception means that the actor was not reached."""
+class LeaseActor:
+    """A `LeaseServer` in an event loop. A reply is sent when there is news, not periodically, so that a returned permit
+    reaches the next waiter within one message; only an incoming report renews leases."""
+
+    def __init__(self, limit: Limit, lease_seconds: float, settling: bool = False) -> None:
+        self._server = LeaseServer(limit, lease_seconds, time.monotonic(), settling)
+        self._polls: dict[str, tuple[int, asyncio.Future[None]]] = {}  # client → its known version
+        self._timer: asyncio.TimerHandle | None = None
+
+    async def info(self) -> LimiterInfo:
+        """The limiter's current state."""
+        self._advance()
+        return self._server.info()
 
     async def sync(self, report: Report, seconds: float) -> Reply:
-        """As `LeaseActor.sync`."""
-        ...
+        """Applies a report; replies as soon as there is news for the client, after `seconds` at the latest."""
+        reply = self._server.hear(report, time.monotonic())
+        self._publish()
+        if seconds and reply.known and reply.version == report.version:
+            poll: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._polls[report.client] = report.version, poll
+            await asyncio.wait({poll}, timeout=seconds)
+            if self._polls.get(report.client) == (report.version, poll):
+                del self._polls[report.client]
+            reply = self._server.reply(report.client)
+        return reply
 
-    async def reconnect(self) -> None:
-        """Called after a failure."""
-        ...
+    def _advance(self) -> None:
+        self._server.advance(time.monotonic())
+        self._publish()
+
+    def _publish(self) -> None:
+        """Answers the polls that have news, and schedules itself for the server's next event."""
+        for name, (version, poll) in list(self._polls.items()):
+            reply = self._server.reply(name)
+            if not poll.done() and not (reply.known and reply.version == version):
+                poll.set_result(None)
+        if self._timer is not None:
+            self._timer.cancel()
+        due = self._server.next_event()
+        if due is not None:
+            delay = max(0.0, due - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay, self._advance)
 
 
 class ClusterLimiter(Limiter):
-    """This process's part of the limiter `name`; created by `cluster_limiter`. All of a process share one thread."""
+    """This process's part of the limiter `name`; created by `cluster_limiter`. All of a process share one thread.
 
-    def __init__(
-        self, name: str, limit: Limit, lease_seconds: float, patience: float, connection: Connection | None = None
-    ) -> None:
+    `connection` leads to the `LeaseActor`; any exception of it means that the actor was not reached.
+    """
+
+    def __init__(self, name: str, limit: Limit, lease_seconds: float, patience: float, connection: Any = None) -> None:
         self.name = name
         self.limit = limit
         self.lease_seconds = lease_seconds
         self._patience = patience
         self._client: LeaseClient[Ticket] = LeaseClient(limit, lease_seconds, lambda: uuid.uuid4().hex)
         super().__init__(self._client)
-        self._connection = connection or _RayConnection(name, limit, lease_seconds)
+        self._connection: _RayConnection = connection or _RayConnection(name, limit, lease_seconds)
         self._closed = self._posted = False
         self._lost_at: float | None = None
         self._pause = _FIRST_PAUSE
@@ -83,12 +115,10 @@ class ClusterLimiter(Limiter):
 
     def info(self) -> LimiterInfo:
         """The limiter's state in the whole cluster; permits that a process keeps for its next call count as held."""
-        assert isinstance(self._connection, _RayConnection)
         return self._connection.info()
 
-    def usable(self) -> bool:
+    def is_current(self) -> bool:
         """False when this process has left the cluster that the limiter was opened in."""
-        assert isinstance(self._connection, _RayConnection)
         return self._connection.is_connected()
 
     def close(self, seconds: float = 2.0) -> None:
@@ -212,18 +242,18 @@ def cluster_limiter(
         atexit.unregister(_leave)
         atexit.register(_leave)  # again, to run before the hook of Ray (imported by now) that disconnects
         limiter = _open.get(name)
-        left = limiter if limiter is not None and not limiter.usable() else None
+        left = limiter if limiter is not None and not limiter.is_current() else None
         if limiter is None or left is not None:
             limiter = _open[name] = ClusterLimiter(name, limit, lease_seconds, patience)
     if left is not None:
         left.close()
-    refuse_conflict(name, limiter.limit, limit)
-    _refuse_other_lease(name, limiter.lease_seconds, lease_seconds)
+    _refuse_another(name, limiter.limit, limiter.lease_seconds, limit, lease_seconds)
     return limiter
 
 
 def open_limiter(name: str, limit: Limit) -> Limiter:
-    """The limiter `name` of the Ray cluster that this process is connected to; without one, of this process.
+    """The limiter `name` of the Ray cluster that this process is connected to; without one, of this process. Open it again
+    when it is no longer `is_current`.
 
     Raises:
         ConfigError: the name is taken by another limit.
@@ -245,9 +275,10 @@ def _leave() -> None:
             limiter.close()
 
 
-def _refuse_other_lease(name: str, held: float, asked: float) -> None:
-    if held != asked:
-        raise ConfigError(f"the limiter '{name}' has leases of {held:g} s already, not {asked:g} s")
+def _refuse_another(name: str, held: Limit, held_seconds: float, asked: Limit, asked_seconds: float) -> None:
+    refuse_conflict(name, held, asked)
+    if held_seconds != asked_seconds:
+        raise ConfigError(f"the limiter '{name}' has leases of {held_seconds:g} s already, not {asked_seconds:g} s")
 
 
 def require_ray(feature: str) -> None:
@@ -256,18 +287,14 @@ def require_ray(feature: str) -> None:
         raise MissingExtraError(feature, "ray")
 
 
-def _ray() -> Any:
-    require_ray("a cluster-wide limit")
-    import ray
-
-    return ray
-
-
 class _RayConnection:
     """Calls of the limiter's actor."""
 
     def __init__(self, name: str, limit: Limit, lease_seconds: float) -> None:
-        ray = _ray()
+        require_ray("a cluster-wide limit")
+        import ray
+
+        self._ray = ray
         if not ray.is_initialized():
             raise ConfigError(f"the cluster-wide limiter '{name}' needs a Ray cluster: call ray.init() first")
         self._name = name
@@ -276,22 +303,19 @@ class _RayConnection:
         self._job = ray.get_runtime_context().get_job_id()
         self._actor = self._find(settling=False)
         info = self.info()
-        refuse_conflict(name, info.limit, limit)
-        _refuse_other_lease(name, info.lease_seconds, lease_seconds)
+        _refuse_another(name, info.limit, info.lease_seconds, limit, lease_seconds)
 
     def is_connected(self) -> bool:
-        ray = _ray()
-        return bool(ray.is_initialized()) and ray.get_runtime_context().get_job_id() == self._job
+        return self._ray.is_initialized() and bool(self._ray.get_runtime_context().get_job_id() == self._job)
 
     def info(self) -> LimiterInfo:
-        ray = _ray()
         give_up_at = time.monotonic() + _CONNECT_SECONDS
         while True:
             try:
-                info: LimiterInfo = ray.get(self._actor.info.remote(), timeout=_CONNECT_SECONDS)
+                info: LimiterInfo = self._ray.get(self._actor.info.remote(), timeout=_CONNECT_SECONDS)
                 return info
-            except ray.exceptions.RayError as error:
-                restarting = isinstance(error, ray.exceptions.ActorUnavailableError)
+            except self._ray.exceptions.RayError as error:
+                restarting = isinstance(error, self._ray.exceptions.ActorUnavailableError)
                 if not restarting or time.monotonic() > give_up_at:
                     raise InfrastructureError(
                         f"the limiter '{self._name}' does not answer: {one_line(error)}"
@@ -323,14 +347,17 @@ class _RayConnection:
             "max_restarts": -1,
             "max_concurrency": 100_000,  # every client keeps one call open
         }
-        return _ray().remote(_RestartingActor).options(**options).remote(self._limit, self._lease_seconds, settling)
+        actor = self._ray.remote(_RestartingActor).options(**options)
+        return actor.remote(self._limit, self._lease_seconds, settling)
 
 
 class _RestartingActor(LeaseActor):
     """The actor as started by Ray; restarted after a node loss, it takes over the outstanding leases."""
 
     def __init__(self, limit: Limit, lease_seconds: float, settling: bool) -> None:
+        import ray
+
         with warnings.catch_warnings():  # Ray itself uses a name that it deprecated
             warnings.simplefilter("ignore")
-            restarted = _ray().get_runtime_context().was_current_actor_reconstructed
+            restarted = ray.get_runtime_context().was_current_actor_reconstructed
         super().__init__(limit, lease_seconds, settling or restarted)

@@ -1,8 +1,8 @@
-"""`Limiter`: lets tasks and threads wait for permits, granted by a pure state machine.
+"""`Limiter`: lets tasks and threads wait for permits, granted by a pure state machine; `LocalLimiter`: those of one process.
 
 Invariant: a waiter that is cancelled or times out leaks no permit, not even one granted at that moment;
 permits go to waiters in the order in which they asked, whether those are tasks (of any event loop) or threads.
-Order, numbers and expiry are the state machine's (`Core`): `fifo` in one process, `lease_client` in a cluster.
+Order, numbers and expiry are the state machine's: `Fifo` in one process, `LeaseClient` (`lease`) in a cluster.
 """
 
 from __future__ import annotations
@@ -10,40 +10,102 @@ from __future__ import annotations
 import asyncio
 import threading
 import time
+import weakref
+from collections import OrderedDict
+from collections.abc import Hashable
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, Generic, TypeVar
 
 from etude.bounded import background_loop, wake
+from etude.errors import ConfigError
+from etude.limits.limit import Limit, TokenBucket
 
-Granted = list[tuple["Ticket", Any]]
+T = TypeVar("T", bound=Hashable)
 
 
-class Core(Protocol):
-    """The state machine; called under the limiter's lock, with the time. A lease is what a granted ticket holds."""
+class WaitQueue(Generic[T]):
+    """Grants leases (unique numbers) to tickets (hashable objects of the caller's), in the order in which they asked; never
+    to a cancelled one. The caller passes the time. A subclass says when a lease is free."""
 
-    def take(self, now: float) -> Any | None:
-        """A lease if one is free and no ticket waits."""
-        ...
+    def __init__(self) -> None:
+        self._waiting: OrderedDict[T, None] = OrderedDict()
+        self._leases = 0
 
-    def enter(self, ticket: Ticket, now: float) -> Granted:
-        """Enqueues the ticket."""
-        ...
+    @property
+    def waiting(self) -> int:
+        """The number of waiting tickets."""
+        return len(self._waiting)
 
-    def cancel(self, ticket: Ticket, now: float) -> Granted:
-        """Removes a waiting ticket."""
-        ...
+    def take(self, now: float) -> int | None:
+        """A lease if one is free and no ticket waits, else None."""
+        return None if self._waiting else self._grant(now)
 
-    def release(self, lease: Any, now: float, unused: bool = False) -> Granted:
-        """Takes a lease back; an `unused` one never reached its waiter."""
-        ...
+    def enter(self, ticket: T, now: float) -> list[tuple[T, int]]:
+        """Enqueues `ticket`; returns what is granted now, perhaps to it."""
+        self._waiting[ticket] = None
+        return self.advance(now)
 
-    def advance(self, now: float) -> Granted:
-        """Applies what is due by time alone."""
-        ...
+    def cancel(self, ticket: T, now: float) -> list[tuple[T, int]]:
+        """Removes a waiting ticket; ignores one that does not wait. Returns the grants that this made possible."""
+        self._waiting.pop(ticket, None)
+        return self.advance(now)
+
+    def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
+        """Returns a lease; one that is not out is ignored. Returns what was granted to waiting tickets.
+
+        An `unused` one, which never reached its waiter, does not count against the rate.
+        """
+        raise NotImplementedError
+
+    def advance(self, now: float) -> list[tuple[T, int]]:
+        """Grants what is possible now, in order."""
+        granted: list[tuple[T, int]] = []
+        while self._waiting and (lease := self._grant(now)) is not None:
+            granted.append((self._waiting.popitem(last=False)[0], lease))
+        return granted
 
     def next_event(self) -> float | None:
-        """When `advance` should be called."""
-        ...
+        """When `advance` next has something to do by time alone."""
+        raise NotImplementedError
+
+    def _grant(self, now: float) -> int | None:
+        """A new lease, if one is free."""
+        raise NotImplementedError
+
+
+class Fifo(WaitQueue[T]):
+    """Never more than `max_concurrent` leases are out; under a pure rate limit they need not be returned."""
+
+    def __init__(self, limit: Limit, now: float) -> None:
+        super().__init__()
+        self._limit = limit
+        self._bucket = TokenBucket(limit.per_second, limit.bucket_size, now) if limit.per_second else None
+        self._held: set[int] = set()
+
+    @property
+    def held(self) -> int:
+        """The number of permits in use; 0 if only the rate is limited."""
+        return len(self._held)
+
+    def release(self, lease: int, now: float, unused: bool = False) -> list[tuple[T, int]]:
+        if unused and self._bucket is not None:
+            self._bucket.put_back()
+        self._held.discard(lease)
+        return self.advance(now)
+
+    def next_event(self) -> float | None:
+        return self._bucket.ready_at() if self._waiting and self._bucket is not None and not self._is_full() else None
+
+    def _is_full(self) -> bool:
+        return self._limit.max_concurrent is not None and len(self._held) >= self._limit.max_concurrent
+
+    def _grant(self, now: float) -> int | None:
+        if self._is_full() or (self._bucket is not None and not self._bucket.take(now)):
+            return None
+        self._leases += 1
+        if self._limit.max_concurrent is not None:
+            self._held.add(self._leases)
+        return self._leases
 
 
 class Permit:
@@ -51,7 +113,7 @@ class Permit:
 
     __slots__ = ("_lease", "_limiter")
 
-    def __init__(self, limiter: Limiter, lease: Any) -> None:
+    def __init__(self, limiter: Limiter, lease: int) -> None:
         self._limiter: Limiter | None = limiter
         self._lease = lease
 
@@ -74,7 +136,7 @@ class Ticket:
     __slots__ = ("_loop", "error", "lease", "woken")
 
     def __init__(self, loop: asyncio.AbstractEventLoop | None) -> None:
-        self.lease: Any | None = None
+        self.lease: int | None = None
         self.error: BaseException | None = None
         self.woken: Any = threading.Event() if loop is None else loop.create_future()
         self._loop = loop
@@ -94,7 +156,7 @@ class Ticket:
 class Limiter:
     """Hands out permits: `async with limiter.permit():` in a task, `with limiter.permit():` in a thread."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: WaitQueue[Ticket]) -> None:
         self._core = core
         self._lock = threading.Lock()
         self._due: float | None = None  # when `_advance` is called next
@@ -102,6 +164,10 @@ class Limiter:
     def permit(self, timeout: float | None = None) -> Holding:
         """A context manager, async and sync, that holds a permit; waits at most `timeout` seconds for it."""
         return Holding(self, timeout)
+
+    def is_current(self) -> bool:
+        """Whether it limits those that it was opened for; see `open_limiter`."""
+        return True
 
     async def acquire(self, timeout: float | None = None) -> Permit:
         """Waits for a permit.
@@ -144,7 +210,7 @@ class Limiter:
         lease = self._take()
         return None if lease is None else Permit(self, lease)
 
-    def _take(self) -> Any | None:
+    def _take(self) -> int | None:
         """A lease without a ticket, the common case."""
         with self._lock:
             lease = self._core.take(time.monotonic())
@@ -157,7 +223,7 @@ class Limiter:
             self._deliver(self._core.enter(ticket, time.monotonic()))
             return ticket.lease is None
 
-    def _outcome(self, ticket: Ticket, timeout: float | None) -> Any:
+    def _outcome(self, ticket: Ticket, timeout: float | None) -> int:
         with self._lock:
             if ticket.lease is not None:
                 return ticket.lease
@@ -173,7 +239,7 @@ class Limiter:
                 self._core.cancel(ticket, now) if lease is None else self._core.release(lease, now, unused=True)
             )
 
-    def _release(self, lease: Any) -> None:
+    def _release(self, lease: int) -> None:
         with self._lock:
             self._deliver(self._core.release(lease, time.monotonic()))
 
@@ -183,10 +249,10 @@ class Limiter:
                 self._due = None
             self._deliver(self._core.advance(time.monotonic()))
 
-    def _deliver(self, granted: Granted) -> None:
+    def _deliver(self, granted: list[tuple[Ticket, int]]) -> None:
         """Hands leases to their tickets; one whose waiter is gone passes its lease on."""
         while granted:
-            returned: Granted = []
+            returned: list[tuple[Ticket, int]] = []
             for ticket, lease in granted:
                 ticket.lease = lease
                 if not ticket.wake():
@@ -233,3 +299,65 @@ class Holding:
     def __exit__(self, *_: object) -> None:
         if self._permit is not None:
             self._permit.release()
+
+
+class LocalLimiter(Limiter):
+    """Enforces a `Limit` among the tasks and threads of this process, first come, first served."""
+
+    def __init__(self, limit: Limit) -> None:
+        self.limit = limit
+        self._fifo: Fifo[Ticket] = Fifo(limit, time.monotonic())
+        super().__init__(self._fifo)
+
+    @property
+    def held(self) -> int:
+        """The number of permits in use; 0 if only the rate is limited."""
+        return self._fifo.held
+
+    @property
+    def waiting(self) -> int:
+        """The number of waiting tasks and threads."""
+        return self._fifo.waiting
+
+
+class ConcurrencyLimit(LocalLimiter):
+    """At most `n` permits in use at once."""
+
+    def __init__(self, n: int) -> None:
+        super().__init__(Limit(max_concurrent=n))
+
+
+class RateLimit(LocalLimiter):
+    """At most `per_second` permits a second, and `burst` (default: `per_second` rounded up) at once.
+
+    A permit of it need not be released: `await limit.acquire()` is enough.
+    """
+
+    def __init__(self, per_second: float, burst: int | None = None) -> None:
+        super().__init__(Limit(per_second=per_second, burst=burst))
+
+
+_named: weakref.WeakValueDictionary[str, LocalLimiter] = weakref.WeakValueDictionary()
+_named_lock = threading.Lock()
+
+
+def local_limiter(name: str, limit: Limit) -> LocalLimiter:
+    """The limiter `name` of this process, which lives as long as it is referenced.
+
+    Raises:
+        ConfigError: the name is taken by another limit.
+    """
+    with _named_lock:
+        limiter = _named.get(name)
+        if limiter is None:
+            limiter = _named[name] = LocalLimiter(limit)
+    refuse_conflict(name, limiter.limit, limit)
+    return limiter
+
+
+def refuse_conflict(name: str, held: Limit, asked: Limit) -> None:
+    """Raises ConfigError if a limiter's name is taken by another limit."""
+    if held != asked:
+        raise ConfigError(
+            f"the limiter '{name}' allows {held} already; {asked} is asked for: use one limit or two names"
+        )

@@ -40,16 +40,37 @@ _SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batc
 SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
 
 
-def _loss_reads(option: str) -> When:
-    """Where the loss reads `option`, a bound on probability ratios, and these differ from 1."""
+def _loss_reads(option: str, *, off_policy: bool = True) -> When:
+    """Where the loss reads `option`; `off_policy`: and ratios differ from 1, before which it has no effect."""
+    readers = f"with losses that read it (policy_loss.loss_mode={', '.join(POLICY_LOSSES.readers(option))})"
+    apart = " where ratios differ from 1: with algorithm.rollout_correction.bypass_mode, or "
     return When(
-        f"with losses that read it (policy_loss.loss_mode={', '.join(POLICY_LOSSES.readers(option))}) where ratios differ "
-        f"from 1: with algorithm.rollout_correction.bypass_mode, or {_SEVERAL}",
+        readers + (apart + _SEVERAL if off_policy else ""),
         lambda own, run: (
-            POLICY_LOSSES.reads(own.policy_loss.loss_mode, option)
-            and (SEVERAL_UPDATES.holds(own, run) or run.algorithm.rollout_correction.bypass_mode)
+            run.actor_rollout_ref.actor.reads(option)
+            and (
+                not off_policy
+                or SEVERAL_UPDATES.holds(run.actor_rollout_ref.actor, run)
+                or run.algorithm.rollout_correction.bypass_mode
+            )
         ),
     )
+
+
+def _own(option: str) -> str:
+    """What null means for `option`: each loss's own default, by default first."""
+    losses: dict[float, list[str]] = {}
+    for name in POLICY_LOSSES.readers(option):
+        losses.setdefault(POLICY_LOSSES.built_in[name].defaults[option], []).append(name)
+    return "Null: the loss's own, " + ", ".join(f"{value:g} ({', '.join(of)})" for value, of in losses.items()) + "."
+
+
+def _own_modes() -> str:
+    modes: dict[str, list[str]] = {}
+    for name, record in POLICY_LOSSES.built_in.items():
+        modes.setdefault(record.loss_agg_mode, []).append(name)
+    usual, *rest = sorted(modes, key=lambda mode: -len(modes[mode]))
+    return ", ".join([*(f"{mode} ({', '.join(modes[mode])})" for mode in rest), f"else {usual}"])
 
 
 KL_LOSS = When("with use_kl_loss=true", lambda own, run: own.use_kl_loss)
@@ -169,8 +190,52 @@ class PolicyLossOptions:
         names=Names("etude.algorithms.records:POLICY_LOSSES"),
     )
     loss_kwargs: FreeForm = key(
-        "Options that a loss of yours has and that are no keys of the actor; any keys.", default_factory=dict
+        "Options that are no keys: vespo's k_pos, lambda_pos, k_neg and lambda_neg, or those of a loss of yours.",
+        default_factory=dict,
     )
+    clip_cov_ratio: PositiveShare | None = key(
+        f"Share of a mini-batch's tokens that clip_cov leaves out. {_own('clip_cov_ratio')}",
+        default=None,
+        when=_loss_reads("clip_cov_ratio", off_policy=False),
+        verl_default="0.0002",
+    )
+    clip_cov_lb: Number | None = key(
+        f"Their covariance of advantage and log-prob lies above this. {_own('clip_cov_lb')}",
+        default=None,
+        when=_loss_reads("clip_cov_lb", off_policy=False),
+        verl_default="1.0",
+    )
+    clip_cov_ub: Number | None = key(
+        f"And below this. {_own('clip_cov_ub')}",
+        default=None,
+        when=_loss_reads("clip_cov_ub", off_policy=False),
+        verl_default="5.0",
+    )
+    kl_cov_ratio: PositiveShare | None = key(
+        "Share of a mini-batch's tokens that kl_cov penalises: those whose covariance is largest. "
+        f"{_own('kl_cov_ratio')}",
+        default=None,
+        when=_loss_reads("kl_cov_ratio"),
+        verl_default="0.0002",
+    )
+    ppo_kl_coef: NonNegative | None = key(
+        f"Weight of |log ratio| on them. {_own('ppo_kl_coef')}",
+        default=None,
+        when=_loss_reads("ppo_kl_coef"),
+        verl_default="0.1",
+    )
+    dro_beta: Positive | None = key(
+        "Weight of dro's squared log ratio; dro has no default of its own.",
+        default=None,
+        when=_loss_reads("dro_beta", off_policy=False),
+    )
+
+    def __post_init__(self) -> None:
+        own = self.record.defaults if self.record else {}
+        low = own.get("clip_cov_lb") if self.clip_cov_lb is None else self.clip_cov_lb
+        high = own.get("clip_cov_ub") if self.clip_cov_ub is None else self.clip_cov_ub
+        if low is not None and high is not None and low >= high:
+            raise ValueError(f"clip_cov_lb={low:g} must be below clip_cov_ub={high:g}")
 
     @property
     def record(self) -> PolicyLoss | None:
@@ -192,17 +257,40 @@ class ActorOptions:
         unit="tokens",
     )
     ppo_epochs: Count = key("Passes over each batch.", default=1)
-    clip_ratio: NonNegative = key(
-        "Clip range of the probability ratio, both sides.", default=0.2, when=_loss_reads("clip_ratio")
+    clip_ratio: NonNegative | None = key(
+        "clip_ratio_low and clip_ratio_high at once, where these are null.",
+        default=None,
+        when=_loss_reads("clip_ratio"),
+        verl_default="0.2",
+        verl_meaning="never has an effect",
     )
-    clip_ratio_low: BelowOne | None = key(
-        "Lower clip range. Null: clip_ratio.", default=None, when=_loss_reads("clip_ratio_low"), verl_default="0.2"
+    clip_ratio_low: NonNegative | None = key(
+        "How far the probability ratio may fall below 1 (dppo: the divergence, geo_mean: the log ratio below 0); from 1 on "
+        f"there is no bound. {_own('clip_ratio_low')}",
+        default=None,
+        when=_loss_reads("clip_ratio_low"),
+        verl_default="0.2",
     )
     clip_ratio_high: NonNegative | None = key(
-        "Upper clip range. Null: clip_ratio.", default=None, when=_loss_reads("clip_ratio_high"), verl_default="0.2"
+        f"How far it may rise above. {_own('clip_ratio_high')}",
+        default=None,
+        when=_loss_reads("clip_ratio_high"),
+        verl_default="0.2",
     )
-    clip_ratio_c: AboveOne = key(
-        "Dual clip: bound on the ratio where the advantage is negative.", default=3.0, when=_loss_reads("clip_ratio_c")
+    clip_ratio_c: AboveOne | None = key(
+        f"Dual clip: bound on the ratio where the advantage is negative (dppo: on every ratio). {_own('clip_ratio_c')}",
+        default=None,
+        when=_loss_reads("clip_ratio_c"),
+        verl_default="3.0",
+    )
+    tau_pos: Positive | None = key(
+        f"Steepness of sapo's gate where the advantage is positive. {_own('tau_pos')}",
+        default=None,
+        when=_loss_reads("tau_pos"),
+        verl_default="1.0",
+    )
+    tau_neg: Positive | None = key(
+        f"Where it is not. {_own('tau_neg')}", default=None, when=_loss_reads("tau_neg"), verl_default="1.05"
     )
     entropy_coeff: Number = key("Weight of the entropy bonus; below 0, entropy is a cost.", default=0.0)
     use_kl_loss: Flag = key("Add the KL distance from the reference policy to the loss.", default=False)
@@ -213,8 +301,11 @@ class ActorOptions:
         default="low_var_kl",
         when=KL_LOSS,
     )
-    loss_agg_mode: LossAggMode = key(
-        "How token losses become one number. token-mean weighs every sampled token alike.", default="token-mean"
+    loss_agg_mode: LossAggMode | None = key(
+        "How token losses become one number. token-mean weighs every sampled token alike; seq-mean-… average over rollouts. "
+        f"Null: the loss's own, {_own_modes()}.",
+        default=None,
+        verl_default="token-mean",
     )
     loss_scale_factor: Positive | None = key(
         "Divisor of seq-mean-token-sum-norm. Null: rollout.response_length, the longest answer allowed.",
@@ -239,6 +330,22 @@ class ActorOptions:
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
+
+    @property
+    def aggregation(self) -> LossAggMode:
+        """`loss_agg_mode`, or the loss's own."""
+        record = self.policy_loss.record
+        return self.loss_agg_mode or (record.loss_agg_mode if record else "token-mean")
+
+    @property
+    def needs(self) -> frozenset[str]:
+        """The columns beyond a rollout's that the update reads: of the loss, and of the KL in it."""
+        record = self.policy_loss.record
+        return frozenset(record.needs if record else ()) | ({"ref_log_prob"} if self.use_kl_loss else set())
+
+    def reads(self, option: str) -> bool:
+        """Whether the loss reads `option`, as far as is known before plugins are imported."""
+        return POLICY_LOSSES.reads(self.policy_loss.loss_mode, option)
 
     def loss_options(self) -> dict[str, Any]:
         """What the policy loss is called with beside columns and counts.

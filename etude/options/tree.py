@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
+from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
@@ -39,18 +40,19 @@ class TrainOptions:
     reward_model: RewardOptions = key("", default_factory=RewardOptions)
     custom_reward_function: CustomRewardOptions = key("", default_factory=CustomRewardOptions)
     algorithm: AlgorithmOptions = key("", default_factory=AlgorithmOptions)
+    distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
     plugins: Texts = key(_PLUGINS, default=(), path="code")
 
     @property
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
-        policy loss and the KL terms."""
-        records = (self.algorithm.estimator, self.actor_rollout_ref.actor.policy_loss.record)
-        kl = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
-        if self.actor_rollout_ref.actor.use_kl_loss:
-            kl.add("ref_log_prob")
-        return frozenset(kl.union(*(record.needs for record in records if record)))
+        policy loss, the KL terms and distillation."""
+        estimator = self.algorithm.estimator
+        own = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
+        if self.distillation.teachers:
+            own |= {"old_log_probs", "teacher_log_probs"}
+        return self.actor_rollout_ref.actor.needs.union(own, estimator.needs if estimator else ())
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""

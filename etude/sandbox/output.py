@@ -1,4 +1,4 @@
-"""A program's output, read continuously and kept in part, and its input.
+"""A program's output, read continuously and kept in part.
 
 Invariant: a program never waits for us to read, and never makes us keep more than its limit: of excess output the first
 and the last halves are kept, with a mark between them that says how much is missing.
@@ -7,7 +7,6 @@ and the last halves are kept, with a mark between them that says how much is mis
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import fcntl
 import os
 import sys
@@ -100,36 +99,3 @@ def _whole_end(data: bytes) -> str:
     while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
         start += 1
     return data[start:].decode("utf-8", "replace")
-
-
-class Feed:
-    """Writes bytes into a pipe as fast as they are read, then closes it. Takes ownership of the descriptor."""
-
-    def __init__(self, fd: int, data: bytes) -> None:
-        self._fd = fd
-        self._rest = memoryview(data)
-        self._loop = asyncio.get_running_loop()
-        self._waiting = False
-        os.set_blocking(fd, False)
-        self._write()
-
-    def close(self) -> None:
-        """Closes the pipe; what was not read is dropped."""
-        if self._fd >= 0:
-            if self._waiting:
-                self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    def _write(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._rest:
-                    self._rest = self._rest[os.write(self._fd, self._rest[:_CHUNK]) :]
-            except BrokenPipeError:
-                pass
-            self.close()
-            return
-        if not self._waiting:
-            self._waiting = True
-            self._loop.add_writer(self._fd, self._write)

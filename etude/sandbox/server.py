@@ -16,15 +16,17 @@ from typing import Any, TypeVar
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, RedirectResponse, Response
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.exposition import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 
+from etude.bounded import within
 from etude.errors import ConfigError, one_line
 from etude.sandbox import wire
 from etude.sandbox.admission import Admission, ServerBusy
 from etude.sandbox.budget import AnswerBudget
 from etude.sandbox.executor import SESSION_LIMITS, Executor
 from etude.sandbox.languages import RECIPES
-from etude.sandbox.metrics import CONTENT_TYPE, Metrics
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.types import (
     BoxLostError,
@@ -41,6 +43,8 @@ from etude.sandbox.types import (
 R = TypeVar("R")
 
 _ABANDONED = 499
+_REQUESTS_PER_WORKER = 64
+_BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)
 ATTEMPTS = 2
 """A request whose box is killed from outside runs once more."""
 
@@ -71,17 +75,8 @@ class ServerOptions:
     isolation: Isolation = Isolation.AUTO
 
     def __post_init__(self) -> None:
-        names = (
-            "workers",
-            "max_concurrency",
-            "queue_seconds",
-            "max_request_mb",
-            "max_compile_seconds",
-            "grace_seconds",
-        )
-        for name in names:
-            value = getattr(self, name)
-            if value is not None and not value > 0:
+        for name, value in vars(self).items():
+            if isinstance(value, (int, float)) and not value > 0:
                 raise ConfigError(f"{name.replace('_', '-')} must be above 0, not {value}")
         if self.token is not None and not self.token:
             raise ConfigError("the token is empty; omit it for a server without one")
@@ -93,11 +88,8 @@ class SandboxService:
     def __init__(self, executor: Executor, options: ServerOptions) -> None:
         self.executor = executor
         self.options = options
-        per_worker = 64
-        self.admission = Admission(
-            executor.workers, options.max_concurrency or per_worker * executor.workers, options.queue_seconds
-        )
-        self.metrics = Metrics(self.admission)
+        most = options.max_concurrency or _REQUESTS_PER_WORKER * executor.workers
+        self.admission = Admission(executor.workers, most, options.queue_seconds)
         self._under_way: set[asyncio.Task[Any]] = set()
         self._cut = False
 
@@ -147,8 +139,8 @@ class SandboxService:
         async with self.admission.slot():
             seconds = ATTEMPTS * (message.run_timeout + compile_seconds) + self.options.grace_seconds
             try:
-                result = await asyncio.wait_for(self.executor.run(request), seconds)
-            except (SandboxError, asyncio.TimeoutError) as error:
+                result = await within(seconds, self.executor.run, request)
+            except (SandboxError, TimeoutError) as error:
                 return wire.RunCodeResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
         budget = AnswerBudget()
         budget.admit_text(result.stdout, result.stderr)
@@ -164,8 +156,8 @@ class SandboxService:
         async with self.admission.slot():
             seconds = ATTEMPTS * message.total_timeout + self.options.grace_seconds
             try:
-                return await asyncio.wait_for(self._notebook(message, limits, files), seconds)
-            except (SandboxError, asyncio.TimeoutError) as error:
+                return await within(seconds, self._notebook, message, limits, files)
+            except (SandboxError, TimeoutError) as error:
                 return wire.RunJupyterResponse(status=wire.ResponseStatus.SandboxError, message=_reason(error, seconds))
 
     async def _notebook(
@@ -256,85 +248,102 @@ def create_app(executor: Executor, options: ServerOptions) -> FastAPI:
         description="Runs model-written code in isolation. Compatible with Sandbox Fusion's /run_code and /run_jupyter.",
         lifespan=lifespan,
     )
-    app.state.service = SandboxService(executor, options)
+    app.state.service = service = SandboxService(executor, options)
     app.add_middleware(BodyLimit, max_bytes=options.max_request_mb << 20)
     if options.token is not None:
         app.add_middleware(BearerToken, token=options.token)
-    _add_endpoints(app)
+    _add_endpoints(app, service)
     _add_errors(app)
     return app
 
 
-def _add_endpoints(app: FastAPI) -> None:
-    def service(request: Request) -> SandboxService:
-        found = request.app.state.service
-        assert isinstance(found, SandboxService)
-        return found
+class _Metrics:
+    """A server's counters, in Prometheus format: every request ends in exactly one `etude_sandbox_requests_total`."""
+
+    def __init__(self, admission: Admission) -> None:
+        self._registry = CollectorRegistry()
+        help_text = "Requests by endpoint and outcome (success, failed, sandbox_error, busy, refused, abandoned)."
+        self.requests = Counter("etude_sandbox_requests", help_text, ["endpoint", "outcome"], registry=self._registry)
+        self.seconds = Histogram(
+            "etude_sandbox_request_seconds",
+            "Seconds from admission to the answer, by endpoint.",
+            ["endpoint"],
+            buckets=_BUCKETS,
+            registry=self._registry,
+        )
+        running = Gauge("etude_sandbox_running", "Programs that run.", registry=self._registry)
+        running.set_function(lambda: admission.running)
+        waiting = Gauge("etude_sandbox_waiting", "Requests that wait for a worker.", registry=self._registry)
+        waiting.set_function(lambda: admission.waiting)
+
+    def page(self) -> Response:
+        """For a scrape."""
+        return Response(generate_latest(self._registry), media_type=CONTENT_TYPE_LATEST)
+
+
+def _add_endpoints(app: FastAPI, service: SandboxService) -> None:
+    metrics = _Metrics(service.admission)
+
+    async def answer(request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]) -> Response:
+        """The result of `work`, which is cancelled when the client hangs up; counts it either way."""
+        began = asyncio.get_running_loop().time()
+        outcome = "failed"
+        try:
+            result = await unless_gone(request, service.until_cut(work))
+            if result is None:
+                outcome = "abandoned"
+                return Response(status_code=_ABANDONED)
+            outcome = _outcome(result)
+            # FastAPI would validate the answer again and copy it several times
+            return Response(result.model_dump_json().encode(), media_type="application/json")
+        except ServerBusy:
+            outcome = "busy"
+            raise
+        except (SandboxRequestError, UnknownSessionError):
+            outcome = "refused"
+            raise
+        except SandboxError:
+            outcome = "sandbox_error"
+            raise
+        finally:
+            metrics.requests.labels(endpoint, outcome).inc()
+            metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
 
     @app.post("/run_code", response_model=wire.RunCodeResponse, tags=["sandbox"])
     async def run_code(message: wire.RunCodeRequest, request: Request) -> Any:
-        return await _answered(service(request), request, "run_code", service(request).run_code(message))
+        return await answer(request, "run_code", service.run_code(message))
 
     @app.post("/run_jupyter", response_model=wire.RunJupyterResponse, tags=["sandbox"])
     async def run_jupyter(message: wire.RunJupyterRequest, request: Request) -> Any:
-        return await _answered(service(request), request, "run_jupyter", service(request).run_jupyter(message))
+        return await answer(request, "run_jupyter", service.run_jupyter(message))
 
     @app.post("/v1/sessions", response_model=wire.SessionResponse, tags=["sessions"])
     async def open_session(message: wire.SessionRequest, request: Request) -> Any:
-        return await _answered(service(request), request, "sessions", service(request).open_session(message))
+        return await answer(request, "sessions", service.open_session(message))
 
     @app.post("/v1/sessions/{session_id}/cells", response_model=wire.CellResponse, tags=["sessions"])
     async def run_cell(session_id: str, message: wire.CellRequest, request: Request) -> Any:
-        return await _answered(service(request), request, "cells", service(request).run_cell(session_id, message))
+        return await answer(request, "cells", service.run_cell(session_id, message))
 
     @app.delete("/v1/sessions/{session_id}", status_code=204, tags=["sessions"])
-    async def close_session(session_id: str, request: Request) -> None:
-        await service(request).executor.close_session(session_id)
+    async def close_session(session_id: str) -> None:
+        await service.executor.close_session(session_id)
 
     @app.get("/v1/ping", tags=["server"])
     async def ping() -> str:
         return "pong"
 
     @app.get("/health", tags=["server"])
-    async def health(request: Request) -> JSONResponse:
-        report = service(request).health()
-        return JSONResponse(report, status_code=200 if report["status"] == "ok" else 503)
+    async def health() -> JSONResponse:
+        return JSONResponse(service.health(), status_code=503 if service.admission.draining else 200)
 
     @app.get("/metrics", tags=["server"])
-    async def metrics(request: Request) -> Response:
-        return Response(service(request).metrics.text(), media_type=CONTENT_TYPE)
+    async def scrape() -> Response:
+        return metrics.page()
 
     @app.get("/", include_in_schema=False)
     async def index() -> RedirectResponse:
         return RedirectResponse("/docs")
-
-
-async def _answered(
-    service: SandboxService, request: Request, endpoint: str, work: Coroutine[Any, Any, BaseModel]
-) -> Response:
-    """The result of `work`, which is cancelled when the client hangs up; counts it either way."""
-    began = asyncio.get_running_loop().time()
-    outcome = "failed"
-    try:
-        result = await unless_gone(request, service.until_cut(work))
-        if result is None:
-            outcome = "abandoned"
-            return Response(status_code=_ABANDONED)
-        outcome = _outcome(result)
-        # FastAPI would validate the answer again and copy it several times
-        return Response(result.model_dump_json().encode(), media_type="application/json")
-    except ServerBusy:
-        outcome = "busy"
-        raise
-    except (SandboxRequestError, UnknownSessionError):
-        outcome = "refused"
-        raise
-    except SandboxError:
-        outcome = "sandbox_error"
-        raise
-    finally:
-        service.metrics.requests.labels(endpoint, outcome).inc()
-        service.metrics.seconds.labels(endpoint).observe(asyncio.get_running_loop().time() - began)
 
 
 def _outcome(result: BaseModel) -> str:
@@ -345,7 +354,7 @@ def _outcome(result: BaseModel) -> str:
 
 
 def _reason(error: BaseException, seconds: float) -> str:
-    return one_line(error) if not isinstance(error, asyncio.TimeoutError) else f"no result within {seconds:g} s"
+    return one_line(error) if not isinstance(error, TimeoutError) else f"no result within {seconds:g} s"
 
 
 def _add_errors(app: FastAPI) -> None:

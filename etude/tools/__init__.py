@@ -18,8 +18,8 @@ from etude.tools.function_tool import FUNCTION_TOOLS, FunctionTool, function_too
 from etude.tools.lifecycle import ToolSession
 from etude.tools.loader import initialize_tools_from_config, load_tools
 from etude.tools.mcp import MCPBaseTool
+from etude.tools.options import CallPolicy
 from etude.tools.outcome import BrokenCall, ToolOutcome
-from etude.tools.policy import CallPolicy, OnException
 from etude.tools.qwen import TOOL_REGISTRY, QwenBaseTool, QwenTool, register_tool
 from etude.tools.runtime import ToolRuntime
 from etude.tools.truncation import TokenLimit
@@ -34,7 +34,6 @@ __all__ = [
     "FunctionCall",
     "FunctionTool",
     "MCPBaseTool",
-    "OnException",
     "OpenAIFunctionCallSchema",
     "OpenAIFunctionParametersSchema",
     "OpenAIFunctionParsedSchema",

@@ -1,9 +1,13 @@
-"""Decodes the arguments that a model wrote.
+"""The arguments of a call: `decode_arguments` reads what the model wrote, `ArgumentChecker` validates it against the schema.
 
-Invariant: the result is a JSON object of bounded depth with finite numbers and encodable text that could be
-read in one way only (no duplicate keys). Anything else raises a one-line `ArgumentError`. A whole arguments
-object inside a JSON string is accepted: models write that too. Checking it against the schema is left to
-`argument_check`.
+Invariant: decoded arguments are a JSON object of bounded depth with finite numbers and encodable text that could be read in
+one way only (no duplicate keys); checked ones satisfy the tool's JSON Schema. Any others raise a one-line `ArgumentError`
+that names the field. Work is linear in the length of the arguments, whatever the schema's keywords. External references
+are never fetched.
+
+A whole arguments object inside a JSON string is accepted, as models write that too, and so is a string that holds JSON where
+the schema wants an object, array, number or boolean. Nothing else is repaired, and defaults are not filled in: a schema's
+`default` tells the model what the tool does without the argument.
 """
 
 from __future__ import annotations
@@ -11,13 +15,22 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections.abc import Iterator, Mapping
 from typing import Any
 
-from etude.errors import one_line
+from jsonschema import Draft202012Validator, ValidationError, validators
+from jsonschema.exceptions import SchemaError, best_match
+from jsonschema.protocols import Validator
+from referencing import Registry, Resource
+from referencing.exceptions import Unresolvable
+from referencing.jsonschema import DRAFT202012
+
+from etude.errors import ConfigError, one_line
 
 MAX_DEPTH = 100
-MAX_SHOWN_CHARS = 80
-_BRACKETS = re.compile(r"[\[{]")
+_MAX_SHOWN_CHARS = 80
+_MAX_PATTERN_CHARS = 10_000
+_MAX_ERRORS = 100  # of one call that are searched for strings to decode
 
 
 class ArgumentError(ValueError):
@@ -34,15 +47,15 @@ def decode_arguments(text: str) -> dict[str, Any]:
     Raises:
         ArgumentError: there is none.
     """
-    arguments = decode_json(text)
+    arguments = _decode(text)
     if isinstance(arguments, str):
-        arguments = decode_json(arguments)
+        arguments = _decode(arguments)
     if not isinstance(arguments, dict):
         raise ArgumentError('the arguments must be a JSON object such as {"name": "value"}')
     return arguments
 
 
-def decode_json(text: str) -> Any:
+def _decode(text: str) -> Any:
     """The JSON value in `text`; raises ArgumentError as `decode_arguments` does."""
     try:
         value = _DECODER.decode(text)
@@ -52,18 +65,13 @@ def decode_json(text: str) -> Any:
         raise
     except ValueError as error:
         raise ArgumentError(f"the arguments are not valid JSON ({one_line(error)})") from None
-    if len(_BRACKETS.findall(text)) > MAX_DEPTH and _is_deep(value):
+    if _is_deep(value):
         raise ArgumentError(f"the arguments are nested deeper than {MAX_DEPTH} levels")
-    if not text.isascii() or "\\u" in text:
-        _check_text(value)
-    return value
-
-
-def _check_text(value: Any) -> None:
     try:
         json.dumps(value, ensure_ascii=False).encode()
     except UnicodeEncodeError as error:
         raise ArgumentError(f"the arguments hold {error.object[error.start]!a}, which is no character") from None
+    return value
 
 
 def _is_deep(value: Any) -> bool:
@@ -87,7 +95,7 @@ def _refuse_constant(name: str) -> None:
 def _finite(text: str) -> float:
     number = float(text)
     if not math.isfinite(number):
-        raise ArgumentError(f"the number {shortened(text)} is out of range")
+        raise ArgumentError(f"the number {_shortened(text)} is out of range")
     return number
 
 
@@ -96,13 +104,152 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     if len(keys) != len(pairs):
         seen: set[str] = set()
         twice = next(key for key, _ in pairs if key in seen or seen.add(key))  # type: ignore[func-returns-value]
-        raise ArgumentError(f"the key {shortened(twice)!r} appears twice in the arguments")
+        raise ArgumentError(f"the key {_shortened(twice)!r} appears twice in the arguments")
     return keys
 
 
 _DECODER = json.JSONDecoder(parse_constant=_refuse_constant, parse_float=_finite, object_pairs_hook=_without_duplicates)
 
 
-def shortened(text: str) -> str:
-    """At most `MAX_SHOWN_CHARS` characters of `text`, for a message."""
-    return text if len(text) <= MAX_SHOWN_CHARS else text[:MAX_SHOWN_CHARS] + "…"
+def _shortened(text: str) -> str:
+    return text if len(text) <= _MAX_SHOWN_CHARS else text[:_MAX_SHOWN_CHARS] + "…"
+
+
+def _without_null_enums(schema: Any) -> Any:
+    """`schema` without `"enum": null`, which the documents' schemas use for "no enumeration"."""
+    if isinstance(schema, Mapping):
+        kept = {key: value for key, value in schema.items() if key != "enum" or value is not None}
+        return {key: _without_null_enums(value) for key, value in kept.items()}
+    return [_without_null_enums(item) for item in schema] if isinstance(schema, list) else schema
+
+
+class ArgumentChecker:
+    """One tool's schema, compiled once."""
+
+    def __init__(self, parameters: Mapping[str, Any], tool_name: str) -> None:
+        """`parameters` is the schema of the arguments object.
+
+        Raises:
+            ConfigError: it is not a JSON Schema, or has external references; names the tool and the place.
+        """
+        schema = _without_null_enums(dict(parameters))
+        kind = validators.validator_for(schema, default=Draft202012Validator)
+        try:
+            kind.check_schema(schema)
+            _check_references(schema)
+            bounded = validators.extend(kind, {"pattern": _pattern, "uniqueItems": _unique_items})
+            self._validator: Validator = bounded(schema, registry=Registry())
+            next(self._validator.iter_errors({}), None)  # infinite self-reference
+        except SchemaError as error:
+            place = ".".join(["parameters", *map(str, error.absolute_path)])
+            raise ConfigError(f"tool '{tool_name}': its schema is invalid at {place}: {_message(error)}") from error
+        except (Unresolvable, RecursionError, re.error) as error:
+            reason = "it refers to itself without end" if isinstance(error, RecursionError) else one_line(error)
+            raise ConfigError(f"tool '{tool_name}': its schema cannot be used: {reason}") from error
+
+    def check(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """`arguments` as passed to the tool; may be modified in place.
+
+        Raises:
+            ArgumentError: they violate the schema; names the field.
+        """
+        try:
+            errors = self._errors(arguments)
+            while errors and _decode_strings(arguments, errors):
+                errors = self._errors(arguments)
+        except RecursionError:
+            raise ArgumentError("the arguments are nested too deeply") from None
+        if errors:
+            raise ArgumentError(_error_message(best_match(errors)), "invalid_arguments")
+        return arguments
+
+    def _errors(self, arguments: dict[str, Any]) -> list[ValidationError]:
+        return [error for error, _ in zip(self._validator.iter_errors(arguments), range(_MAX_ERRORS))]
+
+
+def _decode_strings(arguments: dict[str, Any], errors: list[ValidationError]) -> bool:
+    """Decodes strings in place where the schema wants another type; returns whether any was decoded."""
+    changed = False
+    for error in errors:
+        if error.validator not in ("type", "anyOf", "oneOf", "enum", "const") or not isinstance(error.instance, str):
+            continue
+        path = list(error.absolute_path)
+        if not path:
+            continue
+        try:
+            value = _decode(error.instance)
+        except ArgumentError:
+            continue
+        if isinstance(value, str):
+            continue
+        holder: Any = arguments
+        for key in path[:-1]:
+            holder = holder[key]
+        if isinstance(holder[path[-1]], str):
+            holder[path[-1]] = value
+            changed = True
+    return changed
+
+
+def _error_message(error: ValidationError) -> str:
+    field = error.json_path.removeprefix("$").removeprefix(
+        "."
+    )  # `items[0].name`; empty for the arguments object itself
+    return f"{_shortened(field)!r}: {_message(error)}" if field else _message(error)
+
+
+def _message(error: ValidationError | SchemaError) -> str:
+    """The validator's message, with the value in it shortened."""
+    shown = repr(error.instance)
+    message = error.message
+    if len(shown) > _MAX_SHOWN_CHARS:
+        message = message.replace(shown, _shortened(shown), 1)
+    return one_line(ValueError(message))
+
+
+def _check_references(schema: dict[str, Any]) -> None:
+    """Raises Unresolvable for a dangling `$ref`; nothing is ever fetched."""
+    resolver = (
+        Registry().with_resource("", Resource.from_contents(schema, default_specification=DRAFT202012)).resolver()
+    )
+    for reference in _references(schema):
+        resolver.lookup(reference)
+
+
+def _references(node: Any) -> Iterator[str]:
+    if isinstance(node, dict):
+        if isinstance(node.get("$ref"), str):
+            yield node["$ref"]
+        for value in node.values():
+            yield from _references(value)
+    elif isinstance(node, list):
+        for value in node:
+            yield from _references(value)
+
+
+def _pattern(validator: Validator, pattern: str, instance: object, schema: object) -> Iterator[ValidationError]:
+    """`pattern` on strings of bounded length, since the cost of a regular expression is not."""
+    if isinstance(instance, str):
+        if len(instance) > _MAX_PATTERN_CHARS:
+            yield ValidationError(f"{instance!r} is longer than the {_MAX_PATTERN_CHARS} characters of a pattern")
+        elif not re.search(pattern, instance):
+            yield ValidationError(f"{instance!r} does not match {pattern!r}")
+
+
+def _unique_items(validator: Validator, wanted: bool, instance: object, schema: object) -> Iterator[ValidationError]:
+    """`uniqueItems` in linear time; the library's own compares every pair of objects."""
+    if wanted and isinstance(instance, list):
+        texts = {json.dumps(_as_json_compares(item), sort_keys=True) for item in instance}
+        if len(texts) != len(instance):
+            yield ValidationError(f"{instance!r} has non-unique elements")
+
+
+def _as_json_compares(value: Any) -> Any:
+    """`value` with 1.0 written as 1, since JSON Schema treats them as equal; true stays distinct from 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_as_json_compares(item) for item in value]
+    if isinstance(value, dict):
+        return {key: _as_json_compares(item) for key, item in value.items()}
+    return value

@@ -11,7 +11,7 @@ from enum import Enum
 from typing import NamedTuple
 
 from etude.seeds import chance
-from etude.tools.policy import FaultPolicy
+from etude.tools.options import FaultPolicy
 
 
 class CallPlace(NamedTuple):

@@ -19,10 +19,10 @@ from pydantic import ValidationError
 
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError
-from etude.registry import Registry, did_you_mean, import_module
+from etude.registry import Registry, import_module
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.policy import POLICY_KEYS, CallPolicy
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.tools.signature import FunctionSignature
 from etude.trace import rollout_trace_op
 
@@ -56,7 +56,8 @@ class FunctionTool(BaseTool):
         if name is not None and made.function.name != name:
             raise ConfigError(f"function tool '{name}': its schema says '{made.function.name}'")
         super().__init__(dict(config or {}), made)
-        _check_config(self.config, made.function.name)
+        read_options(ToolOptions, self.config, made.function.name)  # it has no keys of its own
+        CallPolicy.from_config(self.config, made.function.name)
         self._threads = BlockingCalls(f"etude-tool-{self.name}", limit=_THREADS)
         functools.update_wrapper(self, function)
 
@@ -155,14 +156,6 @@ def _check_kind(function: Callable[..., object]) -> None:
         raise ConfigError(f"function tool {function.__module__}.{function.__qualname__}: it yields; return one answer")
     if isinstance(function, type):
         raise ConfigError(f"{function.__qualname__} is a class: derive it from BaseTool, or decorate a function")
-
-
-def _check_config(config: Mapping[str, Any], name: str) -> None:
-    known = ("type", *sorted(POLICY_KEYS))
-    for key in config:
-        if key not in known:
-            raise ConfigError(f"function tool '{name}': unknown key config.{key}{did_you_mean(str(key), known)}")
-    CallPolicy.from_config(config, name)
 
 
 def normalize_result(result: object) -> tuple[ToolResponse, float, dict[str, Any]]:

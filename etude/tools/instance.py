@@ -19,9 +19,10 @@ from etude.schemas import ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.faults import CallPlace
 from etude.tools.loop_watch import LoopWatch
-from etude.tools.outcome import TextLimits, read_creation
+from etude.tools.outcome import read_creation
 from etude.tools.replay import ReplayedInstance
 from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime, overrides
+from etude.tools.truncation import TokenLimit, bound_response
 
 Kwargs = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_asked", "_given_id", "_greeting", "_kwargs", "_limits", "_opening", "_replayed", "_trajectory", "_watch",
+        "_asked", "_given_id", "_greeting", "_kwargs", "_opening", "_replayed", "_tokens", "_trajectory", "_watch",
         "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ class ToolInstance:
         tool: BaseTool,
         calls: ToolRuntime,
         kwargs: Mapping[str, Kwargs | None],
-        limits: TextLimits,
+        tokens: TokenLimit | None,
         trajectory: str,
         watch: LoopWatch,
     ) -> None:
@@ -55,7 +56,7 @@ class ToolInstance:
         self.tool, self.calls = tool, calls
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
-        self._kwargs, self._limits, self._trajectory, self._watch = kwargs, limits, trajectory, watch
+        self._kwargs, self._tokens, self._trajectory, self._watch = kwargs, tokens, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
         self._asked = 0
         self._greeting: ToolResponse | None = None
@@ -105,7 +106,7 @@ class ToolInstance:
         if self._greeting is None:  # others may be waiting as well
             if self.calls.recorder is not None:
                 self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
-            self._greeting = self._limits.bounded(response)
+            self._greeting = self.shown(response)
         return self._greeting
 
     def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
@@ -148,7 +149,7 @@ class ToolInstance:
 
     def shown(self, response: ToolResponse) -> ToolResponse:
         """`response`, truncated to the text limits."""
-        return self._limits.bounded(response)
+        return bound_response(response, self.calls.policy, self._tokens)
 
     async def calc_reward(self) -> float:
         """The final reward; 0.0 if the tool does not override `calc_reward`.

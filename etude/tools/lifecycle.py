@@ -30,10 +30,10 @@ from etude.tools.arguments import ArgumentError
 from etude.tools.base import BaseTool
 from etude.tools.instance import SECTIONS, ToolInstance
 from etude.tools.loop_watch import LoopWatch
-from etude.tools.outcome import BrokenCall, TextLimits, ToolOutcome, joined
-from etude.tools.policy import CallPolicy
+from etude.tools.options import CallPolicy
+from etude.tools.outcome import BrokenCall, ToolOutcome, joined
 from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime
-from etude.tools.truncation import TokenLimit
+from etude.tools.truncation import TokenLimit, bound_response
 from etude.trace import span
 from etude.trajectory import ToolCallRecord
 
@@ -128,7 +128,7 @@ class ToolSession:
 
     def shown(self, response: ToolResponse) -> ToolResponse:
         """`response`, truncated to the default text limits."""
-        return self._limits(CallPolicy()).bounded(response)
+        return bound_response(response, CallPolicy(), self._token_limit)
 
     # -- calls ---------------------------------------------------------------------------------------------------
 
@@ -204,12 +204,9 @@ class ToolSession:
 
     def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
         calls = self._calls.get(call.name)
-        limits = self._limits(calls.policy if calls else CallPolicy())
-        return ToolOutcome(call, turn, limits.bounded(ToolResponse(text=text)), error=error)
-
-    def _limits(self, policy: CallPolicy) -> TextLimits:
-        side = policy.tool_response_truncate_side
-        return TextLimits(policy.max_response_chars, policy.max_response_tokens, side, self._token_limit)
+        policy = calls.policy if calls else CallPolicy()
+        response = bound_response(ToolResponse(text=text), policy, self._token_limit)
+        return ToolOutcome(call, turn, response, error=error)
 
     async def _call(self, asked: _Asked) -> ToolOutcome:
         call, instance, request = asked.call, asked.instance, asked.request
@@ -246,9 +243,8 @@ class ToolSession:
     def _start(self, name: str) -> ToolInstance:
         calls = self._calls[name]
         kwargs = self._kwargs.get(name, {})
-        limits = self._limits(calls.policy)
         assert self._watch is not None
-        instance = ToolInstance(self._tools[name], calls, kwargs, limits, self._request_id, self._watch)
+        instance = ToolInstance(self._tools[name], calls, kwargs, self._token_limit, self._request_id, self._watch)
         self._instances[name] = instance
         return instance
 

@@ -37,13 +37,12 @@ from etude.limits import Limit, Limiter, LocalLimiter, open_limiter, require_ray
 from etude.registry import one_edit_from
 from etude.rewards.number import as_reward
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools.argument_check import ArgumentChecker
-from etude.tools.arguments import ArgumentError, decode_arguments
+from etude.tools.arguments import ArgumentChecker, ArgumentError, decode_arguments
 from etude.tools.base import BaseTool
 from etude.tools.cache import ResultCache
 from etude.tools.faults import CallPlace, Fault, InjectedError, draw, garbage
+from etude.tools.options import POLICY_KEYS, CallPolicy
 from etude.tools.outcome import Source, ToolResult, read_execution
-from etude.tools.policy import POLICY_KEYS, CallPolicy, LimitScope, OnException
 from etude.tools.recording import Recorder
 from etude.tools.replay import Replay
 from etude.tools.truncation import TokenLimit
@@ -129,20 +128,19 @@ class ToolRuntime:
         self.schema = tool.get_openai_tool_schema().to_openai()
         parameters = self.schema["function"].get("parameters") or {}
         self._checker = ArgumentChecker(parameters, tool.name)
-        self._plain = not (policy.cache or policy.record or policy.faults)
         self.recorder = None if policy.record is None else Recorder(policy.record, tool.name)
         self.replay = None if policy.replay is None else Replay(policy.replay, tool.name)
         self._process_limiter: Limiter | None = None
         self._cluster_limiter: Limiter | None = None  # opened by the first call: connecting takes a while
         self._cluster_limit: Limit | None = None
-        scope, at_once = LimitScope.PROCESS, None
-        if policy.max_concurrent_calls is not None:
-            scope, at_once = policy.max_concurrent_calls.scope, policy.max_concurrent_calls.limit
-        if scope is LimitScope.CLUSTER:
+        calls, here = policy.max_concurrent_calls, None
+        if calls is not None and calls.scope == "cluster":
             require_ray(f"tool '{tool.name}': config.max_concurrent_calls of scope cluster")
-            self._cluster_limit, at_once = Limit(at_once), None
-        if at_once or policy.calls_per_second:
-            self._process_limiter = LocalLimiter(Limit(at_once, policy.calls_per_second))
+            self._cluster_limit = Limit(calls.limit)
+        elif calls is not None:
+            here = calls.limit
+        if here or policy.calls_per_second:
+            self._process_limiter = LocalLimiter(Limit(here, policy.calls_per_second))
         self._cache = None if policy.cache is None else ResultCache(policy.cache)
         if policy.cache is not None and overrides(tool, "calc_reward"):
             raise ConfigError(
@@ -191,8 +189,6 @@ class ToolRuntime:
         """
         while True:
             try:
-                if self._plain and request.recorded is None:
-                    return await self._live(execute)
                 return await self._attempt(request, execute, attempts.broken)
             except Exception as error:
                 if not is_infrastructure(error):
@@ -208,7 +204,7 @@ class ToolRuntime:
         if self.policy.faults is None:
             return True
         retried = {Fault.TIMEOUT}
-        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+        if self.policy.on_exception == "infrastructure":
             retried.add(Fault.ERROR)
         drawn = (draw(self.policy.faults, place, attempt) for attempt in range(self.policy.max_retries + 1))
         final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
@@ -267,9 +263,9 @@ class ToolRuntime:
 
     async def _limiters(self) -> list[Limiter]:
         """The limiters a call needs permits from. The cluster's is last, so it is not held while waiting for another."""
-        if self._cluster_limit is not None and self._cluster_limiter is None:
-            name = f"tool:{self.name}"
-            self._cluster_limiter = await asyncio.to_thread(open_limiter, name, self._cluster_limit)
+        cluster = self._cluster_limiter
+        if self._cluster_limit is not None and (cluster is None or not cluster.is_current()):
+            self._cluster_limiter = await asyncio.to_thread(open_limiter, f"tool:{self.name}", self._cluster_limit)
         return [each for each in (self._process_limiter, self._cluster_limiter) if each is not None]
 
     def _failure_result(self, raised: Exception) -> ToolResult:
@@ -280,9 +276,9 @@ class ToolRuntime:
         if is_infrastructure(raised):
             raise raised
         line = f"{type(raised).__name__}: {one_line(raised)}"
-        if self.policy.on_exception is OnException.INFRASTRUCTURE:
+        if self.policy.on_exception == "infrastructure":
             raise InfrastructureError(line) from raised
-        if self.policy.on_exception is OnException.STOP:
+        if self.policy.on_exception == "stop":
             raise EtudeError(
                 f"tool '{self.name}' raised {describe_error(raised)}; its config.on_exception is 'stop'"
             ) from raised

@@ -19,8 +19,8 @@ import uvicorn
 from omegaconf import DictConfig
 
 from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
-from etude.agents.gateway import GatewaySession, SessionRules, SessionStore
-from etude.agents.gateway.server import ServerOptions, create_app
+from etude.agents.gateway import GatewaySession, SessionRules
+from etude.agents.gateway.server import ServerOptions, SessionStore, create_app
 from etude.chat import ToolParser
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line

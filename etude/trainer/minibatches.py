@@ -13,9 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from etude.algorithms import PolicyLoss
 from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
 from etude.seeds import mini_batch_order
+from etude.trainer.rollouts import main_rows
 from etude.training import balanced_partitions, count_scored
 
 _WHOLE_GROUPS = 4  # prompts per rank from which on a prompt's rows stay together: they share its computation
@@ -30,7 +32,19 @@ def update_batches(
         order = (seed, data.meta_info["global_step"], epoch)
         for number, mini in enumerate(mini_batches(data, options.ppo_mini_batch_size, shuffle=shuffle, seed=order)):
             mini.meta_info["compare_rollout"] = bool(data.meta_info.get("compare_rollout")) and epoch == number == 0
-            yield rank_parts(mini, ranks)
+            yield rank_parts(_for_update(mini, options), ranks)
+
+
+def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataProto:
+    """`mini` with the tokens that the policy loss selects over all of it, and without columns that it does not read."""
+    if not isinstance(options, ActorOptions) or (record := options.policy_loss.record) is None:
+        return mini
+    columns = mini.batch
+    if record.selects is not None:
+        read = {name: columns[name] for name in (*record.needs, "advantages", "response_mask")}
+        columns["selected_tokens"] = record.select_tokens(**read, **options.loss_options())
+    kept = options.needs | {"old_log_probs"} | ({"rollout_log_probs"} if mini.meta_info["compare_rollout"] else set())
+    return mini.select(sorted(set(columns.keys()) - (PolicyLoss.columns - kept)))
 
 
 def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[int]) -> Iterator[DataProto]:
@@ -47,7 +61,7 @@ def mini_batches(data: DataProto, groups: int, *, shuffle: bool, seed: Sequence[
 
 def rank_parts(mini: DataProto, ranks: int) -> list[DataProto]:
     """A mini-batch's rows divided over `ranks`, with about equal token counts, in their order; parts may be empty."""
-    mini.meta_info |= count_scored(mini)
+    mini.meta_info |= count_scored(mini, main_rows(mini))
     if ranks == 1:
         return [mini]
     units = _groups(mini) if "uid" in mini.non_tensor_batch else []

@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import KLController, apply_kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -24,6 +24,7 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
@@ -47,17 +48,16 @@ class PPOTrainer:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
         """
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
-        if not setup.data.train_files:
-            raise ConfigError("data.train_files is empty: give one or more parquet or JSON-lines files")
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)
+        check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        self.kl = KLController(**vars(self.algorithm.kl_ctrl))
+        self.kl_coef = self.algorithm.kl_ctrl.kl_coef
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
@@ -92,6 +92,8 @@ class PPOTrainer:
         groups.actor.init_model(self.total_steps)
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
+        for teacher in groups.teachers.values():
+            teacher.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         if self.resumption is not None:
             self._restore_weights(self.resumption)
@@ -200,6 +202,8 @@ class PPOTrainer:
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
                     batch = self._with_ref_log_probs(batch)
+                with timings("teacher"):
+                    batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
@@ -278,20 +282,31 @@ class PPOTrainer:
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
         return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
+    def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        if self.setup.roles.distillation.teachers:
+            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+        return batch
+
     def _with_values(self, batch: DataProto) -> DataProto:
         critic = self.groups.critic
         return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward, if any."""
-        columns, algorithm = batch.batch, self.algorithm
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
+        distillation, if any."""
+        columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
         rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
         if algorithm.use_kl_in_reward:
-            coefficient, old, ref = self.kl.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
+            coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
                 rewards, old, ref, columns["response_mask"], kind=algorithm.kl_penalty, kl_coef=coefficient
             )
-            self.kl.update(distance, n_steps=int(main_rows(batch).sum()))
+            control = algorithm.kl_ctrl
+            if control.type == "adaptive":
+                rollouts = int(main_rows(batch).sum())
+                self.kl_coef = adapt_kl_coef(
+                    coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
+                )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
         columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
             algorithm.adv_estimator,
@@ -299,6 +314,16 @@ class PPOTrainer:
             rewards,
             **algorithm.estimator_options(),
         )
+        if distillation.teachers:
+            columns["advantages"], found = distill(
+                columns["advantages"],
+                teacher_log_probs=columns["teacher_log_probs"],
+                old_log_probs=columns["old_log_probs"],
+                response_mask=columns["response_mask"],
+                coef=distillation.coef,
+                task_coef=distillation.task_coef,
+            )
+            metrics |= found
         return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:
@@ -345,9 +370,8 @@ class PPOTrainer:
         return folder
 
     def _loop_state(self) -> dict[str, Any]:
-        adapted = (
-            self.kl.kl_coef if self.kl.type == "adaptive" else None
-        )  # a fixed coefficient comes from the configuration
+        # A fixed coefficient comes from the configuration.
+        adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
 
     def _write_roles(self, folder: str) -> None:
@@ -357,8 +381,8 @@ class PPOTrainer:
 
     def _restore_loop(self, resumption: Resumption) -> None:
         with resumption.restoring(self.loader) as state:
-            if self.kl.type == "adaptive" and state["kl_coef"] is not None:
-                self.kl.kl_coef = float(state["kl_coef"])
+            if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
+                self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
         self._end_with_the_passes()
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():

@@ -38,8 +38,8 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
         ConfigError: before any model is loaded, among others for an engine that can only evaluate.
     """
     setup = prepare(config)
-    check_trainable(setup.roles.rollout.name)
     with closing(setup.groups):
+        check_trainable(setup.roles.rollout.name)
         trainer = PPOTrainer(setup)
         with run_lock(trainer.run_dir):
             trainer.init_workers()
@@ -73,11 +73,11 @@ def evaluate(
         EtudeError: no trajectory was left to score.
     """
     setup = prepare(config, trains=False)
-    dataset = setup.validation_set()
-    if dataset is None:
-        raise ConfigError("data.val_files is empty: give the rows to evaluate on")
     groups = setup.groups
     with closing(groups):
+        dataset = setup.validation_set()
+        if dataset is None:
+            raise ConfigError("data.val_files is empty: give the rows to evaluate on")
         groups.rollout.init_model()
         groups.rollout.update_weights(0)
         emit(RunStarted("evaluating", 0, setup.trainer))

@@ -66,16 +66,8 @@ class SFTTrainer:
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
-        self.groups = open_groups(self.roles)
-        catalogue, *_ = self.groups.rollout.load_tools()
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
-        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
-        self.loader = ResumableLoader(
-            self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
-        )
-        self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
-        self.trial = self._trial_rows(catalogue)
         self.run_dir = Path(self.options.default_local_dir)
         self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
         self.resumption = find_resumption(self.options, self.checkpoints, config)
@@ -83,6 +75,19 @@ class SFTTrainer:
         self.step = 0
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self.groups = open_groups(self.roles)
+        with self.groups.closed_on_error():
+            self._read_data()
+
+    def _read_data(self) -> None:
+        """Reads the rows, for which the workers know the tools, and goes to the place of a checkpoint to resume from."""
+        catalogue, *_ = self.groups.rollout.load_tools()
+        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
+        self.loader = ResumableLoader(
+            self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
+        )
+        self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
+        self.trial = self._trial_rows(catalogue)
         if self.resumption is not None:
             with self.resumption.restoring(self.loader) as state:
                 self._trials = Trials(**state["trials"])

@@ -1,7 +1,7 @@
 """The policy's training engine: log-probs of a batch, and gradient steps on a mini-batch.
 
 Invariant: micro-batches are packed (no padding is computed) and split by a token budget; the split and the number of ranks
-change the gradient only by rounding, because losses are normalised by the whole mini-batch's token and sequence counts, and
+change the gradient only by rounding, because losses are normalised by the whole mini-batch's token and rollout counts, and
 gradients are sums.
 """
 
@@ -43,6 +43,15 @@ class LossScale:
         counts = count_scored(batch) | batch.meta_info
         return cls(counts["batch_num_tokens"], counts["global_batch_size"], loss_agg_mode)
 
+    def counts(self, micro: DataProto) -> dict[str, Any]:
+        """What `agg_loss` takes of the mini-batch, for its part `micro`."""
+        rollout_tokens = micro.batch.get("rollout_tokens", None)
+        return {
+            "batch_num_tokens": self.batch_num_tokens,
+            "global_batch_size": self.global_batch_size,
+            "rollout_tokens": rollout_tokens,
+        }
+
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
         """A micro-batch's part of a loss: the parts add up to the mini-batch's loss, weighted by its divisor."""
         count = loss_count(self.loss_agg_mode, self.batch_num_tokens, self.global_batch_size)
@@ -50,10 +59,18 @@ class LossScale:
         return Mean(float(part.detach()) * count, count * share)
 
 
-def count_scored(batch: DataProto) -> dict[str, float]:
-    """Scored tokens, and sequences that have any: the divisors of a loss over the whole `batch`."""
-    mask = batch.batch["response_mask"]
-    return {"batch_num_tokens": float(mask.sum()), "global_batch_size": float(mask.any(dim=1).sum())}
+def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str, float]:
+    """Scored tokens, and rollouts that have any: the divisors of a loss over the whole `batch`.
+
+    With `main_rows` (rows,), true where a rollout begins, the column `rollout_tokens` is added: the scored tokens of each
+    row's rollout. Without it each row is a rollout.
+    """
+    tokens = batch.batch["response_mask"].sum(dim=1)
+    if main_rows is not None:
+        rollout = main_rows.long().cumsum(dim=0) - 1
+        of_rollouts = torch.zeros_like(tokens).index_add(0, rollout, tokens)
+        batch.batch["rollout_tokens"], tokens = of_rollouts[rollout], of_rollouts
+    return {"batch_num_tokens": float(tokens.sum()), "global_batch_size": float((tokens > 0).sum())}
 
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the

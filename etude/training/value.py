@@ -55,20 +55,19 @@ class ValueEngine:
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         for rows in micro_batches(batch, self._max_tokens, self._vision):
-            micro = batch.select_idxs(rows).to(self._device).batch
+            micro = batch.select_idxs(rows).to(self._device)
+            mask = micro.batch["response_mask"]
             loss, metrics = value_loss(
                 vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
-                values=micro["values"],
-                returns=micro["returns"],
-                response_mask=micro["response_mask"],
+                values=micro.batch["values"],
+                returns=micro.batch["returns"],
+                response_mask=mask,
                 cliprange_value=cliprange_value,
                 loss_agg_mode=loss_agg_mode,
-                batch_num_tokens=scale.batch_num_tokens,
-                global_batch_size=scale.global_batch_size,
                 loss_scale_factor=loss_scale_factor,
+                **scale.counts(micro),
             )
             self.optimizer.backward(loss)
-            mask = micro["response_mask"]
             parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
         stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
         return add_metrics(parts) | stepped

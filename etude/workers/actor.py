@@ -80,7 +80,7 @@ class TrainWorker(RoleWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, IMAGES),
+        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", IMAGES),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -89,7 +89,7 @@ class TrainWorker(RoleWorker):
         actor, meta = self.options.actor, data.meta_info
         self._optimizer.training_step = meta["global_step"]
         loss = self._compared_loss if meta.get("compare_rollout") else self._loss
-        metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.loss_agg_mode)
+        metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
@@ -113,32 +113,31 @@ class TrainWorker(RoleWorker):
         """The actor's objective on one micro-batch: policy loss, entropy bonus, KL to the reference."""
         actor, columns = self.options.actor, micro.batch
         assert columns is not None
-        mask = columns["response_mask"]
-        scaling: dict[str, Any] = {
-            "batch_num_tokens": scale.batch_num_tokens,
-            "global_batch_size": scale.global_batch_size,
+        record, mask = POLICY_LOSSES.get(actor.policy_loss.loss_mode), columns["response_mask"]
+        scaling: dict[str, Any] = scale.counts(micro) | {
+            "loss_agg_mode": scale.loss_agg_mode,
             "loss_scale_factor": actor.loss_scale_factor or self.options.rollout.response_length,
         }
         # Without old log-probs the batch has a single update, whose own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
+        inputs = {*record.needs, "selected_tokens"} if record.selects else record.needs
         loss, loss_metrics = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,
             log_prob=log_probs,
             advantages=columns["advantages"],
             response_mask=mask,
-            loss_agg_mode=actor.loss_agg_mode,
-            **{need: columns[need] for need in POLICY_LOSSES.get(actor.policy_loss.loss_mode).needs},
+            **{name: columns[name] for name in inputs},
             **actor.loss_options(),
             **scaling,
         )
         metrics: Metrics = {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
-            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, actor.loss_agg_mode, **scaling)
+            loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, **scaling)
         if actor.use_kl_loss:
             penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
-            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, actor.loss_agg_mode, **scaling)
+            loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
         return loss, metrics
 

@@ -39,7 +39,9 @@ class CriticWorker(RoleWorker):
         """`values` (batch, response_len): the value of the context before each sampled token."""
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=(IMAGES,))
+    @register(
+        dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=("rollout_tokens", IMAGES)
+    )
     def update_critic(self, data: DataProto) -> Metrics:
         """One optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the counts
         of `etude.training.count_scored`. Metrics are named `critic/*`."""

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from etude.agents.loops import register_agent_loops
+from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
 from etude.models import check_vocabulary, load_causal_lm
 from etude.models.lora import add_adapters

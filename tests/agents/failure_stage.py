@@ -150,8 +150,8 @@ class Native(NativeEngine):
 
     async def rest(self):
         """Until the step under way has ended."""
-        if self._task is not None:
-            await asyncio.wait_for(asyncio.wait([self._task]), PATIENCE)
+        if self._stepping is not None:
+            await asyncio.wait_for(asyncio.wait([asyncio.wrap_future(self._stepping.drawn)]), PATIENCE)
 
     def assert_nothing_is_left(self):
         scheduler = self._scheduler

@@ -1,11 +1,11 @@
-"""KL penalties against their formulas, their expectations and their gradients; the controller against its recursion."""
+"""KL penalties against their formulas, their expectations and their gradients; the coefficient against its recursion."""
 
 import math
 
 import pytest
 import torch
 
-from etude.algorithms import KLController, apply_kl_penalty, kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, kl_penalty
 from etude.errors import ConfigError
 
 F64 = torch.float64
@@ -83,24 +83,11 @@ def test_k1_and_k3_average_to_the_divergence_and_k2_plus_has_its_gradient():
 def test_unknown_kinds_name_the_nearest():
     with pytest.raises(ConfigError, match="did you mean 'low_var_kl'"):
         kl_penalty(torch.zeros(1), torch.zeros(1), "low_var_k1")
-    with pytest.raises(ConfigError, match="fixed or adaptive"):
-        KLController(type="cosine")
 
 
-def test_a_fixed_coefficient_stays():
-    controller = KLController(kl_coef=0.2)
-    controller.update(5.0, 1000)
-    assert controller.kl_coef == 0.2
-
-
-def test_an_adaptive_coefficient_follows_its_recursion():
-    controller = KLController(kl_coef=0.1, type="adaptive", horizon=1000, target_kl=0.5)
-    controller.update(0.55, 100)  # error 0.1
-    assert controller.kl_coef == pytest.approx(0.1 * (1 + 0.1 * 0.1))
-    controller.update(50.0, 100)  # error cut at 0.2
-    assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02)
-    controller.update(0.0, 100)  # and at −0.2
-    assert controller.kl_coef == pytest.approx(0.1 * 1.01 * 1.02 * 0.98)
+@pytest.mark.parametrize(("current_kl", "factor"), [(0.55, 1.01), (50.0, 1.02), (0.0, 0.98)])  # errors are cut at ±0.2
+def test_an_adaptive_coefficient_follows_its_recursion(current_kl, factor):
+    assert adapt_kl_coef(0.1, current_kl, 100, target_kl=0.5, horizon=1000) == pytest.approx(0.1 * factor)
 
 
 def test_kl_in_the_reward_is_taken_from_sampled_tokens_alone():

@@ -18,6 +18,7 @@ from etude.algorithms import (
 )
 from etude.algorithms.records import COLUMNS, Records
 from etude.errors import ConfigError
+from etude.registry import import_object
 
 ONES = torch.ones(2, 3)
 BUILT_IN = [r for registry in (ADVANTAGE_ESTIMATORS, POLICY_LOSSES) for r in registry._built_in.values()]
@@ -31,12 +32,16 @@ def own_registries(monkeypatch):
 
 @pytest.mark.parametrize("record", BUILT_IN, ids=lambda record: record.fn)
 def test_a_built_in_record_says_what_its_function_takes(record):
-    parameters = inspect.signature(record.__wrapped__).parameters.values()
+    functions = [record.__wrapped__]
+    if getattr(record, "selects", None):
+        functions.append(import_object(record.selects))
+    parameters = [p for function in functions for p in inspect.signature(function).parameters.values()]
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     assert record.needs == (required & COLUMNS.keys()) | (record.needs & named)
-    assert record.options <= named
-    assert required - record.offered - record.needs <= record.options
+    options = set(record.options)
+    assert options <= named
+    assert required - record.offered - record.needs <= options
 
 
 def test_a_plain_function_needs_nothing_and_is_given_what_it_names():

@@ -107,7 +107,6 @@ def test_a_hostile_value_on_the_command_line_is_one_message(value):
         "algorithm.gamma=1.1",
         "algorithm.lam=-0.1",
         *(f"{ACTOR}.{name}=-1" for name in ("clip_ratio", "clip_ratio_low", "clip_ratio_high", "kl_loss_coef")),
-        f"{ACTOR}.clip_ratio_low=1",
         f"{ACTOR}.loss_scale_factor=-1",
         "critic.cliprange_value=-1",
         "algorithm.kl_ctrl.kl_coef=-1",
@@ -327,9 +326,73 @@ def test_what_records_of_ones_own_need_and_read_is_known_once_they_are_there(tmp
     assert caplog.messages == []  # before it was there, each might have had an effect
     assert options.needs == {"values"}
     chosen = [f"algorithm.adv_estimator={name}", f"{ACTOR}.policy_loss.loss_mode={name}", f"{ACTOR}.ppo_epochs=2"]
-    said = notices(caplog, *chosen, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=2", "algorithm.gamma=0.9")
-    assert [line.partition("=")[0] for line in said] == [f"{ACTOR}.clip_ratio", "algorithm.gamma"]
+    text = refusal(*chosen, f"{ACTOR}.clip_ratio=0.1", f"{ACTOR}.clip_ratio_c=2")
+    assert text.startswith(f"{ACTOR}.clip_ratio=0.1 (command line): policy_loss.loss_mode={name} does not read it (")
+    text = refusal(*chosen)
+    assert text == f"{ACTOR}.clip_ratio_c must be set: policy_loss.loss_mode={name} has no default for it"
+    chosen.append(f"{ACTOR}.clip_ratio_c=2")
+    said = notices(caplog, *chosen, "algorithm.gamma=0.9")
+    assert [line.partition("=")[0] for line in said] == ["algorithm.gamma"]
     assert compose_with_sources("ppo_trainer", chosen).options.needs == {"values", "ref_log_prob"}
+
+
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (
+            (f"{LOSS}=sapo", f"{ACTOR}.clip_ratio=0.2"),
+            f"{ACTOR}.clip_ratio=0.2 (command line): policy_loss.loss_mode=sapo does",
+        ),
+        (
+            (f"{LOSS}=gspo", f"{ACTOR}.clip_ratio_c=3"),
+            f"{ACTOR}.clip_ratio_c=3.0 (command line): policy_loss.loss_mode=gspo",
+        ),
+        (
+            (f"{ACTOR}.tau_pos=2",),
+            f"{ACTOR}.tau_pos=2.0 (command line): policy_loss.loss_mode=vanilla does not read it (read by sapo",
+        ),
+        (
+            (f"{ACTOR}.policy_loss.dro_beta=1",),
+            f"{ACTOR}.policy_loss.dro_beta=1.0 (command line): policy_loss.loss_mode=vani",
+        ),
+        ((f"{LOSS}=dro",), f"{ACTOR}.policy_loss.dro_beta must be set: policy_loss.loss_mode=dro has no default"),
+        (
+            (f"{LOSS}=clip_cov", f"{ACTOR}.policy_loss.clip_cov_lb=6"),
+            f"{ACTOR}.policy_loss: clip_cov_lb=6 must be below clip_cov_ub=5 (command line)",
+        ),
+        (
+            (f"{LOSS}=vespo", f"{ACTOR}.policy_loss.loss_kwargs={{k_pos:high}}"),
+            f"{ACTOR}.policy_loss.loss_kwargs={{'k_pos': 'high'}} (command line): etude.algorithms.losses:vespo: option",
+        ),
+    ],
+)
+def test_options_are_held_against_the_policy_loss(overrides, text):
+    assert refusal(*overrides).startswith(text)
+
+
+def test_a_loss_has_its_own_defaults_and_aggregation_until_they_are_set(caplog):
+    def chosen(*overrides):
+        actor = compose_with_sources("ppo_trainer", list(overrides)).options.actor_rollout_ref.actor
+        return actor.aggregation, actor.loss_options()
+
+    assert chosen() == ("token-mean", {})
+    assert chosen(f"{LOSS}=gspo") == ("seq-mean-token-mean", {})
+    given = (
+        f"{LOSS}=gspo",
+        f"{ACTOR}.ppo_epochs=2",
+        f"{ACTOR}.clip_ratio_low=0.1",
+        f"{ACTOR}.loss_agg_mode=token-mean",
+    )
+    assert chosen(*given) == ("token-mean", {"clip_ratio_low": 0.1})
+    [line] = notices(caplog, *given)
+    assert line.startswith(
+        f"{ACTOR}.loss_agg_mode=token-mean (command line) is not how policy_loss.loss_mode=gspo is defined"
+    )
+    assert line.endswith("that is seq-mean-token-mean")
+    assert notices(caplog, f"{ACTOR}.loss_agg_mode=seq-mean-token-sum") == []  # every mode suits a loss per token
 
 
 def test_a_built_in_estimator_has_no_free_form_options():

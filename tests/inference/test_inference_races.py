@@ -1,6 +1,7 @@
 """What may happen to the native engine while a step is being computed, and the order in which it serves."""
 
 import asyncio
+import gc
 
 import pytest
 import torch
@@ -137,3 +138,28 @@ def test_a_model_left_in_training_mode_is_sampled_in_evaluation_mode(model):
         await task
 
     asyncio.run(main())
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_event_loop_that_ends_in_the_middle_of_a_step_leaves_no_task(model, closed):
+    """And the next one goes on, whether or not the first was closed."""
+    engine, complaints = NativeEngine(model), []
+
+    async def begin():
+        asking = asyncio.ensure_future(engine.generate("a", PROMPT, SamplingParams(max_tokens=50)))
+        await until(lambda: engine._metrics.sampled_tokens >= 3 and engine._stepping is not None)
+        asking.cancel()
+        await asyncio.wait({asking})
+
+    loop = asyncio.new_event_loop()
+    loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+    loop.run_until_complete(begin())
+    assert not asyncio.all_tasks(loop)
+    if closed:
+        loop.close()
+    out = asyncio.run(asyncio.wait_for(engine.generate("a", [*PROMPT, 9], SamplingParams(max_tokens=6)), 30))
+    assert_exact(model, [*PROMPT, 9], out)
+    loop.close()
+    del loop
+    gc.collect()
+    assert complaints == []

@@ -14,8 +14,7 @@ from test_inference_sampling import p_value
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
-from etude.inference.cache import KVShape, SlabCache, capacity_for, most_tokens
-from etude.inference.prefixes import PrefixStore
+from etude.inference.cache import KVShape, PrefixStore, SlabCache, capacity_for, most_tokens
 from etude.inference.sampling import restrict
 from etude.metrics import finish_metrics
 
@@ -289,15 +288,6 @@ def test_prompts_stay_cached_until_the_weights_change(model):
     out = asyncio.run(engine.generate("new", PROMPT, SamplingParams(max_tokens=5)))
     assert torch.allclose(full_log_probs(model, PROMPT + out.token_ids)[-5:], torch.tensor(out.log_probs), atol=1e-5)
     assert prefilled(NativeEngine(model, NativeEngineOptions(enable_prefix_caching=False)), PROMPT, PROMPT) == [50, 50]
-
-
-def test_a_prompt_that_begins_like_another_copies_the_beginning(model):
-    engine = NativeEngine(model)
-    other = [*PROMPT[:40], 1, 2, 3]
-    assert prefilled(engine, PROMPT, other) == [50, 43 - 32]  # beginnings are compared in blocks of 16
-    out = asyncio.run(engine.generate("x", [*other, 4], SamplingParams(max_tokens=5)))
-    expected = full_log_probs(model, [*other, 4, *out.token_ids])[-5:]
-    assert torch.allclose(expected, torch.tensor(out.log_probs), atol=1e-5)
 
 
 def test_in_the_deterministic_mode_nothing_outlives_a_batch(model):

@@ -1,12 +1,11 @@
 """Slots of the key/value cache: seen as one batch in whatever way."""
 
-import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.inference.cache import KVShape, SlabCache
-from etude.inference.views import OwnSlots, SharedPrefixes, SlotView, batches
+from etude.inference.layout import OwnSlots, SharedPrefixes, Slots, by_slab
 from etude.models.attention import Scoring, partial_attention, visibility
 
 SHAPE = KVShape(num_layers=2, kv_heads=2, head_dim=4, dtype=torch.float32, device=torch.device("cpu"))
@@ -47,7 +46,7 @@ def test_rows_attend_over_their_slots_whatever_lies_between(lengths, data, windo
     kept = data.draw(st.lists(st.integers(0, len(lengths) - 1), min_size=1, unique=True))
     held = thinned(cache, filled(cache, lengths), kept)
     seen = 0
-    for batch in batches((slot, length, length) for slot, length in held):
+    for batch in by_slab(held):
         query = torch.randn(len(batch), SHAPE.kv_heads, 3, SHAPE.head_dim)
         own = OwnSlots([slot for slot, _ in batch], [length - 1 for _, length in batch], CPU)
         with torch.inference_mode():
@@ -69,7 +68,7 @@ def test_rows_attend_over_the_part_of_their_prefix_that_they_see(lengths, data):
     rows = {owner: [row for row, each in enumerate(owners) if each == owner] for owner in sorted(set(owners))}
     query = torch.randn(len(owners), SHAPE.kv_heads, 2, SHAPE.head_dim)
     found = {}
-    for batch in batches((held[owner][0], held[owner][1], numbers) for owner, numbers in rows.items()):
+    for batch in by_slab((held[owner][0], numbers) for owner, numbers in rows.items()):
         shared = SharedPrefixes(batch, bases, torch.tensor(bases), CPU)
         with torch.inference_mode():
             out, lse = shared.attend(0, query, scoring)
@@ -87,15 +86,8 @@ def assert_close(found, wanted):
 def test_neighbours_are_read_in_place_and_scattered_slots_are_copied():
     cache = SlabCache(SHAPE)
     slots = [slot for slot, _ in filled(cache, [10] * 30)]
-    near, far = SlotView(slots[3:9], 10, CPU), SlotView(slots[::9], 10, CPU)
+    near, far = Slots(slots[3:9], 10, CPU), Slots(slots[::9], 10, CPU)
     base = slots[0].slab.keys[0].untyped_storage().data_ptr()
     assert near.keys_and_values(0)[0].untyped_storage().data_ptr() == base
     assert far.keys_and_values(0)[0].untyped_storage().data_ptr() != base
-    assert (near.height, far.height) == (6, 4)
-
-
-@pytest.mark.parametrize(("lengths", "sizes"), [([10, 100, 180], [3]), ([10] * 9 + [100], [9, 1]), ([5, 1500], [1, 1])])
-def test_few_slots_of_several_sizes_attend_together_unless_that_pads_much(lengths, sizes):
-    cache = SlabCache(SHAPE)
-    found = batches((slot, length, None) for slot, length in filled(cache, lengths))
-    assert sorted(map(len, found)) == sorted(sizes)
+    assert [len(view.keys_and_values(1)[1]) for view in (near, far)] == [6, 4]

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import NativeEngine, NativeEngineOptions, SamplingParams
-from etude.inference.answer import Answer, checked_output
+from etude.inference.served import Answer, checked_output
 from etude.inference.stop_texts import StopTexts
 from etude.inference.vllm.server import sampling_fields
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer

@@ -5,8 +5,7 @@ import heapq
 import itertools
 import random
 
-from etude.limits.lease_client import LeaseClient
-from etude.limits.lease_server import LeaseServer
+from etude.limits.lease import LeaseClient, LeaseServer
 from etude.limits.limit import Limit
 
 LEASE = 3.0

@@ -7,8 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from limits_stage import LEASE, World
 
-from etude.limits.lease_client import IDLE_SECONDS, LeaseClient
-from etude.limits.lease_server import MAX_BATCH, LeaseServer, Reply, Report
+from etude.limits.lease import IDLE_SECONDS, LeaseClient, LeaseServer, Reply, Report
 from etude.limits.limit import Limit
 
 HEALTHY = ("enter",) * 6 + ("release",) * 4 + ("cancel", "cancel", "unused")
@@ -158,17 +157,6 @@ def test_what_is_granted_and_not_heard_of_is_not_asked_for_again():
     assert server.info().waiting == 1, "who leaves the queue takes the youngest place along"
     a.report(granted=1, returned=1, waiting=0)
     assert server.reply("b").granted == 1
-
-
-def test_batches_are_for_when_nobody_waits():
-    def granted(limit, **state):
-        return Told(LeaseServer(limit, LEASE, 0.0), "a").report(**state).granted
-
-    assert granted(Limit(max_concurrent=400), waiting=1) == 1 + MAX_BATCH
-    assert granted(Limit(max_concurrent=5), waiting=1) == 1 + 2
-    assert granted(Limit(max_concurrent=5), waiting=7) == 5
-    assert granted(Limit(max_concurrent=50, per_second=100), waiting=1) == 1
-    assert granted(Limit(max_concurrent=50), waiting=0) == 0
 
 
 def test_clients_hear_when_others_wait_and_when_not_any_more():

@@ -9,8 +9,7 @@ import pytest
 from etude.bounded import background_loop
 from etude.errors import InfrastructureError
 from etude.limits import Limit
-from etude.limits.cluster import ClusterLimiter
-from etude.limits.lease_server import LeaseActor
+from etude.limits.cluster import ClusterLimiter, LeaseActor
 
 WAIT = 30
 

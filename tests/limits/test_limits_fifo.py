@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from etude.errors import ConfigError
 from etude.limits import Limit
-from etude.limits.fifo import Fifo
 from etude.limits.limit import TokenBucket
+from etude.limits.limiter import Fifo
 
 
 @pytest.mark.parametrize(

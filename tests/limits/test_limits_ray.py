@@ -487,6 +487,37 @@ def test_a_driver_that_ends_gives_its_permits_back_at_once(cluster):
     limiter.acquire_blocking(WAIT).release()
 
 
+def test_a_tool_follows_its_process_out_of_a_cluster_and_into_another(cluster):
+    """Its calls are limited wherever the process is now: in no cluster, by itself."""
+    program = """
+        import asyncio, sys, time
+        import ray
+        from etude.limits.lease import IDLE_SECONDS
+        from etude.schemas import FunctionCall
+        from etude.tools import FunctionTool, ToolSession
+
+        def say() -> str:
+            return "said"
+
+        tool = FunctionTool(say, config={"max_concurrent_calls": {"limit": 1, "scope": "cluster"}})
+
+        async def ask() -> None:
+            async with ToolSession({"say": tool}, request_id="t") as session:
+                [outcome] = await session.execute([FunctionCall(name="say", arguments="{}")], 0)
+                print(outcome.response.text)
+
+        for address in (sys.argv[1], None, sys.argv[1]):
+            if address:
+                ray.init(address=address, log_to_driver=False)
+            asyncio.run(ask())
+            time.sleep(1.5 * IDLE_SECONDS)  # the permit is not kept for the next call any longer
+            ray.shutdown()
+    """
+    command = [sys.executable, "-c", textwrap.dedent(program), cluster.address]
+    ended = subprocess.run(command, timeout=2 * WAIT, capture_output=True, text=True)
+    assert ended.stdout.split() == ["said"] * 3, ended.stderr[-2000:]
+
+
 def test_the_class_cannot_be_left_half_open(cluster):
     with pytest.raises(ConfigError, match="whole number"):
         ClusterLimiter("bad", Limit(max_concurrent=0), 1.0, 1.0)

@@ -3,10 +3,12 @@
 import random
 from dataclasses import replace
 
+from plain_losses import BOUNDS, LOSSES, OWN
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+LOSS = f"{ACTOR}.policy_loss"
 
 
 def _optimizer(section):
@@ -39,6 +41,9 @@ CHOICES = {
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     "algorithm.rollout_correction.bypass_mode": ["true"],
+    "distillation.teachers": ["{{default: {folder}/other}}"],
+    "distillation.coef": [0.3],
+    "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -46,15 +51,24 @@ CHOICES = {
     f"{ACTOR}.clip_ratio_low": [0.01],
     f"{ACTOR}.clip_ratio_high": [0.4],
     f"{ACTOR}.clip_ratio_c": [1.1],
+    f"{ACTOR}.tau_pos": [3.0],
+    f"{ACTOR}.tau_neg": [0.3],
     f"{ACTOR}.entropy_coeff": [0.05],
     f"{ACTOR}.use_kl_loss": ["true"],
     f"{ACTOR}.kl_loss_coef": [0.5],
     f"{ACTOR}.kl_loss_type": ["mse", "k2", "k3", "k3+", "kl+"],
-    f"{ACTOR}.loss_agg_mode": AGGREGATIONS,
+    f"{ACTOR}.loss_agg_mode": [*AGGREGATIONS, "token-mean"],
     f"{ACTOR}.loss_scale_factor": [7],
     f"{ACTOR}.shuffle": ["false"],
     f"{ACTOR}.data_loader_seed": [7],
-    f"{ACTOR}.policy_loss.loss_mode": ["reference_recorded"],
+    f"{LOSS}.loss_mode": [name for name in LOSSES if name != "vanilla"] + ["reference_recorded"] * 8,
+    f"{LOSS}.loss_kwargs": ["{{k_pos: 1, lambda_neg: 0.5}}"],
+    f"{LOSS}.clip_cov_ratio": [0.1],
+    f"{LOSS}.clip_cov_lb": [0.01],
+    f"{LOSS}.clip_cov_ub": [1.5],
+    f"{LOSS}.kl_cov_ratio": [0.3],
+    f"{LOSS}.ppo_kl_coef": [0.2],
+    f"{LOSS}.dro_beta": [0.7],
     **_optimizer(f"{ACTOR}.optim"),
     "critic.model.path": ["{folder}/other"],
     "critic.ppo_mini_batch_size": [1],
@@ -82,8 +96,13 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
+TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
+CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
+KL_COV = MOVING | {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.kl_cov_ratio": 0.2}
+SAPO = MOVING | {f"{LOSS}.loss_mode": "sapo"}
+CLIPPED = MOVING | {f"{LOSS}.loss_mode": "reference_recorded"}
 ORDERED = {f"{ACTOR}.ppo_mini_batch_size": 1, "algorithm.filter_groups.enable": None}
 
 
@@ -101,6 +120,8 @@ NEEDS = {
         f"{ACTOR}.ppo_mini_batch_size": None,
         "algorithm.rollout_correction.bypass_mode": None,
     },
+    "distillation.coef": TEACHER,
+    "distillation.task_coef": TEACHER,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -108,10 +129,17 @@ NEEDS = {
     "algorithm.kl_ctrl.target_kl": ADAPTIVE,
     "algorithm.filter_groups.enable": GRPO,
     "algorithm.filter_groups.max_num_gen_batches": GRPO | {"algorithm.filter_groups.enable": "true"},
-    f"{ACTOR}.clip_ratio": MOVING | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
-    f"{ACTOR}.clip_ratio_low": MOVING,
-    f"{ACTOR}.clip_ratio_high": MOVING,
-    f"{ACTOR}.clip_ratio_c": MOVING,
+    f"{ACTOR}.clip_ratio": CLIPPED | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
+    f"{ACTOR}.clip_ratio_low": CLIPPED,
+    f"{ACTOR}.clip_ratio_high": CLIPPED,
+    f"{ACTOR}.clip_ratio_c": CLIPPED,
+    f"{ACTOR}.tau_pos": SAPO,
+    f"{ACTOR}.tau_neg": SAPO,
+    f"{LOSS}.loss_mode": MOVING,
+    f"{LOSS}.loss_kwargs": MOVING | {f"{LOSS}.loss_mode": "vespo"},
+    **{f"{LOSS}.{name}": CLIP_COV for name in ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")},
+    **{f"{LOSS}.{name}": KL_COV for name in ("kl_cov_ratio", "ppo_kl_coef")},
+    f"{LOSS}.dro_beta": MOVING | {f"{LOSS}.loss_mode": "dro"},
     f"{ACTOR}.kl_loss_coef": KL_IN_LOSS,
     f"{ACTOR}.kl_loss_type": KL_IN_LOSS,
     f"{ACTOR}.loss_scale_factor": {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"},
@@ -153,14 +181,30 @@ def allowed(chosen):
     if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+    if "distillation.teachers" in chosen:  # equal groups have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
     if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
     elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
         chosen[f"{ACTOR}.entropy_coeff"] = 0.05
+    _keep_to_the_loss(chosen)
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
     return chosen
+
+
+def _keep_to_the_loss(chosen):
+    """Leaves out the options of other losses, which are refused."""
+    loss = chosen.get(f"{LOSS}.loss_mode", "vanilla")
+    _, bounds, options = OWN.get(loss, OWN["vanilla"])
+    read = {*options, *((*BOUNDS, "clip_ratio") if bounds else ())} | ({"loss_kwargs"} if loss == "vespo" else set())
+    of_losses = {name for _, _, others in OWN.values() for name in others} | {*BOUNDS, "clip_ratio", "loss_kwargs"}
+    for name in of_losses - read:
+        chosen.pop(f"{ACTOR}.{name}", None)
+        chosen.pop(f"{LOSS}.{name}", None)
+    if loss == "dro":
+        chosen.setdefault(f"{LOSS}.dro_beta", 0.7)
 
 
 def shape(seed):

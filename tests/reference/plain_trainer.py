@@ -7,8 +7,7 @@ weights; its output are weights, advantages and every figure that a step reports
 It imports nothing of what it checks, and knows of the product only what the documentation says. Every vector `(T,)` is
 over the *sampled* tokens of one sequence: what a tool or a template wrote is context, and nowhere else.
 
-    DeepSeekMath  arXiv 2402.03300   GRPO                 PPO         arXiv 1707.06347   the clipped ratio
-    DAPO          arXiv 2503.14476   clip-higher, filter  Dual clip   arXiv 1912.09729   the bound for A < 0
+    DeepSeekMath  arXiv 2402.03300   GRPO                 DAPO        arXiv 2503.14476   filter
     Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
     AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
     KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
@@ -22,6 +21,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -69,31 +69,6 @@ def kl_estimate(kind, log_probs, ref):
     if kind.endswith("+"):
         return value.detach() + d**2 / 2 - (d**2 / 2).detach()
     return value
-
-
-def clipped_surrogate(log_probs, row, actor):
-    """PPO eq. 7 with DAPO's two bounds, and the dual clip where A < 0. Returns losses and two flags, each (T,)."""
-    low = actor["clip_ratio"] if actor["clip_ratio_low"] is None else actor["clip_ratio_low"]
-    high = actor["clip_ratio"] if actor["clip_ratio_high"] is None else actor["clip_ratio_high"]
-    ratio = torch.exp((log_probs - row.old).clamp(-20, 20))
-    unclipped = ratio * row.advantages
-    clipped = ratio.clamp(1 - low, 1 + high) * row.advantages
-    surrogate = torch.minimum(unclipped, clipped)
-    bounded = torch.maximum(surrogate, actor["clip_ratio_c"] * row.advantages)
-    negative = row.advantages < 0
-    return -torch.where(negative, bounded, surrogate), clipped < unclipped, negative & (bounded > surrogate)
-
-
-def token_weights(mode, rows, scale):
-    """The weight of each row's tokens such that Σ weight · loss is the aggregate over the mini-batch `rows`."""
-    tokens, sequences = sum(map(len, rows)), len(rows)
-    return {
-        "token-mean": [1 / tokens for _ in rows],
-        "token-sum": [1.0 for _ in rows],
-        "seq-mean-token-sum": [1 / sequences for _ in rows],
-        "seq-mean-token-sum-norm": [1 / sequences / scale for _ in rows],
-        "seq-mean-token-mean": [1 / sequences / len(row) for row in rows],
-    }[mode]
 
 
 def gae(rewards, values, gamma, lam):
@@ -215,6 +190,9 @@ class PlainTrainer:
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
         self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
         self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        self.distillation = config["distillation"]
+        teacher = self.distillation["teachers"].get("default")
+        self.teacher = load_policy(teacher) if teacher else None
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -259,6 +237,8 @@ class PlainTrainer:
             self.actor["ppo_epochs"] > 1
             or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
             or self.algorithm["use_kl_in_reward"]
+            or name_of(self.actor) in SELECTING
+            or self.teacher is not None
         )
         return several and not self.algorithm["rollout_correction"]["bypass_mode"]
 
@@ -281,7 +261,16 @@ class PlainTrainer:
             self.gae_advantages(rows)
         else:
             self.grpo_advantages(rows)
-        return figures
+        return figures if self.teacher is None else figures | self.ask_teacher(rows)
+
+    def ask_teacher(self, rows):
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        gains, weights = [], self.distillation
+        for row in rows:
+            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
+            gains.append(taught - row.old)
+            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+        return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
         """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
@@ -368,14 +357,15 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter = self.actor, Meter()
+        actor, meter, mode = self.actor, Meter(), aggregation_of(self.actor)
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = 0.0
-            for row, weight in zip(batch, token_weights(actor["loss_agg_mode"], batch, scale)):
+            select(actor, batch)
+            for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
-                losses, clipped, dual = clipped_surrogate(log_probs, row, actor)
+                losses, flags = plain_policy_loss(actor, log_probs, row)
                 self.trained_advantages += row.advantages.tolist()
                 pg_total += weight * float(losses.detach().sum())
                 losses = losses - actor["entropy_coeff"] * entropy
@@ -385,10 +375,10 @@ class PlainTrainer:
                     meter.add(kl_loss=kl)
                 (weight * losses.sum()).backward()
                 total += weight * float(losses.detach().sum())
-                meter.add(pg_clipfrac=clipped, pg_clipfrac_lower=dual, entropy=entropy)
+                meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
-            meter.add(counted_by(actor["loss_agg_mode"], batch), loss=total, pg_loss=pg_total)
+            meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
         return meter.means("actor")
 
     def update_critic(self, rows):
@@ -462,11 +452,6 @@ def mismatch(rows):
     gaps = torch.cat([(row.current.exp() - row.engine.exp()).abs() for row in rows])
     name = "training/rollout_probs_diff"
     return {f"{name}_mean": float(gaps.mean()), f"{name}_max": float(gaps.max())}
-
-
-def counted_by(mode, rows):
-    """What a mini-batch's loss was normalised by: tokens, sequences, nothing."""
-    return {"token-mean": sum(map(len, rows)), "token-sum": 1}.get(mode, len(rows))
 
 
 def are_equal(scores):

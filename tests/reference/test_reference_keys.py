@@ -50,7 +50,6 @@ def keys_of(root):
 # Drawn, but of the rollouts or of memory: what a step computes from given rollouts does not depend on them.
 NOT_OF_THE_STEP = {
     f"{ACTOR}.ppo_max_token_len_per_gpu",
-    f"{ACTOR}.policy_loss.loss_mode",
     "critic.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "algorithm.filter_groups.max_num_gen_batches",
@@ -97,7 +96,7 @@ def busy(folder):
     def outcome(changes):
         config = copy.deepcopy(run.config)
         for key, value in changes:
-            put(config, key, value)
+            put(config, key, parse(value))
         trainer = PlainTrainer(config)
         figures = [trainer.step(rollouts) for rollouts in run.rollouts]
         return figures, [float(weight.detach().norm()) for _, weight in trainer.named_weights()]
@@ -119,11 +118,9 @@ def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)
+    settings = {other: str(chosen).format(folder=folder) for other, chosen in settings.items()}
     given = str(CHOICES[key][0]).format(folder=folder)
-    outcomes = [
-        busy(tuple((other, parse(str(chosen))) for other, chosen in (settings | {key: value}).items()))
-        for value in (given, OmegaConf.select(usual, key))
-    ]
+    outcomes = [busy(tuple((settings | {key: str(value)}).items())) for value in (given, OmegaConf.select(usual, key))]
     assert outcomes[0] != outcomes[1]
 
 
@@ -187,7 +184,6 @@ MOVED = {
     ),
     "reward_model.enable": ("false custom_reward_function.path=null", figure("reward/score/mean"), {}),
     "trainer.seed": (5, tokens, {}),
-    f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
     f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),

@@ -37,6 +37,11 @@ WITNESSES = {
     "trainer/test_trainer_engines.py": {
         f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
     },
+    "trainer/test_trainer_distillation.py": {
+        "distillation.hint": "test_several_teachers_by_data_source_and_the_policy_with_a_hint",
+        "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
+        "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
+    },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
     },
@@ -59,7 +64,6 @@ WITNESSES = {
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
-        "actor_rollout_ref.actor.policy_loss.loss_kwargs": "test_what_a_record_needs_of_the_policy_is_computed",
     },
     "trainer/test_trainer_tool_calls.py": {
         f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",

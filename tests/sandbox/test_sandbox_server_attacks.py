@@ -13,8 +13,7 @@ import uvicorn
 from server_stage import PATIENCE, ServerProcess
 
 from etude.sandbox.budget import ANSWER_BYTES
-from etude.sandbox.connections import limited_protocol
-from etude.sandbox.serving import listen
+from etude.sandbox.serving import limited_protocol, listen
 
 pytestmark = pytest.mark.usefixtures("isolation")
 

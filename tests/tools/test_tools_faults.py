@@ -11,15 +11,15 @@ from session_stage import Scripted, call, run, session
 from etude.errors import EtudeError
 from etude.tools import BrokenCall
 from etude.tools.faults import CallPlace, Fault, draw, garbage
+from etude.tools.options import FaultPolicy
 from etude.tools.outcome import Source
-from etude.tools.policy import FaultPolicy
 
 places = st.builds(CallPlace, st.text(max_size=5), st.text(max_size=9), st.integers(0, 9), st.integers(0, 9))
 
 
 @given(places, st.integers(0, 5), st.integers(0, 3))
 def test_a_fault_depends_on_the_place_alone(place, attempt, seed):
-    policy = FaultPolicy(0.3, 0.3, 0.3, seed)
+    policy = FaultPolicy(timeout=0.3, error=0.3, garbage=0.3, seed=seed)
     again = CallPlace(*place)
     assert draw(policy, place, attempt) is draw(policy, again, attempt)
     assert garbage(policy, place) == garbage(policy, again)
@@ -32,7 +32,7 @@ def test_shares_are_those_asked_for_and_seeds_differ():
     shares = {fault: count / 20_000 for fault, count in Counter(drawn).items()}
     for fault, share in ((Fault.TIMEOUT, 0.05), (Fault.ERROR, 0.1), (Fault.GARBAGE, 0.2), (None, 0.65)):
         assert shares[fault] == pytest.approx(share, abs=0.012)  # over four standard deviations
-    other = FaultPolicy(0.05, 0.1, 0.2, seed=2)
+    other = FaultPolicy(timeout=0.05, error=0.1, garbage=0.2, seed=2)
     assert drawn != [draw(other, CallPlace("t", f"r{i}", i % 3, i % 5), 0) for i in range(20_000)]
 
 

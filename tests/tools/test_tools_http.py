@@ -144,8 +144,8 @@ def test_nobody_listens():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "config.url: Field required"),
-        ({"url": "host/x"}, "must begin with http"),
+        ({}, "config.url is missing"),
+        ({"url": "host/x"}, "config.url: must be an address such as"),
         ({"url": "http://{a}/x"}, "the host must not depend"),
         ({"url": "http://h/{c}"}, "config.url needs 'c', which the schema does not have"),
         ({"url": "http://h", "methd": "GET"}, "unknown key config.methd; did you mean 'method'"),

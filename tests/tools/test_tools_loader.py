@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError
 from etude.registry import import_object
 from etude.tools import FUNCTION_TOOLS, FunctionTool, QwenTool, builtin_config, initialize_tools_from_config, load_tools
-from etude.tools.entry import _MOVED
+from etude.tools.loader import _MOVED
 
 TOOL_FILE = '''
 from etude.tools import BaseTool, function_tool
@@ -140,14 +140,14 @@ WRONG = {
     "mcp key": ("tools:\n" + entry(extra="    mcp: {}\n"), "the key 'mcp' belongs to an entry with config.type 'mcp'"),
     "mcp with an unknown option": (
         "tools: [{config: {type: mcp}, mcp: {mcpServers: {a: {command: x}}, tool_selected: []}}]",
-        "unknown key 'tool_selected'; did you mean 'tool_selected_list'",
+        "unknown key tool_selected; did you mean 'tool_selected_list'",
     ),
     "http without a schema": ("tools: [{config: {type: http, url: 'http://h'}}]", "needs a tool_schema"),
     "type": ("tools:\n" + entry(config="{type: natve}"), "unknown config.type 'natve'; did you mean 'native'"),
     "a function's config": (
         "tools: [{class_name: 'mine.py:plain', config: {timeot: 1}}]", "unknown key config.timeot; did you mean 'timeout'"
     ),
-    "timeout": ("tools:\n" + entry(config="{timeout: -1}"), r"tools\[0\].*config.timeout must be a positive number"),
+    "timeout": ("tools:\n" + entry(config="{timeout: -1}"), r"tools\[0\].*config.timeout must be a number above 0"),
     "interpolation": ("tools:\n" + entry(config="{a: '${oc.decode:x}'}"), "names no environment variable"),
     "verl's tool": (
         "tools:\n" + entry("verl.tools.gsm8k_tool.Gsm8kTool"), "here this class is etude.tools.builtin.gsm8k.Gsm8kTool"
@@ -246,11 +246,11 @@ def test_json_and_pydata_say_the_same(write):
         (
             "[{'mcpServers': {'a': {'cmd': 'x'}}}]",
             "a.pydata",
-            r"a.pydata: \[0\]: mcpServers.a: unknown key 'cmd'; did you",
+            r"a.pydata: \[0\]: mcpServers.a: unknown key cmd; did you",
         ),
         ("[{'mcpServers': {}}]", "a.pydata", r"a.pydata: \[0\]: mcpServers must be a mapping of names"),
         ('{"tools": [], "tools": []}', "a.json", r"a.json: not readable as JSON: the key 'tools' is given twice"),
-        ('{"mcpServers": {"a": {"command": "x", "url": "http://h"}}}', "a.json", r"a.json: mcpServers.a needs either"),
+        ('{"mcpServers": {"a": {"command": "x", "url": "http://h"}}}', "a.json", r"a.json: mcpServers.a: needs either"),
     ],
 )
 def test_what_is_wrong_with_other_forms(write, text, name, message):
@@ -281,7 +281,7 @@ contents = st.recursive(
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entry=st.dictionaries(keys, contents, max_size=5), shape=st.sampled_from(["entry", "list", "bare"]))
 def test_whatever_a_file_says_is_tools_or_one_line(write, monkeypatch, entry, shape):
-    monkeypatch.setattr("etude.tools.entry.discover_tools", lambda selection, where: [])
+    monkeypatch.setattr("etude.tools.loader.discover_tools", lambda *details: [])
     content = {"entry": {"tools": [entry]}, "list": [entry], "bare": entry}[shape]
     path = write(json.dumps(content), "any.json")
     try:

@@ -302,7 +302,7 @@ def test_the_reward_loses_the_kl_of_the_trainers_own_log_probs(tiny, tmp_path, k
     assert step.figures["actor/reward_kl_penalty"] == pytest.approx(distance, rel=1e-3, abs=1e-5)
     assert step.figures["actor/reward_kl_penalty_coeff"] == 0.5
     factor = 1 + max(-0.2, min(0.2, distance / 0.1 - 1)) * len(batch) / 100
-    assert step.trainer.kl.kl_coef == pytest.approx(0.5 * factor, rel=1e-4)
+    assert step.trainer.kl_coef == pytest.approx(0.5 * factor, rel=1e-4)
 
 
 def test_advantages_without_the_division_are_the_centred_scores(tiny, tmp_path):

@@ -14,7 +14,7 @@ from itertools import chain
 from typing import TYPE_CHECKING, Any
 
 from etude.agents.base import AgentContext
-from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.wire import GatewayError
 from etude.agents.images import read_row
 from etude.bounded import BlockingCalls
 from etude.chat.placeholders import image_count, is_image

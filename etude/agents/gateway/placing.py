@@ -13,11 +13,10 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from etude.agents.base import AgentContext
-from etude.agents.gateway.errors import GatewayError
 from etude.agents.gateway.images import Pictures
 from etude.agents.gateway.messages import History, Message, answered
 from etude.agents.gateway.recording import Recording, Turn
-from etude.agents.gateway.wire import ChatRequest
+from etude.agents.gateway.wire import ChatRequest, GatewayError
 from etude.agents.tool_messages import naming
 from etude.chat import ChatTemplate
 from etude.chat.provenance import Run

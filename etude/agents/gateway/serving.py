@@ -16,10 +16,9 @@ from weakref import WeakKeyDictionary
 import uvicorn
 from starlette.types import ASGIApp
 
-from etude.agents.gateway.clients import Clients
-from etude.agents.gateway.server import ServerOptions, create_app
+from etude.agents.gateway.agent import Clients
+from etude.agents.gateway.server import ServerOptions, SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
-from etude.agents.gateway.store import SessionStore
 from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
 from etude.sandbox.serving import listen, raise_file_limit

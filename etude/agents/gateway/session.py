@@ -20,13 +20,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
-from etude.agents.gateway.errors import TOO_LONG, GatewayError
 from etude.agents.gateway.images import KeptImages, Pictures, looked_at, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
 from etude.agents.gateway.recording import Recording, Turn
-from etude.agents.gateway.wire import ChatRequest, TooLong, read_request
+from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, TooLong, read_request
 from etude.bounded import settle
 from etude.errors import InfrastructureError, is_infrastructure, one_line
 from etude.inference import SamplingParams, TokenOutput

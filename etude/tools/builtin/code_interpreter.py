@@ -21,6 +21,7 @@ from pydantic import Field, field_validator, model_validator
 
 from etude.errors import DataError, ToolError, one_line
 from etude.limits import ConcurrencyLimit, Limit, Limiter, open_limiter
+from etude.options.types import Count
 from etude.sandbox import (
     CellResult,
     Isolation,
@@ -34,33 +35,27 @@ from etude.sandbox import (
 )
 from etude.sandbox.echo import echoing
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.code_report import cell_report, run_report
 from etude.tools.builtin.images import load_image
-from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 MAX_IMAGE_PIXELS = 4_000_000
 _FENCE = re.compile(r"\s*```[ \t]*[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "code_interpreter",
-        "description": "A tool for executing code.",
-        "parameters": {
-            "type": "object",
-            "properties": {"code": {"type": "string", "description": "The code to execute."}},
-            "required": ["code"],
-        },
-    },
-}
+_SCHEMA = function_schema(
+    "code_interpreter",
+    "A tool for executing code.",
+    ["code"],
+    code={"type": "string", "description": "The code to execute."},
+)
 
 
 class SandboxFusionOptions(ToolOptions):
     """`config` of `code_interpreter`."""
 
-    num_workers: int = Field(default=10, ge=1)
-    rate_limit: int = Field(default=10, ge=1)
+    num_workers: Count = 10
+    rate_limit: Count = 10
     default_timeout: float = Field(default=30.0, gt=0, le=3600)
     default_language: str = "python"
     enable_global_rate_limit: bool = True
@@ -70,7 +65,7 @@ class SandboxFusionOptions(ToolOptions):
     memory_limit_mb: int = Field(default=1024, ge=16)
     stateful: bool = False
     isolation: Isolation = Isolation.AUTO
-    max_code_chars: int = Field(default=200_000, ge=1)
+    max_code_chars: Count = 200_000
 
     @field_validator("default_language")
     @classmethod
@@ -187,7 +182,8 @@ class SandboxFusionTool(BaseTool):
     async def _permits(self) -> AsyncIterator[None]:
         """The permits to run one program, in this process and in the cluster."""
         options = self._options
-        if self._everywhere is None and options.enable_global_rate_limit:
+        opened = self._everywhere is not None and self._everywhere.is_current()
+        if options.enable_global_rate_limit and not opened:
             limit = Limit(max_concurrent=options.rate_limit)
             self._everywhere = await asyncio.to_thread(open_limiter, options.rate_limiter_name, limit)
         async with self._here.permit():

@@ -12,14 +12,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
-from pydantic import Field
-
 from etude.bounded import BlockingCalls
 from etude.errors import DataError
+from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.images import load_image
-from etude.tools.builtin.options import ToolOptions, read_options
+from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 if TYPE_CHECKING:
@@ -30,27 +29,19 @@ Box = tuple[int, int, int, int]
 BAD_BOX_REWARD = -0.05
 MAX_ASPECT_RATIO = 100
 MAX_LABEL_CHARS = 200
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "image_zoom_in_tool",
-        "description": "Shows a region of the image by itself, given its bounding box and, if you like, a label.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "bbox_2d": {
-                    "type": "array",
-                    "items": {"type": "number"},
-                    "minItems": 4,
-                    "maxItems": 4,
-                    "description": "[x1, y1, x2, y2]: left, top, right and bottom of the region",
-                },
-                "label": {"type": "string", "description": "What the region shows"},
-            },
-            "required": ["bbox_2d"],
-        },
+_SCHEMA = function_schema(
+    "image_zoom_in_tool",
+    "Shows a region of the image by itself, given its bounding box and, if you like, a label.",
+    ["bbox_2d"],
+    bbox_2d={
+        "type": "array",
+        "items": {"type": "number"},
+        "minItems": 4,
+        "maxItems": 4,
+        "description": "[x1, y1, x2, y2]: left, top, right and bottom of the region",
     },
-}
+    label={"type": "string", "description": "What the region shows"},
+)
 
 
 class ImageZoomOptions(ToolOptions):
@@ -60,12 +51,12 @@ class ImageZoomOptions(ToolOptions):
     (within `min_pixels` and `max_pixels`, the processor's own), or `thousandths` of the sides.
     """
 
-    min_dimension: int = Field(default=28, ge=1)
+    min_dimension: Count = 28
     coordinates: Literal["pixels", "resized", "thousandths"] = "pixels"
-    min_pixels: int = Field(default=3136, ge=1)
-    max_pixels: int = Field(default=12_845_056, ge=1)
-    max_image_pixels: int = Field(default=50_000_000, ge=1)
-    num_workers: int = Field(default=4, ge=1)
+    min_pixels: Count = 3136
+    max_pixels: Count = 12_845_056
+    max_image_pixels: Count = 50_000_000
+    num_workers: Count = 4
 
 
 class ImageZoomInTool(BaseTool):

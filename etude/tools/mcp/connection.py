@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.bounded import background_loop, settle
 from etude.errors import EtudeError, InfrastructureError, ToolError, one_line
-from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.session import McpSession, SessionLostError, root_cause
 
 if TYPE_CHECKING:
@@ -98,7 +98,7 @@ class McpConnection:
             self._prove(session)
         elif code == CONNECTION_CLOSED:
             self._drop(session)
-        elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport is not McpTransport.STDIO:
+        elif code in (INVALID_REQUEST, METHOD_NOT_FOUND) and self.server.transport != "stdio":
             self._drop(session)  # HTTP statuses of a session, or a server behind an address, that is gone
 
     async def session(self) -> McpSession:

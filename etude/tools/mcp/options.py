@@ -8,41 +8,44 @@ headers or environment, which hold keys. The keys are those of the documents and
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
-from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
+from annotated_types import Le
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
+
 from etude.errors import ConfigError
+from etude.options.types import Count, Positive, Text
 from etude.registry import did_you_mean
+from etude.tools.options import HttpUrl, ToolOptions, read_section
 
+Transport = Literal["stdio", "streamable-http", "sse"]
 
-class McpTransport(str, Enum):
-    """The transport of messages."""
-
-    STDIO = "stdio"
-    STREAMABLE_HTTP = "streamable-http"
-    SSE = "sse"
-
-
-_SPELLINGS = {
-    "stdio": McpTransport.STDIO,
-    "streamable-http": McpTransport.STREAMABLE_HTTP,
-    "streamable_http": McpTransport.STREAMABLE_HTTP,
-    "streamableHttp": McpTransport.STREAMABLE_HTTP,
-    "http": McpTransport.STREAMABLE_HTTP,
-    "sse": McpTransport.SSE,
+_SPELLINGS: dict[object, Transport] = {
+    "stdio": "stdio",
+    "streamable-http": "streamable-http",
+    "streamable_http": "streamable-http",
+    "streamableHttp": "streamable-http",
+    "http": "streamable-http",
+    "sse": "sse",
 }
 _STDIO_KEYS = ("command", "args", "env", "cwd")
 _URL_KEYS = ("url", "headers", "auth_token", "sse_read_timeout")
-_SHARED_KEYS = ("type", "transport", "num_instances", "connect_timeout", "connect_attempts", "max_message_bytes")
-_IGNORED_KEYS = ("description", "name")
-MAX_INSTANCES = 64
+_READ_HERE = ("type", "transport", "description", "name")
 
 
-@dataclass(frozen=True)
-class McpServer:
+def _pairs(value: object) -> object:
+    if not isinstance(value, Mapping) or not all(isinstance(each, str | int | float) for each in value.values()):
+        raise ValueError("must be a mapping of names to texts")
+    return tuple(sorted((str(key), str(each)) for key, each in value.items()))
+
+
+Pairs = Annotated[tuple[tuple[str, str], ...], BeforeValidator(_pairs)]
+"""A mapping, hashable."""
+
+
+class McpServer(ToolOptions):
     """One server.
 
     Attributes:
@@ -55,19 +58,45 @@ class McpServer:
             connection.
     """
 
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
     name: str
-    transport: McpTransport
-    command: str = ""
+    transport: Transport
+    command: Text = ""
     args: tuple[str, ...] = ()
-    env: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    cwd: str | None = None
-    url: str = ""
-    headers: tuple[tuple[str, str], ...] = field(default=(), repr=False)
-    num_instances: int = 1
-    connect_timeout: float = 30.0
-    connect_attempts: int = 3
-    sse_read_timeout: float = 300.0
-    max_message_bytes: int = 16 * 1024 * 1024
+    env: Pairs = Field(default=(), repr=False)
+    cwd: Text | None = None
+    url: HttpUrl = ""
+    headers: Pairs = Field(default=(), repr=False)
+    auth_token: Text | None = Field(default=None, repr=False)
+    num_instances: Annotated[Count, Le(64)] = 1
+    connect_timeout: Positive = 30.0
+    connect_attempts: Count = 3
+    sse_read_timeout: Positive = 300.0
+    max_message_bytes: Count = 16 * 1024 * 1024
+
+    @model_validator(mode="after")
+    def _fits(self) -> McpServer:
+        if bool(self.command) == bool(self.url):
+            raise ValueError("needs either 'command' (a subprocess) or 'url' (a running server)")
+        stdio = self.transport == "stdio"
+        if stdio != bool(self.command):
+            raise ValueError(
+                f"a server of type '{self.transport}' is not reached by '{'command' if self.command else 'url'}'"
+            )
+        if misplaced := [key for key in (_URL_KEYS if stdio else _STDIO_KEYS) if key in self.model_fields_set]:
+            raise ValueError(f"'{misplaced[0]}' has no effect on a server of type '{self.transport}'")
+        if self.auth_token and any(name.lower() == "authorization" for name, _ in self.headers):
+            raise ValueError("auth_token and headers.Authorization are the same; set one")
+        for name, value in self.request_headers.items():
+            if not name.isascii() or any(character in "\r\n\0" for character in name + value):
+                raise ValueError(f"the header '{name}' holds a character that HTTP forbids")
+        return self
+
+    @property
+    def request_headers(self) -> dict[str, str]:
+        """The headers sent with every request."""
+        return dict(self.headers) | ({"Authorization": f"Bearer {self.auth_token}"} if self.auth_token else {})
 
     @classmethod
     def from_config(cls, name: str, entry: object, where: str) -> McpServer:
@@ -79,42 +108,31 @@ class McpServer:
         where = f"{where}: mcpServers.{name}"
         if not isinstance(entry, Mapping):
             raise ConfigError(f"{where} must be a mapping with 'command' or 'url'")
-        known = (*_STDIO_KEYS, *_URL_KEYS, *_SHARED_KEYS)
-        for key in entry:
-            if key not in known and key not in _IGNORED_KEYS:
-                raise ConfigError(f"{where}: unknown key '{key}'{did_you_mean(str(key), known)}")
-        if ("command" in entry) == ("url" in entry):
-            raise ConfigError(f"{where} needs either 'command' (a subprocess) or 'url' (a running server)")
-        transport = _transport(entry, where)
-        foreign = _URL_KEYS if transport is McpTransport.STDIO else _STDIO_KEYS
-        misplaced = [key for key in foreign if key in entry]
-        if misplaced:
-            raise ConfigError(f"{where}: '{misplaced[0]}' has no effect on a server of type '{transport.value}'")
-        return cls(
-            name=name,
-            transport=transport,
-            command=_text(entry, "command", where),
-            args=tuple(_texts(entry.get("args"), f"{where}: args")),
-            env=tuple(sorted(_pairs(entry.get("env"), f"{where}: env").items())),
-            cwd=_text(entry, "cwd", where) or None,
-            url=_url(entry, where),
-            headers=tuple(sorted(_headers(entry, where).items())),
-            num_instances=int(
-                _number(entry, "num_instances", cls.num_instances, where, whole=True, most=MAX_INSTANCES)
-            ),
-            connect_timeout=_number(entry, "connect_timeout", cls.connect_timeout, where),
-            connect_attempts=int(_number(entry, "connect_attempts", cls.connect_attempts, where, whole=True)),
-            sse_read_timeout=_number(entry, "sse_read_timeout", cls.sse_read_timeout, where),
-            max_message_bytes=int(_number(entry, "max_message_bytes", cls.max_message_bytes, where, whole=True)),
-        )
+        own = {key: value for key, value in entry.items() if key not in _READ_HERE}
+        return read_section(cls, {"name": name, "transport": _transport(entry, where)} | own, where)
 
     def __str__(self) -> str:
         """Name and place, without secrets: a URL without user, password and query."""
-        if self.transport is McpTransport.STDIO:
+        if self.transport == "stdio":
             return f"MCP server '{self.name}' ({' '.join([self.command, *self.args])})"
         parts = urlsplit(self.url)
         host = parts.netloc.rpartition("@")[2]
         return f"MCP server '{self.name}' ({parts.scheme}://{host}{parts.path})"
+
+
+def _transport(entry: Mapping[str, Any], where: str) -> Transport:
+    """As its key `type` or `transport` says, or as its other keys look."""
+    spelled = entry.get("type", entry.get("transport"))
+    if spelled in _SPELLINGS:
+        return _SPELLINGS[spelled]
+    if spelled is not None:
+        known = ["stdio", "streamable-http", "sse"]
+        hint = did_you_mean(str(spelled), known)
+        raise ConfigError(f"{where}: unknown type '{spelled}'{hint} (known: {', '.join(known)})")
+    if "url" not in entry:
+        return "stdio"
+    looks_like_sse = urlsplit(str(entry["url"])).path.rstrip("/").endswith("/sse") or "sse_read_timeout" in entry
+    return "sse" if looks_like_sse else "streamable-http"
 
 
 def anchor_servers(servers: object, folder: Path) -> object:
@@ -140,76 +158,3 @@ def _anchored(entry: object, folder: Path) -> object:
     if isinstance(entry.get("args"), list | tuple):
         made["args"] = [full(each, Path.is_file) for each in entry["args"]]
     return made
-
-
-def _transport(entry: Mapping[str, Any], where: str) -> McpTransport:
-    spelled = entry.get("type", entry.get("transport"))
-    if spelled is None:
-        if "command" in entry:
-            return McpTransport.STDIO
-        looks_like_sse = urlsplit(str(entry["url"])).path.rstrip("/").endswith("/sse") or "sse_read_timeout" in entry
-        return McpTransport.SSE if looks_like_sse else McpTransport.STREAMABLE_HTTP
-    if spelled not in _SPELLINGS:
-        known = [transport.value for transport in McpTransport]
-        hint = did_you_mean(str(spelled), known)
-        raise ConfigError(f"{where}: unknown type '{spelled}'{hint} (known: {', '.join(known)})")
-    transport = _SPELLINGS[spelled]
-    if (transport is McpTransport.STDIO) != ("command" in entry):
-        given = "command" if "command" in entry else "url"
-        raise ConfigError(f"{where}: a server of type '{spelled}' is not reached by '{given}'")
-    return transport
-
-
-def _text(entry: Mapping[str, Any], key: str, where: str) -> str:
-    value = entry.get(key)
-    if value is None and key not in entry:
-        return ""
-    if not isinstance(value, str) or not value or "\0" in value:
-        raise ConfigError(f"{where}: {key} must be a text, not {value!r}")
-    return value
-
-
-def _texts(value: object, where: str) -> list[str]:
-    if value is None:
-        return []
-    if not isinstance(value, list | tuple) or not all(isinstance(each, str | int | float) for each in value):
-        raise ConfigError(f"{where} must be a list of texts")
-    return [str(each) for each in value]
-
-
-def _pairs(value: object, where: str) -> dict[str, str]:
-    if value is None:
-        return {}
-    if not isinstance(value, Mapping) or not all(isinstance(each, str | int | float) for each in value.values()):
-        raise ConfigError(f"{where} must be a mapping of names to texts")
-    return {str(key): str(each) for key, each in value.items()}
-
-
-def _headers(entry: Mapping[str, Any], where: str) -> dict[str, str]:
-    headers = _pairs(entry.get("headers"), f"{where}: headers")
-    token = _text(entry, "auth_token", where)
-    if token and any(name.lower() == "authorization" for name in headers):
-        raise ConfigError(f"{where}: auth_token and headers.Authorization are the same; set one")
-    made = headers | ({"Authorization": f"Bearer {token}"} if token else {})
-    for name, value in made.items():
-        if not name.isascii() or any(character in "\r\n\0" for character in name + value):
-            raise ConfigError(f"{where}: the header '{name}' holds a character that HTTP forbids")
-    return made
-
-
-def _url(entry: Mapping[str, Any], where: str) -> str:
-    url = _text(entry, "url", where)
-    if url and (urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc):
-        raise ConfigError(f"{where}: url must begin with http:// or https://")
-    return url
-
-
-def _number(
-    entry: Mapping[str, Any], key: str, default: float, where: str, *, whole: bool = False, most: float = float("inf")
-) -> float:
-    value = entry.get(key, default)
-    types = (int,) if whole else (int, float)
-    if isinstance(value, bool) or not isinstance(value, types) or not 0 < value <= most:
-        limit = "" if most == float("inf") else f" of at most {most:g}"
-        raise ConfigError(f"{where}: {key} must be a positive {'whole ' if whole else ''}number{limit}, not {value!r}")
-    return value

@@ -18,7 +18,7 @@ from urllib.parse import urlsplit
 
 from etude.bounded import settle
 from etude.errors import MissingExtraError, one_line
-from etude.tools.mcp.options import McpServer, McpTransport
+from etude.tools.mcp.options import McpServer
 from etude.tools.mcp.stdio import subprocess_streams
 
 if TYPE_CHECKING:
@@ -118,7 +118,7 @@ class McpSession:
             raise MissingExtraError("an MCP tool", "mcp") from error
         if (sdk := logging.getLogger("mcp.client")).level == logging.NOTSET:
             sdk.setLevel(logging.CRITICAL)  # it logs tracebacks of errors that are reported here
-        mode = "legacy" if self.server.transport is McpTransport.SSE else "auto"
+        mode = "legacy" if self.server.transport == "sse" else "auto"
         try:
             # A server that does not answer the newer protocol's probe leaves time for the older handshake.
             patience = self.server.connect_timeout / 2
@@ -140,9 +140,9 @@ class McpSession:
 
     def _raw_transport(self) -> AbstractAsyncContextManager[tuple[Any, Any]]:
         server = self.server
-        if server.transport is McpTransport.STDIO:
+        if server.transport == "stdio":
             return subprocess_streams(server, self._log_line)
-        if server.transport is McpTransport.SSE:
+        if server.transport == "sse":
             from mcp.client.sse import sse_client
 
             return sse_client(server.url, httpx_client_factory=self._http_client)
@@ -167,7 +167,7 @@ class McpSession:
 
         server = self.server
         return httpx2.AsyncClient(
-            headers=dict(server.headers),
+            headers=server.request_headers,
             # A call waits for a connection up to its own time limit.
             timeout=httpx2.Timeout(server.connect_timeout, read=server.sse_read_timeout, pool=None),
             limits=httpx2.Limits(max_connections=_MAX_CONNECTIONS, max_keepalive_connections=_MAX_CONNECTIONS // 4),

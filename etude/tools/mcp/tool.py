@@ -12,17 +12,15 @@ import json
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from pydantic import Field
-
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, DataError, ToolError, one_line
+from etude.options.types import Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.images import AnswerImages
-from etude.tools.builtin.options import ToolOptions, read_options
 from etude.tools.mcp.connection import in_loop, pool_of
 from etude.tools.mcp.options import McpServer
-from etude.tools.policy import CallPolicy
+from etude.tools.options import CallPolicy, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 if TYPE_CHECKING:
@@ -34,7 +32,7 @@ _decoders = BlockingCalls("etude-mcp-images", limit=4)
 class McpToolOptions(ToolOptions):
     """`rate_limit`: the documents' name for `calls_per_second`."""
 
-    rate_limit: float | None = Field(default=None, gt=0)
+    rate_limit: Positive | None = None
 
 
 class MCPBaseTool(BaseTool):

@@ -206,5 +206,5 @@ async def test_the_example_configuration_under_a_session():
 
 
 def test_options_are_checked():
-    with pytest.raises(ConfigError, match=r"config\.coordinates: Input should be 'pixels', 'resized' or 'thousandths'"):
+    with pytest.raises(ConfigError, match=r"config\.coordinates must be one of pixels, resized, thousandths"):
         ImageZoomInTool({"coordinates": "percent"})
