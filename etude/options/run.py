@@ -170,6 +170,11 @@ class RunOptions:
     max_actor_ckpt_to_keep: CountOrOff | None = key(
         "Checkpoints kept, newest first. Null or -1: all.", default=2, verl_default="null"
     )
+    async_save: Flag = key(
+        "Write checkpoints in the background, from a copy of weights and optimizer states in the CPU's memory; the next one "
+        "waits for it.",
+        default=False,
+    )
     deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
     seed: Natural = key("Seed of everything random that has no seed of its own.", default=1)
     num_threads: Threads | None = key("Torch threads within an operation. Null: torch's own choice.", default=None)

@@ -58,7 +58,9 @@ class PPOTrainer:
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.kl_coef = self.algorithm.kl_ctrl.kl_coef
-        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        )
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
         self.global_step = self._saved_at = 0
@@ -123,7 +125,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(emit) as interrupts:
+        with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
@@ -152,6 +154,7 @@ class PPOTrainer:
             raise
         if self._saved_at != self.global_step:
             self.save()
+        self.checkpoints.wait()
         if abandoned or self.global_step < self.total_steps:
             done = f"stopped after step {self.global_step} of {self.total_steps}"
             where = (
@@ -162,6 +165,7 @@ class PPOTrainer:
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
+        self.checkpoints.wait(only_if_done=True)
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
         try:
@@ -362,17 +366,21 @@ class PPOTrainer:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
-        """Writes the checkpoint of the last finished step."""
+    def save(self) -> None:
+        """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
         state = self._state | {"config": self.used_config}
-        folder = self.checkpoints.save(self.global_step, state, self._write_roles)
+        self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
-        return folder
 
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient comes from the configuration.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
+
+    def _copy_roles(self) -> None:
+        self.groups.actor.copy_state()
+        if self.groups.critic is not None:
+            self.groups.critic.copy_state()
 
     def _write_roles(self, folder: str) -> None:
         self.groups.actor.save_checkpoint(folder)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -20,16 +19,18 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import load_causal_lm, save_pretrained, torch_dtype
-from etude.models.lora import ADAPTER_FOLDER, save_adapters, without_adapters
+from etude.models import torch_dtype
+from etude.models.lora import without_adapters
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
-from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.role import TOKENS, RoleWorker
+from etude.workers.checkpoint import TrainedWorker
+from etude.workers.role import TOKENS
 
 
-class TrainWorker(RoleWorker):
+class TrainWorker(TrainedWorker):
     """Computes log-probs and trains, on demonstrations or advantages."""
+
+    role = "actor"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -56,9 +57,7 @@ class TrainWorker(RoleWorker):
         if options.needs_ref:
             network = self.model if options.model.lora_rank else self.load_policy(options.model.dtype)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
-
-    def weights_changed(self) -> None:
-        """Called after each change of the weights."""
+        self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -140,36 +139,3 @@ class TrainWorker(RoleWorker):
             loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
         return loss, metrics
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
-        if self.rank == 0:
-            target = Path(folder) / "actor"
-            save_pretrained(self.model, self.bundle.processor or self.tokenizer, target / "huggingface")
-            state = {"optimizer": self._optimizer.state_dict()}
-            if self.options.model.lora_rank:
-                save_adapters(self.model, target / ADAPTER_FOLDER)
-                state["trained"] = {name: p.detach() for name, p in self.model.named_parameters() if p.requires_grad}
-            write_tensors(state, target / "optimizer.pt")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state, bit for bit.
-
-        Raises:
-            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
-        """
-        source, model = Path(folder) / "actor", self.options.model
-        state = read_tensors(source / "optimizer.pt", self.device)
-        if model.lora_rank:
-            self.model.load_state_dict(state["trained"], strict=False)
-        else:
-            saved = load_causal_lm(
-                source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-            )
-            self.model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.weights_changed()

@@ -168,6 +168,7 @@ WITNESSED = {
     "multi_turn.interaction_config_path": (SFT, "test_trials_talk_to_the_configured_user"),
     "target_success.low": (SFT, "test_a_window_that_is_entered_leaves_a_model"),
     "target_success.high": (SFT, "test_a_window_that_is_never_entered_leaves_nothing"),
+    "trainer.async_save": (SFT, "test_a_save_in_the_background_is_of_its_step"),
     "trainer.resume_mode": (SFT, "test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for"),
     "trainer.resume_from_path": (SFT, "test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for"),
     "trainer.max_skipped_steps": (SFT, "test_a_model_whose_gradients_are_never_finite_ends_the_run"),
