@@ -252,8 +252,7 @@ class PPOTrainer:
         results: list[Rollout] = []
         baselines: list[Rollout] = []
         engine = []
-        limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
-        for attempt in range(limit):
+        for attempt in range(self.algorithm.max_gen_batches):
             rows, step = next(self._batches), self.global_step + 1
             rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
             results += rollouts_of(rolled)
@@ -299,7 +298,8 @@ class PPOTrainer:
         """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
         distillation, if any."""
         columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
-        rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
+        batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
+        rewards, metrics = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics()
         if algorithm.use_kl_in_reward:
             coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
@@ -312,11 +312,9 @@ class PPOTrainer:
                     coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
                 )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
-        columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
-            algorithm.adv_estimator,
-            batch,
-            rewards,
-            **algorithm.estimator_options(),
+        columns["token_level_rewards"] = rewards
+        columns["advantages"], columns["returns"] = sequence_advantages(
+            algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
         )
         if distillation.teachers:
             columns["advantages"], found = distill(
@@ -332,7 +330,7 @@ class PPOTrainer:
 
     def _learned(self, batch: DataProto) -> DataProto:
         """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
-        if not self.algorithm.filter_groups.enable:
+        if not self.algorithm.drops_equal_groups:
             return batch
         groups = spread_groups(batch)[: self.setup.data.train_batch_size]
         return batch.select_idxs([row for rows in groups for row in rows])

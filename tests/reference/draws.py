@@ -26,9 +26,31 @@ def _optimizer(section):
     }
 
 
+ESTIMATORS = {  # beside gae and grpo: their own options
+    "grpo_passk": "",
+    "rloo": "",
+    "opo": "",
+    "gpg": "f_norm:2.0",
+    "max_rl": "",
+    "reinforce_plus_plus": "",
+    "reinforce_plus_plus_baseline": "",
+    "remax": "",
+    "gdpo": "",
+    "optimal_token_baseline": "",
+    "tir_optimal_token_baseline": "handle_zero_tail:false",
+    "turn_grpo": "step_advantage_w:0.5",
+    "gigpo": "",
+}
+TIES_TEACH = (None, "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
+
 # Values beside the default (of the configuration, or of the stage where that sets the key).
 CHOICES = {
-    "algorithm.adv_estimator": ["grpo"],
+    "algorithm.adv_estimator": ["grpo", *ESTIMATORS],
+    "algorithm.gae_timestep_unit": ["turn"],
+    "algorithm.singleton_advantage": ["raw"],
+    "algorithm.zero_variance": ["mask", "refill", "keep"],
+    "algorithm.gdpo_reward_keys": ["[step,score]", "[final,step]"],
+    "algorithm.gdpo_reward_weights": ["[1.0,0.25]"],
     "algorithm.gamma": [0.9],
     "algorithm.lam": [0.8],
     "algorithm.norm_adv_by_std_in_grpo": ["false"],
@@ -114,7 +136,15 @@ def _schedule(section):
 NEEDS = {
     "algorithm.gamma": CRITIC,
     "algorithm.lam": CRITIC,
+    "algorithm.gae_timestep_unit": CRITIC,
     "algorithm.norm_adv_by_std_in_grpo": GRPO,
+    "algorithm.singleton_advantage": GRPO,
+    "algorithm.zero_variance": GRPO | {"algorithm.filter_groups.enable": None},
+    "algorithm.gdpo_reward_keys": {"algorithm.adv_estimator": "gdpo"},
+    "algorithm.gdpo_reward_weights": {
+        "algorithm.adv_estimator": "gdpo",
+        "algorithm.gdpo_reward_keys": "[score,step]",
+    },
     "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
         f"{ACTOR}.ppo_epochs": None,
         f"{ACTOR}.ppo_mini_batch_size": None,
@@ -167,7 +197,7 @@ def configuration(seed):
     """Settings by key: of about half of all keys, and of some of them with what they need before they matter."""
     dice = random.Random(seed)
     drawn = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < 0.5}
-    matter = dict(dice.choice([CRITIC, GRPO]))
+    matter = dict(dice.choice([CRITIC, GRPO, {"algorithm.adv_estimator": dice.choice(list(ESTIMATORS))}]))
     for key in dice.sample(sorted(CHOICES), 16):
         wanted = {key: dice.choice(CHOICES[key])} | NEEDS.get(key, {})
         if all(matter.get(other, value) == value for other, value in wanted.items()):
@@ -183,15 +213,36 @@ def allowed(chosen):
         chosen.pop(f"{ROLLOUT}.top_k", None)
     if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
-    if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
-        chosen.pop("algorithm.filter_groups.enable", None)
-    elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
+        chosen.pop("algorithm.zero_variance", None)
+    estimator = chosen.get("algorithm.adv_estimator")
+    allow_estimator(chosen, estimator)
+    if estimator is not None and f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
         chosen[f"{ACTOR}.entropy_coeff"] = 0.05
     _keep_to_the_loss(chosen)
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
     return chosen
+
+
+def allow_estimator(chosen, estimator):
+    """Leaves out of `chosen` what does not go with the estimator, and adds what it needs."""
+    chosen.pop("algorithm.adv_estimator_kwargs", None)
+    if own := ESTIMATORS.get(estimator):
+        chosen["algorithm.adv_estimator_kwargs"] = f"{{{{{own}}}}}"
+    if estimator in TIES_TEACH:  # groups of equal scores have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
+        chosen.pop("algorithm.zero_variance", None)
+    if "algorithm.zero_variance" in chosen:
+        chosen.pop("algorithm.filter_groups.enable", None)
+        if chosen["algorithm.zero_variance"] == "refill":
+            chosen["algorithm.filter_groups.max_num_gen_batches"] = 3
+    if estimator == "gdpo" or "algorithm.gdpo_reward_weights" in chosen:
+        chosen.setdefault("algorithm.gdpo_reward_keys", "[score,final]")
+    if estimator == "gdpo":
+        chosen.pop("algorithm.use_kl_in_reward", None)
+        if "reward_model.enable" in chosen:
+            chosen["algorithm.gdpo_reward_keys"] = "[final,step]"
 
 
 def _keep_to_the_loss(chosen):
