@@ -1,9 +1,9 @@
 """`PPOTrainer`: the synchronous training loop, PPO and GRPO alike.
 
 One step, as `training_step` reads: take a batch, repeat each prompt `rollout.n` times, roll out (each trajectory is
-scored the moment it ends), old log-probs, reference log-probs, values, advantages, update critic, update actor, sync
-weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything
-else through worker groups.
+scored the moment it ends), old log-probs, reference log-probs, values, advantages, correction of what the engine sampled,
+update critic, update actor, sync weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages
+itself and reaches everything else through worker groups.
 
 Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
 """
@@ -24,6 +24,7 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
@@ -58,7 +59,9 @@ class PPOTrainer:
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.kl_coef = self.algorithm.kl_ctrl.kl_coef
-        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        )
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
         self.global_step = self._saved_at = 0
@@ -68,6 +71,7 @@ class PPOTrainer:
         self._batches = self.loader.endless()
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def _warn_of_judges(self, train: RLDataset) -> None:
         reward, catalogue = self.setup.roles.reward, self.setup.catalogue
@@ -123,7 +127,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(emit) as interrupts:
+        with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
@@ -152,6 +156,7 @@ class PPOTrainer:
             raise
         if self._saved_at != self.global_step:
             self.save()
+        self.checkpoints.wait()
         if abandoned or self.global_step < self.total_steps:
             done = f"stopped after step {self.global_step} of {self.total_steps}"
             where = (
@@ -162,6 +167,7 @@ class PPOTrainer:
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
+        self.checkpoints.wait(only_if_done=True)
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
         try:
@@ -170,6 +176,7 @@ class PPOTrainer:
         finally:  # the step counts even if its validation failed
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
+        self._alarm.note(metrics, emit)
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
@@ -209,8 +216,13 @@ class PPOTrainer:
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
-            learned = self._learned(batch)
-            kept = int(main_rows(learned).sum())
+            learned, corrections = correct_mismatch(
+                self._learned(batch),
+                self.algorithm.rollout_correction,
+                episodes=bool(self.setup.estimator.episodes),
+            )
+            metrics |= corrections
+            kept = len({id(rollout) for rollout in rollouts_of(learned)})
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
                 self._updating = True
@@ -248,8 +260,7 @@ class PPOTrainer:
         results: list[Rollout] = []
         baselines: list[Rollout] = []
         engine = []
-        limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
-        for attempt in range(limit):
+        for attempt in range(self.algorithm.max_gen_batches):
             rows, step = next(self._batches), self.global_step + 1
             rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
             results += rollouts_of(rolled)
@@ -295,7 +306,8 @@ class PPOTrainer:
         """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
         distillation, if any."""
         columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
-        rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
+        batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
+        rewards, metrics = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics()
         if algorithm.use_kl_in_reward:
             coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
@@ -308,11 +320,9 @@ class PPOTrainer:
                     coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
                 )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
-        columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
-            algorithm.adv_estimator,
-            batch,
-            rewards,
-            **algorithm.estimator_options(),
+        columns["token_level_rewards"] = rewards
+        columns["advantages"], columns["returns"] = sequence_advantages(
+            algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
         )
         if distillation.teachers:
             columns["advantages"], found = distill(
@@ -328,7 +338,7 @@ class PPOTrainer:
 
     def _learned(self, batch: DataProto) -> DataProto:
         """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
-        if not self.algorithm.filter_groups.enable:
+        if not self.algorithm.drops_equal_groups:
             return batch
         groups = spread_groups(batch)[: self.setup.data.train_batch_size]
         return batch.select_idxs([row for rows in groups for row in rows])
@@ -362,17 +372,21 @@ class PPOTrainer:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
-        """Writes the checkpoint of the last finished step."""
+    def save(self) -> None:
+        """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
         state = self._state | {"config": self.used_config}
-        folder = self.checkpoints.save(self.global_step, state, self._write_roles)
+        self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
-        return folder
 
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient comes from the configuration.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
+
+    def _copy_roles(self) -> None:
+        self.groups.actor.copy_state()
+        if self.groups.critic is not None:
+            self.groups.critic.copy_state()
 
     def _write_roles(self, folder: str) -> None:
         self.groups.actor.save_checkpoint(folder)

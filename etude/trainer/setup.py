@@ -61,7 +61,7 @@ class RunSetup:
     @property
     def min_group(self) -> int:
         """Surviving answers per prompt below which the prompt is not trained on."""
-        return 1 if self.roles.distillation.alone else self.estimator.min_group
+        return 1 if self.roles.distillation.alone else self.algorithm.min_group
 
     @property
     def tokenizer(self) -> Any:
@@ -160,7 +160,8 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         run,
         plain,
         model=policy.model,
-        actor=policy.actor,
+        actor=options.actor,
+        correction=options.algorithm.rollout_correction,
         ref=policy.ref,
         rollout=policy.rollout,
         env=policy.env,

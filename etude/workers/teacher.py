@@ -87,7 +87,9 @@ class TeacherWorker(RoleWorker):
         server, body = self._server, {"prompt": sequence, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         for failures in range(self.options.rollout.infrastructure_retries + 1):
             try:
-                return _read(server.parsed(_ROUTE, await server.post(_ROUTE, body)), sequence, server.url)
+                answer = await server.ask(_ROUTE, body)
+                with server.reading(_ROUTE):
+                    return _read(answer, sequence, server.url)
             except EngineError:
                 if failures == self.options.rollout.infrastructure_retries:
                     raise
@@ -96,11 +98,8 @@ class TeacherWorker(RoleWorker):
 
 def _read(answer: Any, sequence: list[int], url: str) -> list[float]:
     """The log-probs in vLLM's `prompt_logprobs`: per token a mapping from ids to log-probs, null for the first."""
-    try:
-        scored = answer["choices"][0]["prompt_logprobs"]
-        found = [0.0, *(float(entry[str(token)]["logprob"]) for entry, token in zip(scored[1:], sequence[1:]))]
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise EngineError(f"{url}{_ROUTE}: no prompt_logprobs: {type(error).__name__} {error}") from error
+    scored = answer["choices"][0]["prompt_logprobs"]
+    found = [0.0, *(float(entry[str(token)]["logprob"]) for entry, token in zip(scored[1:], sequence[1:]))]
     if len(scored) != len(sequence) or not all(map(math.isfinite, found)):
         raise EngineError(f"{url}{_ROUTE}: prompt_logprobs do not match the {len(sequence)} tokens of the request")
     return found

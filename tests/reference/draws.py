@@ -7,7 +7,15 @@ from plain_losses import BOUNDS, LOSSES, OWN
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+REJECTION = [
+    "[seq_sum_k1]",
+    "[token_k1]",
+    "[seq_mean_k1,token_k3]",
+    "[token_k2]",
+    "[seq_max_k2,seq_sum_k3]",
+    "[seq_max_k3]",
+]
 LOSS = f"{ACTOR}.policy_loss"
 
 
@@ -26,9 +34,31 @@ def _optimizer(section):
     }
 
 
+ESTIMATORS = {  # beside gae and grpo: their own options
+    "grpo_passk": "",
+    "rloo": "",
+    "opo": "",
+    "gpg": "f_norm:2.0",
+    "max_rl": "",
+    "reinforce_plus_plus": "",
+    "reinforce_plus_plus_baseline": "",
+    "remax": "",
+    "gdpo": "",
+    "optimal_token_baseline": "",
+    "tir_optimal_token_baseline": "handle_zero_tail:false",
+    "turn_grpo": "step_advantage_w:0.5",
+    "gigpo": "",
+}
+TIES_TEACH = (None, "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
+
 # Values beside the default (of the configuration, or of the stage where that sets the key).
 CHOICES = {
-    "algorithm.adv_estimator": ["grpo"],
+    "algorithm.adv_estimator": ["grpo", *ESTIMATORS],
+    "algorithm.gae_timestep_unit": ["turn"],
+    "algorithm.singleton_advantage": ["raw"],
+    "algorithm.zero_variance": ["mask", "refill", "keep"],
+    "algorithm.gdpo_reward_keys": ["[step,score]", "[final,step]"],
+    "algorithm.gdpo_reward_weights": ["[1.0,0.25]"],
     "algorithm.gamma": [0.9],
     "algorithm.lam": [0.8],
     "algorithm.norm_adv_by_std_in_grpo": ["false"],
@@ -40,8 +70,15 @@ CHOICES = {
     "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
-    "algorithm.rollout_correction.bypass_mode": ["true"],
-    "distillation.teachers": ["{{default:{folder}/other}}"],
+    f"{CORRECTION}.bypass_mode": ["true"],
+    f"{CORRECTION}.loss_type": ["reinforce"],
+    f"{CORRECTION}.rollout_is": ["token", "sequence"],
+    f"{CORRECTION}.rollout_is_threshold": ["0.995_1.01", "1.002"],
+    f"{CORRECTION}.rollout_is_batch_normalize": ["true"],
+    f"{CORRECTION}.rollout_rs": REJECTION,
+    f"{CORRECTION}.rollout_rs_threshold": ["1.01"],
+    f"{CORRECTION}.off_policy_mask_threshold": [1e-4],
+    "distillation.teachers": ["{{default: {folder}/other}}"],
     "distillation.coef": [0.3],
     "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
@@ -83,6 +120,7 @@ CHOICES = {
     f"{ROLLOUT}.temperature": [0.7, 1.3],
     f"{ROLLOUT}.top_p": [0.8],
     f"{ROLLOUT}.top_k": [20],
+    f"{ROLLOUT}.dtype": ["bfloat16"],  # then the engine's log-probs differ from the trainer's
     "reward_model.enable": ["false"],
     "reward_model.tool_reward_weight": [0.5],
     "reward_model.score_weight": [2.0],
@@ -96,9 +134,11 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
-TEACHER = {"distillation.teachers": "{{default:{folder}/other}}"}
+TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
+DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
+WEIGHTED = DIFFERS | {f"{CORRECTION}.rollout_is": "token"}
 CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
 KL_COV = MOVING | {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.kl_cov_ratio": 0.2}
 SAPO = MOVING | {f"{LOSS}.loss_mode": "sapo"}
@@ -114,14 +154,31 @@ def _schedule(section):
 NEEDS = {
     "algorithm.gamma": CRITIC,
     "algorithm.lam": CRITIC,
+    "algorithm.gae_timestep_unit": CRITIC,
     "algorithm.norm_adv_by_std_in_grpo": GRPO,
+    "algorithm.singleton_advantage": GRPO,
+    "algorithm.zero_variance": GRPO | {"algorithm.filter_groups.enable": None},
+    "algorithm.gdpo_reward_keys": {"algorithm.adv_estimator": "gdpo"},
+    "algorithm.gdpo_reward_weights": {
+        "algorithm.adv_estimator": "gdpo",
+        "algorithm.gdpo_reward_keys": "[score,step]",
+    },
     "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
         f"{ACTOR}.ppo_epochs": None,
         f"{ACTOR}.ppo_mini_batch_size": None,
-        "algorithm.rollout_correction.bypass_mode": None,
+        f"{CORRECTION}.bypass_mode": None,
+        f"{CORRECTION}.rollout_is": None,
+        f"{CORRECTION}.rollout_rs": None,
     },
     "distillation.coef": TEACHER,
     "distillation.task_coef": TEACHER,
+    f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{LOSS}.loss_mode": None},
+    f"{CORRECTION}.rollout_is": DIFFERS,
+    f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
+    f"{CORRECTION}.rollout_is_batch_normalize": WEIGHTED,
+    f"{CORRECTION}.rollout_rs": DIFFERS | {f"{CORRECTION}.rollout_rs_threshold": "1.01"},
+    f"{CORRECTION}.rollout_rs_threshold": DIFFERS | {f"{CORRECTION}.rollout_rs": "[seq_sum_k1]"},
+    f"{CORRECTION}.off_policy_mask_threshold": DIFFERS,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -167,7 +224,7 @@ def configuration(seed):
     """Settings by key: of about half of all keys, and of some of them with what they need before they matter."""
     dice = random.Random(seed)
     drawn = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < 0.5}
-    matter = dict(dice.choice([CRITIC, GRPO]))
+    matter = dict(dice.choice([CRITIC, GRPO, {"algorithm.adv_estimator": dice.choice(list(ESTIMATORS))}]))
     for key in dice.sample(sorted(CHOICES), 16):
         wanted = {key: dice.choice(CHOICES[key])} | NEEDS.get(key, {})
         if all(matter.get(other, value) == value for other, value in wanted.items()):
@@ -178,20 +235,57 @@ def configuration(seed):
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
     learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
-    if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
+    if f"{CORRECTION}.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+        chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
+        if f"{CORRECTION}.loss_type" in chosen:
+            chosen.pop(f"{LOSS}.loss_mode", None)
+        elif chosen.get(f"{LOSS}.loss_mode") not in ("gpg", "reinforce"):  # the loss's ratio is the weight
+            chosen.pop(f"{CORRECTION}.rollout_is", None)
+    if f"{CORRECTION}.rollout_rs" in chosen:
+        chosen[f"{CORRECTION}.rollout_rs_threshold"] = thresholds(chosen[f"{CORRECTION}.rollout_rs"])
+    corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")
+    if any(f"{CORRECTION}.{name}" in chosen for name in corrections) and chosen.get(f"{LOSS}.loss_mode") == "vespo":
+        chosen.pop(f"{LOSS}.loss_mode")  # whose weight of a sequence takes them in; its own tests see it
     if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
-    if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
-        chosen.pop("algorithm.filter_groups.enable", None)
-    elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
+        chosen.pop("algorithm.zero_variance", None)
+    estimator = chosen.get("algorithm.adv_estimator")
+    allow_estimator(chosen, estimator)
+    if estimator is not None and f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
         chosen[f"{ACTOR}.entropy_coeff"] = 0.05
     _keep_to_the_loss(chosen)
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
     return chosen
+
+
+def allow_estimator(chosen, estimator):
+    """Leaves out of `chosen` what does not go with the estimator, and adds what it needs."""
+    chosen.pop("algorithm.adv_estimator_kwargs", None)
+    if own := ESTIMATORS.get(estimator):
+        chosen["algorithm.adv_estimator_kwargs"] = f"{{{{{own}}}}}"
+    if estimator in TIES_TEACH:  # groups of equal scores have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
+        chosen.pop("algorithm.zero_variance", None)
+    if "algorithm.zero_variance" in chosen:
+        chosen.pop("algorithm.filter_groups.enable", None)
+        if chosen["algorithm.zero_variance"] == "refill":
+            chosen["algorithm.filter_groups.max_num_gen_batches"] = 3
+    if estimator == "gdpo" or "algorithm.gdpo_reward_weights" in chosen:
+        chosen.setdefault("algorithm.gdpo_reward_keys", "[score,final]")
+    if estimator == "gdpo":
+        chosen.pop("algorithm.use_kl_in_reward", None)
+        if "reward_model.enable" in chosen:
+            chosen["algorithm.gdpo_reward_keys"] = "[final,step]"
+
+
+def thresholds(criteria):
+    """Bounds that an engine in bfloat16 is sometimes within."""
+    kinds = [name.rpartition("_")[2] for name in criteria.strip("[]").split(",")]
+    return "[" + ",".join({"k1": "0.99_1.01", "k2": "1e-4", "k3": "1e-4"}[kind] for kind in kinds) + "]"
 
 
 def _keep_to_the_loss(chosen):

@@ -53,10 +53,12 @@ NOT_OF_THE_STEP = {
     "critic.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.singleton_advantage",
     f"{ROLLOUT}.mode",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.top_p",
     f"{ROLLOUT}.top_k",
+    f"{ROLLOUT}.dtype",
     "data.train_batch_size",
     "reward_model.enable",
 }
@@ -79,6 +81,7 @@ BUSY = {
     "trainer.total_training_steps": 3,
     "data.train_batch_size": 2,
     f"{ROLLOUT}.n": 2,
+    f"{ROLLOUT}.dtype": "bfloat16",
 }
 
 
@@ -113,7 +116,7 @@ def put(config, key, value):
 def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     usual = compose("ppo_trainer", arguments(folder, folder))
     settings = BUSY | NEEDS.get(key, {})
-    if key == "algorithm.filter_groups.enable":
+    if key in ("algorithm.filter_groups.enable", "algorithm.zero_variance"):
         settings["reward_model.tool_reward_weight"] = 0  # few scores, so that some groups have equal ones
     for other in settings:
         if settings[other] is None:
@@ -170,6 +173,7 @@ MOVED = {
         count,
         GRPO | {"algorithm.filter_groups.enable": "true", f"{ROLLOUT}.n": 2},
     ),
+    "algorithm.singleton_advantage": ("raw", figure("critic/advantages/max"), GRPO | {f"{ROLLOUT}.n": 2}),
     f"{ROLLOUT}.n": (2, count, {}),
     f"{ROLLOUT}.top_p": (0.5, tokens, {}),
     f"{ROLLOUT}.top_k": (3, tokens, {}),
