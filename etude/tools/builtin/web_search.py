@@ -66,7 +66,7 @@ class WebSearchOptions(ToolOptions):
     """
 
     engine: str = "google"
-    api_key: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
     cost: NonNegative = 0.01
     max_results: int = Field(default=5, ge=1, le=50)
     max_query_chars: Count = 500

@@ -239,6 +239,12 @@ def test_options_are_checked(config, reason):
         WebSearchTool(config)
 
 
+@pytest.mark.parametrize("key", [20231122, ["20231122"]])
+def test_a_key_that_is_no_text_is_not_shown(key):
+    with pytest.raises(ConfigError, match=r"config\.api_key must be text or null$"):
+        WebSearchTool({"api_key": key})
+
+
 def test_the_example_configuration_takes_its_key_from_the_environment(monkeypatch):
     monkeypatch.delenv("SEARCH_API_KEY", raising=False)
     with pytest.raises(ConfigError, match="SEARCH_API_KEY is not set"):
