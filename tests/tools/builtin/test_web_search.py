@@ -198,7 +198,7 @@ async def test_connections_are_shared_and_closed_with_the_tool(serve):
         warnings.simplefilter("error", ResourceWarning)
         del made
         gc.collect()
-    assert session.closed
+    assert session.client.closed
 
 
 def test_a_tool_serves_one_event_loop_after_another():
