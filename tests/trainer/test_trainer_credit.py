@@ -1,5 +1,7 @@
 """Credit for rollouts however many sequences they left, and the columns that are read off rollouts for it."""
 
+import itertools
+
 import numpy as np
 import pytest
 import torch
@@ -20,8 +22,8 @@ OWN = {"gdpo": {"gdpo_reward_keys": ("step", "score", "format")}}
 JUDGES = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).episodes]
 
 
-def sequence(prompt, runs, first):
-    """Runs of (is sampled, ids); a sampled one is a turn. Every id of a batch is another one, from `first`."""
+def sequence(prompt, runs):
+    """Runs of (is sampled, ids); a sampled one is a turn."""
     made = Trajectory("r", list(prompt))
     for sampled, ids in runs:
         made.append(
@@ -34,15 +36,15 @@ def sequence(prompt, runs, first):
 def batch_of(drawn, cuts):
     """Rollouts of (uid, score, lengths of turns, turns with a step reward); each is cut before the turns in its `cuts`."""
     results, token = [], 1
-    for (uid, score, lengths, paid), cut in zip(drawn, cuts):
+    for (_, score, lengths, paid), cut in zip(drawn, cuts):
         runs = []
         for length in lengths:
             runs += [(True, list(range(token, token + length))), (False, [token + length])]
             token += length + 1
         runs.pop()
         starts = [0, *(2 * turn for turn in sorted(cut) if turn < len(lengths)), len(runs)]
-        parts = [runs[a:b] for a, b in zip(starts, starts[1:]) if a < b]
-        sequences = [sequence([0], part, 0) for part in parts]
+        parts = [runs[a:b] for a, b in itertools.pairwise(starts) if a < b]
+        sequences = [sequence([0], part) for part in parts]
         before = sum(s.assistant_turns for s in sequences[:-1])
         steps = [(turn - before, "tool", 0.5) for turn in paid if before <= turn < len(lengths)]
         sequences[-1].rewards = Rewards(steps=steps, score=score, score_info={"format": score**2})
@@ -100,30 +102,29 @@ def test_turns_of_later_sequences_come_later():
     ids = sorted(turns)[:4]
     assert [turns[i] for i in ids] == sorted(turns[i] for i in ids)
     assert len({turns[i] for i in ids}) == 3
-    assert turn_numbers(sequence([0], [(True, [1, 2]), (False, [3]), (True, [4])], 0)) == [0, 0, 1, 1]
+    assert turn_numbers(sequence([0], [(True, [1, 2]), (False, [3]), (True, [4])])) == [0, 0, 1, 1]
 
 
 def test_observations_are_equal_where_what_was_answered_is():
-    made = sequence(
-        [7, 8], [(True, [1, 2]), (False, [3]), (True, [4]), (False, [3]), (True, [5, 6]), (False, [9]), (True, [2])], 0
-    )
-    other = sequence([7, 8], [(False, [3]), (True, [1])], 0)
+    seen, again = (False, [3]), (True, [4])
+    made = sequence([7, 8], [(True, [1, 2]), seen, again, seen, (True, [5, 6]), (False, [9]), (True, [2])])
+    other = sequence([7, 8], [seen, (True, [1])])
     one, two, three, four = (observations(made)[place] for place in (0, 3, 5, 8))
     assert two == three
     assert len({one, two, four, observations(other)[1]}) == 4
-    assert observations(sequence([7, 8], [(True, [9])], 0)) == [one]
+    assert observations(sequence([7, 8], [(True, [9])])) == [one]
     assert observations(made)[:2] == [one, one]
 
 
 def test_observations_with_images_are_refused():
-    made = sequence([1], [(True, [1]), (False, [2]), (True, [3])], 0)
+    made = sequence([1], [(True, [1]), (False, [2]), (True, [3])])
     made.images = ["a picture"]
     with pytest.raises(DataError, match="rollout of several turns has images"):
         observations(made)
 
 
 def test_components_are_the_sources_and_what_the_scorer_returned():
-    one, two = sequence([0], [(True, [1])], 0), sequence([0], [(True, [2])], 0)
+    one, two = sequence([0], [(True, [1])]), sequence([0], [(True, [2])])
     one.rewards = Rewards(
         [(0, "t", 0.5), (0, "t", 0.25)], {"saw": 2.0}, 1.5, {"format": True, "note": "text", "acc": 0.5}
     )
