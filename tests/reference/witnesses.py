@@ -34,6 +34,9 @@ WITNESSES = {
         f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
         f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
     },
+    "trainer/test_trainer_correction.py": {
+        "algorithm.rollout_correction.alarm_threshold": "test_an_engine_far_from_the_trainer_raises_the_alarm_once",
+    },
     "trainer/test_trainer_engines.py": {
         f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
     },
@@ -74,6 +77,14 @@ WITNESSES = {
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
+    },
+    "workers/test_workers_lora.py": {
+        f"{section}.{name}": test
+        for section, test in {
+            "actor_rollout_ref.model": "test_the_keys_choose_rank_scale_and_layers",
+            "critic.model": "test_the_critics_keys_are_its_own",
+        }.items()
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
