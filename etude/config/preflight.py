@@ -171,6 +171,10 @@ def _extras(options: Options) -> Iterator[Problem]:
             continue
         if name != "vllm" or not value_of(options, f"{_ROLLOUT}.server_urls"):  # servers need nothing here
             yield key, str(MissingExtraError(f"'{name}'", extra))
+    for section in ("actor_rollout_ref.model", "critic.model", "model"):
+        key = f"{section}.lora_rank"
+        if key in declarations(type(options)) and value_of(options, key) and not importlib.util.find_spec("peft"):
+            yield key, str(MissingExtraError("LoRA", "lora"))
 
 
 def _positions(run: TrainOptions) -> int | None:

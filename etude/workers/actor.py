@@ -24,6 +24,7 @@ from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models import torch_dtype
+from etude.models.lora import without_adapters
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import TrainedWorker
@@ -58,7 +59,7 @@ class TrainWorker(TrainedWorker):
         self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            network = self.load_policy(options.model.dtype)
+            network = self.model if options.model.lora_rank else self.load_policy(options.model.dtype)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
@@ -75,7 +76,9 @@ class TrainWorker(TrainedWorker):
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
-        return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
+        with without_adapters(self._ref.model):
+            log_probs = self._ref.log_probs(data, data.meta_info["temperature"])[0]
+        return DataProto.from_single_dict({"ref_log_prob": log_probs})
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,

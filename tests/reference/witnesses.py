@@ -78,6 +78,14 @@ WITNESSES = {
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
     },
+    "workers/test_workers_lora.py": {
+        f"{section}.{name}": test
+        for section, test in {
+            "actor_rollout_ref.model": "test_the_keys_choose_rank_scale_and_layers",
+            "critic.model": "test_the_critics_keys_are_its_own",
+        }.items()
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
         "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

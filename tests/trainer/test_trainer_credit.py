@@ -1,5 +1,7 @@
 """Credit for rollouts however many sequences they left, and the columns that are read off rollouts for it."""
 
+from itertools import pairwise
+
 import numpy as np
 import pytest
 import torch
@@ -34,14 +36,14 @@ def sequence(prompt, runs, first):
 def batch_of(drawn, cuts):
     """Rollouts of (uid, score, lengths of turns, turns with a step reward); each is cut before the turns in its `cuts`."""
     results, token = [], 1
-    for (uid, score, lengths, paid), cut in zip(drawn, cuts):
+    for (_, score, lengths, paid), cut in zip(drawn, cuts):
         runs = []
         for length in lengths:
             runs += [(True, list(range(token, token + length))), (False, [token + length])]
             token += length + 1
         runs.pop()
         starts = [0, *(2 * turn for turn in sorted(cut) if turn < len(lengths)), len(runs)]
-        parts = [runs[a:b] for a, b in zip(starts, starts[1:]) if a < b]
+        parts = [runs[a:b] for a, b in pairwise(starts) if a < b]
         sequences = [sequence([0], part, 0) for part in parts]
         before = sum(s.assistant_turns for s in sequences[:-1])
         steps = [(turn - before, "tool", 0.5) for turn in paid if before <= turn < len(lengths)]
