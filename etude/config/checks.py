@@ -204,12 +204,6 @@ def _contradictions(options: Options) -> Iterator[Problem]:
 
 def _sampling(run: TrainOptions) -> Iterator[Problem]:
     rollout = run.actor_rollout_ref.rollout
-    if run.algorithm.rollout_correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            "algorithm.rollout_correction.bypass_mode",
-            "needs rollout.top_p=1 and top_k=-1: the engine's log-probs are those of the restricted distribution, the "
-            "actor's are not",
-        )
     val = rollout.val_kwargs
     if val.n > 1 and not (val.do_sample and val.temperature > 0):
         yield (

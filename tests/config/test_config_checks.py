@@ -160,11 +160,6 @@ def test_the_same_for_supervised_runs(override):
         ((*GRPO, f"{ROLLOUT}.n=1"), f"{ROLLOUT}.n", "2 or more"),
         (("algorithm.filter_groups.enable=true",), "algorithm.filter_groups.enable", "do have gradients"),
         (
-            ("algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"),
-            "algorithm.rollout_correction.bypass_mode",
-            "top_p=1",
-        ),
-        (
             (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"),
             f"{CORRECTION}.rollout_is",
             "loss_type=reinforce",

@@ -199,9 +199,7 @@ def configuration(seed):
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
     learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
-    if f"{CORRECTION}.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
-        chosen.pop(f"{ROLLOUT}.top_p", None)
-        chosen.pop(f"{ROLLOUT}.top_k", None)
+    if f"{CORRECTION}.bypass_mode" in chosen:
         chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
         if f"{CORRECTION}.loss_type" in chosen:
             chosen.pop(f"{LOSS}.loss_mode", None)

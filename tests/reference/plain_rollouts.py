@@ -13,13 +13,14 @@ class Sequence:
     """One context: the prompt, and what followed it, token by token.
 
     `mask` is 1 for the tokens that the policy sampled; `engine_log_probs` are the engine's for those; `turns` counts the
-    assistant's turns."""
+    assistant's turns; `kept_ids` are what a token was drawn from, where that is not the whole vocabulary."""
 
     prompt: list[int]
     response: list[int]
     mask: list[int]
     engine_log_probs: list[float]
     turns: list[int]
+    kept_ids: list[list[int] | None]
 
     @property
     def sampled(self) -> list[int]:

@@ -39,6 +39,7 @@ class Row:
         self.sampled = torch.tensor(sequence.sampled)
         flagged = [value for value, flag in zip(sequence.engine_log_probs, sequence.mask) if flag]
         self.engine = torch.tensor(flagged, dtype=torch.float64)
+        self.kept_ids = [kept for kept, flag in zip(sequence.kept_ids, sequence.mask) if flag]
         self.turns = [turn for turn, flag in zip(sequence.turns, sequence.mask) if flag]
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
@@ -172,9 +173,13 @@ class Critic(nn.Module):
 def log_probs_and_entropy(model, row, temperature):
     """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
     logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
-    log_p = torch.log_softmax(logits[row.sampled - 1] / temperature, dim=-1)
-    chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
-    return chosen, -(log_p.exp() * log_p).sum(dim=-1)
+    chosen, entropies = [], []
+    for place, kept in zip(row.sampled.tolist(), row.kept_ids):
+        drawn_from = list(range(logits.shape[1])) if kept is None else list(kept)
+        log_p = torch.log_softmax(logits[place - 1, drawn_from] / temperature, dim=-1)
+        chosen.append(log_p[drawn_from.index(int(row.ids[0, place]))])
+        entropies.append(-(log_p.exp() * log_p).sum())
+    return torch.stack(chosen), torch.stack(entropies)
 
 
 # -- the step ----------------------------------------------------------------------------------------------------
