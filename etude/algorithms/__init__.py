@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         rejection_mask,
         rollout_mismatch,
     )
+    from etude.algorithms.distillation import distill
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
 
@@ -36,6 +37,7 @@ __all__ = [
     "agg_loss",
     "apply_kl_penalty",
     "compute_advantage",
+    "distill",
     "equal_scores",
     "importance_weights",
     "kl_penalty",
@@ -54,6 +56,7 @@ _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
     "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
+    "distillation": {"distill"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
 }

@@ -36,6 +36,7 @@ COMMANDS = {
     "train": LazyCommand("etude.cli.train:train", "Train by reinforcement learning (PPO, GRPO and kin)."),
     "sft": LazyCommand("etude.cli.sft:sft", "Fine-tune on conversations with tool calls."),
     "eval": LazyCommand("etude.cli.eval:evaluate", "Roll out a model on validation rows and score it."),
+    "export": LazyCommand("etude.cli.export:export", "Write a run's model as a folder for any Hugging Face program."),
     "data": LazyCommand("etude.cli.data:data", "Make training data."),
     "tools": LazyCommand("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
     "sandbox": LazyCommand("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),

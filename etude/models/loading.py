@@ -6,13 +6,14 @@ render a chat), or one `ConfigError` names the folder and what to change.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.model_folder import local_folder, read_config
+from etude.models.lora import has_adapters, merged_state
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
 from etude.registry import did_you_mean
@@ -109,9 +110,10 @@ def save_pretrained(
     model: PreTrainedModel | ValueModel,
     tokenizer: PreTrainedTokenizerBase | ProcessorMixin | None,
     folder: str | Path,
+    weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes model and tokenizer, or the processor that contains it, in a form that the loaders here and any Hugging Face
-    program can read.
+    program can read; adapters are merged into the weights. `weights`: written in place of the model's own `state_dict()`.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -121,7 +123,8 @@ def save_pretrained(
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with _no_progress_bars():
-            model.save_pretrained(folder)
+            weights = merged_state(model, weights) if has_adapters(model) else weights
+            model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)
     except (OSError, SafetensorError) as error:

@@ -6,6 +6,7 @@ folder plus `value_head.safetensors`; the loss and its masks are elsewhere.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -41,13 +42,19 @@ class ValueModel(nn.Module):
         """Values (...) of final hidden states (..., hidden)."""
         return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
 
-    def save_pretrained(self, folder: str | Path) -> None:
-        """Writes the backbone as a model folder and the head next to it."""
+    def save_pretrained(self, folder: str | Path, state_dict: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Writes the backbone as a model folder and the head next to it; `state_dict`: in place of the model's own."""
         from safetensors.torch import save_file
 
-        self.backbone.save_pretrained(folder)
-        head = {name: tensor.detach().cpu().contiguous() for name, tensor in self.head.state_dict().items()}
-        save_file(head, Path(folder) / VALUE_HEAD_FILE)
+        weights = self.state_dict() if state_dict is None else state_dict
+        body, head = (
+            {name.removeprefix(part): tensor for name, tensor in weights.items() if name.startswith(part)}
+            for part in ("backbone.", "head.")
+        )
+        self.backbone.save_pretrained(folder, state_dict=body)
+        save_file(
+            {name: tensor.detach().cpu().contiguous() for name, tensor in head.items()}, Path(folder) / VALUE_HEAD_FILE
+        )
 
     def load_head(self, file: Path) -> None:
         """Reads the head's weights.

@@ -7,6 +7,7 @@ sections together.
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import Declaration, declarations
+from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
@@ -37,6 +38,7 @@ __all__ = [
     "CustomRewardOptions",
     "DataOptions",
     "Declaration",
+    "DistillationOptions",
     "EnvOptions",
     "ModelOptions",
     "MultiTurnOptions",

@@ -8,9 +8,21 @@ from typing import Annotated, Any, Literal
 from annotated_types import Le
 from pydantic import AfterValidator, BeforeValidator
 
-from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind, Singleton, TimestepUnit
 from etude.options.declare import Names, When, key, options
-from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, NonNegative, Positive, Share, Text, Texts
+from etude.options.types import (
+    Count,
+    CountOrOff,
+    Flag,
+    FreeForm,
+    Natural,
+    NonNegative,
+    Numbers,
+    Positive,
+    Share,
+    Text,
+    Texts,
+)
 
 KL_REWARD = When("with algorithm.use_kl_in_reward=true", lambda own, run: run.algorithm.use_kl_in_reward)
 ADAPTIVE = When(
@@ -47,13 +59,29 @@ class KLCtrlOptions:
 
 @options
 class FilterGroupsOptions:
-    """Groups whose rewards are all equal carry no gradient."""
+    """The documents' keys of zero_variance."""
 
-    enable: Flag = key("Leave them out of the batch.", default=False)
+    enable: Flag = key(
+        "True: as zero_variance=mask, or =refill where max_num_gen_batches is more than 1.",
+        default=False,
+        when=When("with zero_variance=null", lambda own, run: run.algorithm.zero_variance is None),
+    )
+    metric: Text = key(
+        "What the answers of a group must differ in: reward (their total rewards, as seq_reward and seq_final_reward too), "
+        "score (the reward manager's), or a number that the scorer reports, such as acc.",
+        default="reward",
+        when=When("where groups of equal scores leave the batch", lambda own, run: run.algorithm.drops_equal_groups),
+        verl_default="null",
+    )
     max_num_gen_batches: Count = key(
-        "1: only leave them out. More: generate further prompts, up to this many batches, until the batch is full.",
+        "Most batches generated for a step, the first included; where they are not enough, the step trains on what it has "
+        "(training/filter_groups/missing_samples).",
         default=1,
-        when=When("with enable=true", lambda own, run: own.enable),
+        when=When(
+            "with enable=true or zero_variance=refill",
+            lambda own, run: own.enable or run.algorithm.zero_variance == "refill",
+        ),
+        unit="batches",
         verl_default="0",
         verl_meaning="0 is no bound",
     )
@@ -201,23 +229,50 @@ class AlgorithmOptions:
     """From rewards to advantages."""
 
     adv_estimator: Text = key(
-        "A registered advantage estimator: gae (needs a critic), grpo, or one of yours.",
+        "A registered advantage estimator (docs/algorithms.md lists them), or one of yours.",
         default="gae",
         names=Names("etude.algorithms.records:ADVANTAGE_ESTIMATORS"),
     )
     adv_estimator_kwargs: FreeForm = key(
-        "Options that an estimator of yours has and that are no keys here; any keys.", default_factory=dict
+        "Options that the estimator has and that are no keys here; any keys.", default_factory=dict
     )
     gamma: Share = key(
-        "Discount a token. 1.0: a reward at the end counts in full at the start.",
+        "Discount a token (or turn, where the estimator says so). 1.0: a reward at the end counts in full at the start.",
         default=1.0,
         when=_estimator_reads("gamma"),
     )
     lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=_estimator_reads("lam"))
+    gae_timestep_unit: TimestepUnit = key(
+        "What gamma and lam count: tokens, or turns (within one nothing is discounted).",
+        default="token",
+        when=_estimator_reads("gae_timestep_unit"),
+    )
     norm_adv_by_std_in_grpo: Flag = key(
-        "Divide GRPO's advantages by the group's standard deviation. False: Dr.GRPO.",
+        "Divide group-relative advantages by the group's standard deviation. False: Dr.GRPO.",
         default=True,
         when=_estimator_reads("norm_adv_by_std_in_grpo"),
+    )
+    singleton_advantage: Singleton = key(
+        "Advantage of an answer that is its prompt's only one. raw: its score, and such prompts are trained on.",
+        default="zero",
+        when=_estimator_reads("singleton_advantage"),
+    )
+    zero_variance: Literal["keep", "mask", "refill"] | None = key(
+        "Prompts whose answers all score the same: keep them (advantage 0), mask them out of the loss and its counts, or "
+        "refill: replace them by further prompts, up to filter_groups.max_num_gen_batches. Null: as filter_groups.enable "
+        "says.",
+        default=None,
+    )
+    gdpo_reward_keys: Texts = key(
+        "Reward components that are normalised one by one: numbers in the scorer's dict, or step, final, score.",
+        default=(),
+        when=_estimator_reads("gdpo_reward_keys"),
+        verl_default="null",
+    )
+    gdpo_reward_weights: Numbers | None = key(
+        "Their weights. Null: 1 each.",
+        default=None,
+        when=_estimator_reads("gdpo_reward_weights"),
     )
     use_kl_in_reward: Flag = key(
         "Subtract the KL distance from the reference policy from each token's reward.", default=False
@@ -227,10 +282,33 @@ class AlgorithmOptions:
     filter_groups: FilterGroupsOptions = key("", default_factory=FilterGroupsOptions)
     rollout_correction: RolloutCorrectionOptions = key("", default_factory=RolloutCorrectionOptions)
 
+    def __post_init__(self) -> None:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if weights is not None and len(weights) != len(keys):
+            raise ValueError(f"gdpo_reward_weights: {len(weights)} for the {len(keys)} of gdpo_reward_keys")
+
     @property
     def estimator(self) -> Estimator | None:
         """The record of `adv_estimator`; None where nothing is registered under that name, or nothing yet."""
         return ADVANTAGE_ESTIMATORS.find(self.adv_estimator)
+
+    @property
+    def min_group(self) -> int:
+        """Minimum number of surviving answers per prompt that are trained on."""
+        estimator = ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
+        raw = self.singleton_advantage == "raw" and estimator.reads("singleton_advantage")
+        return 1 if raw else estimator.min_group
+
+    @property
+    def drops_equal_groups(self) -> bool:
+        """Whether groups of equal scores leave the batch."""
+        return self.filter_groups.enable if self.zero_variance is None else self.zero_variance != "keep"
+
+    @property
+    def max_gen_batches(self) -> int:
+        """Batches that may be generated for one step."""
+        refills = self.drops_equal_groups and self.zero_variance != "mask"
+        return self.filter_groups.max_num_gen_batches if refills else 1
 
     def estimator_options(self) -> dict[str, Any]:
         """What the estimator is called with beside columns.
@@ -300,6 +378,11 @@ class RunOptions:
     resume_from_path: Text | None = key("Checkpoint folder for resume_path.", default=None, path="checkpoint")
     max_actor_ckpt_to_keep: CountOrOff | None = key(
         "Checkpoints kept, newest first. Null or -1: all.", default=2, verl_default="null"
+    )
+    async_save: Flag = key(
+        "Write checkpoints in the background, from a copy of weights and optimizer states in the CPU's memory; the next one "
+        "waits for it.",
+        default=False,
     )
     deterministic: Flag = key("Bit-identical repeats at a fixed thread count, at some cost in speed.", default=False)
     seed: Natural = key("Seed of everything random that has no seed of its own.", default=1)

@@ -9,6 +9,7 @@ from dataclasses import replace
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
+from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
@@ -41,6 +42,7 @@ class TrainOptions:
     reward_model: RewardOptions = key("", default_factory=RewardOptions)
     custom_reward_function: CustomRewardOptions = key("", default_factory=CustomRewardOptions)
     algorithm: AlgorithmOptions = key("", default_factory=AlgorithmOptions)
+    distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
     plugins: Texts = key(_PLUGINS, default=(), path="code")
 
@@ -55,11 +57,13 @@ class TrainOptions:
     @property
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
-        policy loss, the KL terms and the correction of what the engine sampled."""
+        policy loss, the KL terms, distillation and the correction of what the engine sampled."""
         estimator = self.algorithm.estimator
         own = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
         if self.algorithm.rollout_correction.corrects:
             own.add("old_log_probs")
+        if self.distillation.teachers:
+            own |= {"old_log_probs", "teacher_log_probs"}
         return self.actor.needs.union(own, estimator.needs if estimator else ())
 
     def may_need(self, column: str) -> bool:

@@ -2,20 +2,25 @@
 
 A checkpoint is the folder `global_step_N`: the roles' own files, and `trainer.json` with the loop's state. It is written
 under a temporary name and renamed when complete; only then does `latest_checkpointed_iteration.txt` name it. If writing is
-interrupted, the previous checkpoint stays usable.
+interrupted, the previous checkpoint stays usable. At most one is being written at a time, in a thread of its own if asked.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import shutil
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 from etude.errors import CheckpointError, one_line
+
+logger = logging.getLogger(__name__)
 
 LATEST = "latest_checkpointed_iteration.txt"
 _STATE = "trainer.json"
@@ -25,19 +30,66 @@ _TEMPORARY = ".incomplete-"
 class Checkpoints:
     """The checkpoints in `folder`; `keep` newest are kept (None or -1: all)."""
 
-    def __init__(self, folder: Path | str, keep: int | None) -> None:
+    def __init__(self, folder: Path | str, keep: int | None, *, in_background: bool = False) -> None:
         self.folder, self._keep = Path(folder), None if keep == -1 else keep
+        self._in_background = in_background
+        self._running: Future[None] | None = None
 
-    def save(self, step: int, state: dict[str, Any], write: Callable[[str], None]) -> Path:
-        """Writes the checkpoint of `step`; `write(folder)` adds the roles' files.
+    def save(
+        self, step: int, state: dict[str, Any], write: Callable[[str], None], copy: Callable[[], None] = lambda: None
+    ) -> None:
+        """Writes the checkpoint of `step`; `write(folder)` adds the roles' files. In the background, `copy()` first makes
+        sure that `write` finds them as they are now; an earlier save is waited for.
 
         Raises:
-            CheckpointError: it could not be written, for instance because the disk is full; no partial files stay.
+            CheckpointError: it, or an earlier one, could not be written, for instance because the disk is full; no partial
+                files stay.
         """
+        self.wait()
+        text = json.dumps({"step": step, **state}, indent=1)
+        if not self._in_background:
+            self._write(step, text, write)
+            return
+        copy()
+        running = self._running = Future()
+
+        def run() -> None:
+            try:
+                self._write(step, text, write)
+                running.set_result(None)
+            except BaseException as error:
+                running.set_exception(error)
+
+        threading.Thread(target=run, name="etude-checkpoint").start()  # not a daemon: a program's end waits for it
+
+    def wait(self, *, only_if_done: bool = False) -> None:
+        """Waits until no save runs; `only_if_done`: does not wait, but raises the error of one that has failed.
+
+        Raises:
+            CheckpointError: of the save.
+        """
+        if self._running is not None and (self._running.done() or not only_if_done):
+            running, self._running = self._running, None
+            running.result()
+
+    @contextmanager
+    def awaited(self) -> Iterator[None]:
+        """Waits for the save that runs when the block ends. Where the block raises, the save's error is only logged."""
+        try:
+            yield
+        except BaseException:
+            try:
+                self.wait()
+            except Exception as second:  # must not hide the original error
+                logger.warning("%s", one_line(second))
+            raise
+        self.wait()
+
+    def _write(self, step: int, state: str, write: Callable[[str], None]) -> None:
         target = self.folder / f"global_step_{step}"
         with write_whole(target) as temporary:
             write(str(temporary))
-            (temporary / _STATE).write_text(json.dumps({"step": step, **state}, indent=1))
+            (temporary / _STATE).write_text(state)
         try:
             self._name_latest(step)
             self._prune(step)
@@ -45,7 +97,6 @@ class Checkpoints:
             raise CheckpointError(
                 f"{target} is complete, but {self.folder} cannot be tidied: {one_line(error)}"
             ) from error
-        return target
 
     def latest(self) -> Path | None:
         """The newest complete checkpoint, or None."""
@@ -54,6 +105,9 @@ class Checkpoints:
             return None
         text = pointer.read_text().strip()
         target = self.folder / f"global_step_{text}"
+        replaced = _replaced(target)
+        if replaced.exists() and not target.exists():  # killed while it was written once more
+            os.replace(replaced, target)
         if not text.isdigit() or not (target / _STATE).is_file():
             raise CheckpointError(
                 f"{pointer} names step '{text}', but {target} is no checkpoint; correct or remove the file"
@@ -103,8 +157,7 @@ def write_whole(target: Path) -> Iterator[Path]:
     Raises:
         CheckpointError: it could not be written, for instance because the disk is full; an earlier `target` is intact.
     """
-    temporary = target.with_name(f"{_TEMPORARY}{target.name}")
-    replaced = target.with_name(f"{_TEMPORARY}replaced-{target.name}")
+    temporary, replaced = target.with_name(f"{_TEMPORARY}{target.name}"), _replaced(target)
     try:
         for left in (temporary, replaced):  # of a run that was killed while it wrote
             _remove(left)
@@ -121,9 +174,13 @@ def write_whole(target: Path) -> Iterator[Path]:
         reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, (OSError, CheckpointError)):
-            advice = "free space or set trainer.default_local_dir"
+            advice = "free space, or name another folder (of a run: trainer.default_local_dir)"
             raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
         raise
+
+
+def _replaced(target: Path) -> Path:
+    return target.with_name(f"{_TEMPORARY}replaced-{target.name}")
 
 
 def _free(folder: Path) -> str:

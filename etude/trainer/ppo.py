@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import adapt_kl_coef, apply_kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -25,6 +25,7 @@ from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
+from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
@@ -51,13 +52,16 @@ class PPOTrainer:
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)
+        check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
         self.kl_coef = self.algorithm.kl_ctrl.kl_coef
-        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        )
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
         self.global_step = self._saved_at = 0
@@ -92,6 +96,8 @@ class PPOTrainer:
         groups.actor.init_model(self.total_steps)
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
+        for teacher in groups.teachers.values():
+            teacher.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         if self.resumption is not None:
             self._restore_weights(self.resumption)
@@ -121,7 +127,7 @@ class PPOTrainer:
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.global_step)
         val = self.setup.roles.rollout.val_kwargs
         validation: Literal["greedy", "sampled"] = "sampled" if val.do_sample and val.temperature > 0 else "greedy"
-        with Interrupts(emit) as interrupts:
+        with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
@@ -150,6 +156,7 @@ class PPOTrainer:
             raise
         if self._saved_at != self.global_step:
             self.save()
+        self.checkpoints.wait()
         if abandoned or self.global_step < self.total_steps:
             done = f"stopped after step {self.global_step} of {self.total_steps}"
             where = (
@@ -160,6 +167,7 @@ class PPOTrainer:
 
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
+        self.checkpoints.wait(only_if_done=True)
         metrics, validated = self.training_step(interrupts), Metrics()
         last = self.global_step == self.total_steps
         try:
@@ -201,17 +209,20 @@ class PPOTrainer:
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
                     batch = self._with_ref_log_probs(batch)
+                with timings("teacher"):
+                    batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
+            learned, filtered = self._learned(batch)
             learned, corrections = correct_mismatch(
-                self._learned(batch),
+                learned,
                 self.algorithm.rollout_correction,
                 episodes=bool(self.setup.estimator.episodes),
             )
-            metrics |= corrections
+            metrics |= filtered | corrections
             kept = len({id(rollout) for rollout in rollouts_of(learned)})
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
@@ -250,8 +261,8 @@ class PPOTrainer:
         results: list[Rollout] = []
         baselines: list[Rollout] = []
         engine = []
-        limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
-        for attempt in range(limit):
+        metric, wanted = self.algorithm.filter_groups.metric, self.setup.data.train_batch_size
+        for attempt in range(self.algorithm.max_gen_batches):
             rows, step = next(self._batches), self.global_step + 1
             rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
             results += rollouts_of(rolled)
@@ -261,10 +272,13 @@ class PPOTrainer:
                 baselines += greedy
                 engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
-            enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
-            if enough or self._passes_are_over:
+            if attempt + 1 == self.algorithm.max_gen_batches or self._passes_are_over:
+                break
+            if sum(len(spread_groups(part, metric)) for part in parts) >= wanted:
                 break
         metrics = self.rollouts.rollout_metrics(results)
+        if self.algorithm.drops_equal_groups:
+            metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
         if baselines:
             metrics |= self.rollouts.rollout_metrics(baselines, "baseline")
         return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
@@ -284,14 +298,21 @@ class PPOTrainer:
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
         return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
+    def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        if self.setup.roles.distillation.teachers:
+            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+        return batch
+
     def _with_values(self, batch: DataProto) -> DataProto:
         critic = self.groups.critic
         return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward, if any."""
-        columns, algorithm = batch.batch, self.algorithm
-        rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
+        distillation, if any."""
+        columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
+        batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
+        rewards, metrics = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics()
         if algorithm.use_kl_in_reward:
             coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
@@ -304,20 +325,34 @@ class PPOTrainer:
                     coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
                 )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
-        columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
-            algorithm.adv_estimator,
-            batch,
-            rewards,
-            **algorithm.estimator_options(),
+        columns["token_level_rewards"] = rewards
+        columns["advantages"], columns["returns"] = sequence_advantages(
+            algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
         )
+        if distillation.teachers:
+            columns["advantages"], found = distill(
+                columns["advantages"],
+                teacher_log_probs=columns["teacher_log_probs"],
+                old_log_probs=columns["old_log_probs"],
+                response_mask=columns["response_mask"],
+                coef=distillation.coef,
+                task_coef=distillation.task_coef,
+            )
+            metrics |= found
         return metrics
 
-    def _learned(self, batch: DataProto) -> DataProto:
-        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
-        if not self.algorithm.filter_groups.enable:
-            return batch
-        groups = spread_groups(batch)[: self.setup.data.train_batch_size]
-        return batch.select_idxs([row for rows in groups for row in rows])
+    def _learned(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ,
+        and how many prompts were left out for equal scores or as surplus, and how many are missing."""
+        if not self.algorithm.drops_equal_groups:
+            return batch, {}
+        spread, wanted = spread_groups(batch, self.algorithm.filter_groups.metric), self.setup.data.train_batch_size
+        name, groups = "training/filter_groups", len(set(batch.non_tensor_batch["uid"].tolist()))
+        return batch.select_idxs([row for rows in spread[:wanted] for row in rows]), {
+            f"{name}/evicted_samples": float(groups - len(spread)),
+            f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),
+            f"{name}/missing_samples": float(max(wanted - len(spread), 0)),
+        }
 
     def _update_critic(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches towards the returns."""
@@ -348,17 +383,21 @@ class PPOTrainer:
 
     # -- checkpoints ---------------------------------------------------------------------------------------------
 
-    def save(self) -> Path:
-        """Writes the checkpoint of the last finished step."""
+    def save(self) -> None:
+        """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
         state = self._state | {"config": self.used_config}
-        folder = self.checkpoints.save(self.global_step, state, self._write_roles)
+        self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
-        return folder
 
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient comes from the configuration.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
         return {"loader": self.loader.state_dict(), "kl_coef": adapted}
+
+    def _copy_roles(self) -> None:
+        self.groups.actor.copy_state()
+        if self.groups.critic is not None:
+            self.groups.critic.copy_state()
 
     def _write_roles(self, folder: str) -> None:
         self.groups.actor.save_checkpoint(folder)

@@ -31,6 +31,7 @@ from etude.trainer.setup import RunSetup
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
+_TOTALS = ("reward", "seq_reward", "seq_final_reward")  # names of a rollout's total reward
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 
 
@@ -47,7 +48,7 @@ class Rollouts:
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
-        prompts.meta_info["least_group"] = self._setup.estimator.min_group
+        prompts.meta_info["least_group"] = self._setup.min_group
         return prompts
 
     def add_baselines(
@@ -224,15 +225,37 @@ def main_rows(batch: DataProto) -> torch.Tensor:
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
-def spread_groups(batch: DataProto) -> list[list[int]]:
-    """The rows of groups whose total scores differ: only these teach a group-relative estimator anything."""
-    totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+def spread_groups(batch: DataProto, metric: str = "reward") -> list[list[int]]:
+    """The rows of groups whose rollouts differ in `metric` (see `filter_groups.metric`), by default in total reward: only
+    these teach a group-relative estimator anything.
+
+    Raises:
+        DataError: the scorer does not report `metric`; names the row.
+    """
     main = main_rows(batch).tolist()
+    if metric in _TOTALS:
+        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    else:
+        totals = [_reported(result, metric) if is_main else 0.0 for result, is_main in zip(rollouts_of(batch), main)]
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
         groups.setdefault(uid, []).append(row)
     scored = [(rows, [totals[row] for row in rows if main[row]]) for rows in groups.values()]
     return [rows for rows, scores in scored if not equal_scores(torch.tensor(scores, dtype=torch.float64))]
+
+
+def _reported(rollout: Rollout, metric: str) -> float:
+    """The scorer's own number of that name."""
+    assert rollout.trajectory is not None
+    rewards = rollout.trajectory.rewards
+    value = rewards.score if metric == "score" else rewards.score_info.get(metric)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    known = ", ".join(["reward", "score"][: 1 + (rewards.score is not None)] + sorted(rewards.score_info))
+    raise DataError(
+        f"algorithm.filter_groups.metric={metric}: the scorer reports no such number for {rollout.trajectory.request_id} "
+        f"(known: {known})"
+    )
 
 
 def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:

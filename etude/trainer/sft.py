@@ -9,7 +9,6 @@ Checkpoints and resuming are those of reinforcement learning: every `save_freq` 
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,7 +68,9 @@ class SFTTrainer:
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
         self.run_dir = Path(self.options.default_local_dir)
-        self.checkpoints = Checkpoints(self.run_dir, self.options.max_actor_ckpt_to_keep)
+        self.checkpoints = Checkpoints(
+            self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
+        )
         self.resumption = find_resumption(self.options, self.checkpoints, config)
         self.used_config = used_values(config, self.resumption)
         self.step = 0
@@ -169,7 +170,7 @@ class SFTTrainer:
             write_config(self.run_dir, self.used_config)
         experiment = f"{self.options.project_name}/{self.options.experiment_name}"
         tracking = Tracking(self.options.logger, self.run_dir, experiment, resume_step=self.step)
-        with Interrupts(emit) as interrupts:
+        with Interrupts(emit) as interrupts, self.checkpoints.awaited():
             try:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
@@ -188,6 +189,7 @@ class SFTTrainer:
             self._advance(next(batches), result, tracking, emit, interrupts)
         if self.trial is None and self.step:
             self._write(result)
+        self.checkpoints.wait()
         if self.step < self.total_steps:
             where = f"; {self.run_dir} holds its checkpoint, and the same command resumes it" if self.step else ""
             raise Interrupted(f"stopped after step {self.step} of {self.total_steps}{where}", interrupts.signal_number)
@@ -208,6 +210,7 @@ class SFTTrainer:
         interrupts: Interrupts,
     ) -> None:
         """One step, and any trial and checkpoint due after it."""
+        self.checkpoints.wait(only_if_done=True)
         metrics = self._step([row["demonstration"] for row in rows])
         self.step += 1
         last = self.step == self.total_steps
@@ -232,7 +235,7 @@ class SFTTrainer:
 
     def _save(self) -> None:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
-        self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint)
+        self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
     def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
         timings = Timings()
@@ -260,11 +263,9 @@ class SFTTrainer:
 
     def _write(self, folder: Path) -> None:
         """Replaces the result atomically: a reader never sees half a model."""
+        self.checkpoints.wait()  # which tidies the folder
         with write_whole(folder) as temporary:
-            self.groups.actor.save_checkpoint(str(temporary / "roles"))
-            for path in (temporary / "roles" / "actor" / "huggingface").iterdir():
-                path.rename(temporary / path.name)
-            shutil.rmtree(temporary / "roles")
+            self.groups.actor.save_model(str(temporary))
 
 
 class _Examples:

@@ -8,17 +8,19 @@ authors advise. `OptimizerSet` hides the difference, and the model's precision: 
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.errors import CheckpointError, ConfigError
 from etude.options import OptimOptions
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
 from etude.training.ranks import sum_gradients
+
+_SCALE = "loss_scale."
 
 
 class OptimizerSet:
@@ -49,6 +51,9 @@ class OptimizerSet:
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model)
         self._parameters = [self._masters.of(p) for p in self._model_parameters]
+        self._names: dict[Tensor, str] = {
+            self._masters.of(p): name for name, p in model.named_parameters() if p.requires_grad
+        }
         self._optimizers = _build(model, options, self._masters)
 
     @property
@@ -97,34 +102,59 @@ class OptimizerSet:
         for parameter in (*self._model_parameters, *self._parameters):
             parameter.grad = None
 
-    def state_dict(self) -> dict[str, Any]:
-        """Everything a bit-exact continuation needs."""
-        scale = None if self._loss_scale is None else self._loss_scale.state()
-        optimizers = [o.state_dict() for o, _ in self._optimizers]
-        return {"optimizers": optimizers, "weights": self._masters.state(), "loss_scale": scale}
+    def state_dict(self) -> dict[str, Tensor]:
+        """Everything a bit-exact continuation needs, by parameter name: float32 weights (`model.NAME`), moments
+        (`optimizer.KIND.NAME.FIELD`) and the loss scale. The tensors are those in use, not copies."""
+        state = {f"model.{name}": parameter.detach() for parameter, name in self._names.items()}
+        for optimizer, _ in self._optimizers:
+            for parameter, fields in optimizer.state.items():
+                prefix = f"{_kind(optimizer)}{self._names[parameter]}"
+                state |= {f"{prefix}.{field}": torch.as_tensor(value) for field, value in fields.items()}
+        scale = {} if self._loss_scale is None else self._loss_scale.state()
+        return state | {f"{_SCALE}{name}": value for name, value in scale.items()}
 
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores moments, float32 weights and the loss scale; decay, betas and rates stay those that the options ask for.
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Restores float32 weights, in place, moments and the loss scale; decay, betas and rates stay those that the options
+        ask for, and the precision that of the model.
 
         Raises:
-            CheckpointError: it was saved by another kind of optimizer, or for another model or precision.
+            CheckpointError: it was saved by another kind of optimizer, or for another model; nothing has changed then.
         """
-        held, saved = [o for o, _ in self._optimizers], state["optimizers"]
-        try:
-            if len(held) != len(saved):
-                raise ValueError(f"{len(saved)} optimizers saved, {len(held)} in use")
-            for optimizer, part in zip(held, saved):
-                asked = [{**group, "params": None} for group in optimizer.param_groups]
-                optimizer.load_state_dict(part)
-                for group, options in zip(optimizer.param_groups, asked):
-                    group.update({**options, "params": group["params"]})
-            self._masters.restore(state.get("weights", ()))
-        except ValueError as error:
+        weights = {key.removeprefix("model."): value for key, value in state.items() if key.startswith("model.")}
+        shapes = {name: tuple(value.shape) for name, value in weights.items()}
+        if shapes != {name: tuple(parameter.shape) for parameter, name in self._names.items()}:
             raise CheckpointError(
-                f"the saved optimizer does not fit optim.name={self.options.name} and this model: {one_line(error)}"
-            ) from error
-        if self._loss_scale is not None:
-            self._loss_scale.load(state["loss_scale"])
+                f"{len(weights)} weights saved, {len(self._names)} in use: they are not of this model"
+            )
+        known = {f"{_kind(optimizer)}{name}" for optimizer, _ in self._optimizers for name in self._owned(optimizer)}
+        moments = (key for key in state if key.startswith("optimizer."))
+        if strange := next((key for key in moments if key.rpartition(".")[0] not in known), None):
+            raise CheckpointError(f"the saved optimizer does not fit optim.name={self.options.name}: it has {strange}")
+        for parameter, name in self._names.items():
+            parameter.copy_(weights[name])
+        self._masters.publish()
+        for optimizer, _ in self._optimizers:
+            self._load_moments(optimizer, state)
+        if self._loss_scale is not None and f"{_SCALE}value" in state:
+            self._loss_scale.load({k.removeprefix(_SCALE): v for k, v in state.items() if k.startswith(_SCALE)})
+
+    def _load_moments(self, optimizer: torch.optim.Optimizer, state: Mapping[str, Tensor]) -> None:
+        """A weight without saved moments has not been updated yet."""
+        moments: dict[str, dict[str, Tensor]] = defaultdict(dict)
+        for key, value in state.items():
+            if key.startswith(kind := _kind(optimizer)):
+                name, _, field = key.removeprefix(kind).rpartition(".")
+                moments[name][field] = value
+        numbered = {number: moments[name] for number, name in enumerate(self._owned(optimizer)) if name in moments}
+        optimizer.load_state_dict({**optimizer.state_dict(), "state": numbered})
+
+    def _owned(self, optimizer: torch.optim.Optimizer) -> list[str]:
+        return [self._names[parameter] for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _kind(optimizer: torch.optim.Optimizer) -> str:
+    return f"optimizer.{type(optimizer).__name__}."
 
 
 def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tuple[torch.optim.Optimizer, float]]:

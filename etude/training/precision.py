@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -51,26 +50,6 @@ class MasterWeights:
         for parameter, master in self._masters.items():
             parameter.copy_(master)
 
-    def state(self) -> list[Tensor]:
-        """The float32 weights, in the model's order; none where the model computes in float32."""
-        return [master.detach() for master in self._masters.values()]
-
-    @torch.no_grad()
-    def restore(self, state: Iterable[Tensor]) -> None:
-        """Loads the weights of a saved `state`, and publishes them.
-
-        Raises:
-            ValueError: they are of another model, or one of another precision.
-        """
-        saved = list(state)
-        if [tuple(tensor.shape) for tensor in saved] != [tuple(master.shape) for master in self._masters.values()]:
-            raise ValueError(
-                f"{len(saved)} float32 weights saved, {len(self._masters)} in use: was model.dtype changed?"
-            )
-        for master, tensor in zip(self._masters.values(), saved):
-            master.copy_(tensor)
-        self.publish()
-
 
 def _add_to(master: nn.Parameter) -> Callable[[Tensor], None]:
     def add(parameter: Tensor) -> None:
@@ -112,10 +91,10 @@ class DynamicLossScale:
         if self.finite_steps >= self.interval:
             self.value, self.finite_steps = min(self.value * 2, _MAX_SCALE), 0
 
-    def state(self) -> dict[str, Any]:
+    def state(self) -> dict[str, Tensor]:
         """What `load` takes."""
-        return {"value": self.value, "finite_steps": self.finite_steps}
+        return {"value": torch.tensor(self.value), "finite_steps": torch.tensor(self.finite_steps)}
 
-    def load(self, state: Mapping[str, Any]) -> None:
+    def load(self, state: Mapping[str, Tensor]) -> None:
         """Restores a saved `state`."""
         self.value, self.finite_steps = float(state["value"]), int(state["finite_steps"])

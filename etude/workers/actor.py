@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -24,15 +23,18 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import load_causal_lm, save_pretrained, torch_dtype
+from etude.models import torch_dtype
+from etude.models.lora import without_adapters
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
-from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.role import TOKENS, RoleWorker
+from etude.workers.checkpoint import TrainedWorker
+from etude.workers.role import TOKENS
 
 
-class TrainWorker(RoleWorker):
+class TrainWorker(TrainedWorker):
     """Computes log-probs and trains, on demonstrations or advantages."""
+
+    role = "actor"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -57,11 +59,9 @@ class TrainWorker(RoleWorker):
         self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            network = self.load_policy(options.model.dtype)
+            network = self.model if options.model.lora_rank else self.load_policy(options.model.dtype)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
-
-    def weights_changed(self) -> None:
-        """Called after each change of the weights."""
+        self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
@@ -76,7 +76,9 @@ class TrainWorker(RoleWorker):
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
-        return DataProto.from_single_dict({"ref_log_prob": self._ref.log_probs(data, data.meta_info["temperature"])[0]})
+        with without_adapters(self._ref.model):
+            log_probs = self._ref.log_probs(data, data.meta_info["temperature"])[0]
+        return DataProto.from_single_dict({"ref_log_prob": log_probs})
 
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
@@ -166,30 +168,3 @@ class TrainWorker(RoleWorker):
             factors.append(kept)
             metrics |= dropped
         return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), metrics
-
-    # -- checkpoints ---------------------------------------------------------------------------------------------
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes `actor/huggingface` (a folder any Hugging Face program loads) and `actor/optimizer.pt`."""
-        if self.rank == 0:
-            target = Path(folder) / "actor"
-            save_pretrained(self.model, self.bundle.processor or self.tokenizer, target / "huggingface")
-            write_tensors({"optimizer": self._optimizer.state_dict()}, target / "optimizer.pt")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state, bit for bit.
-
-        Raises:
-            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
-        """
-        source = Path(folder) / "actor"
-        model = self.options.model
-        saved = load_causal_lm(
-            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
-        state = read_tensors(source / "optimizer.pt", self.device)
-        self.model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state["optimizer"])
-        self.weights_changed()

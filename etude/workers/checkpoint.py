@@ -1,42 +1,184 @@
-"""Reading and writing a checkpoint's tensor files, models aside.
+"""What a trained role saves: a model folder for any Hugging Face program, and beside it the state that training resumes
+from, written by `torch.distributed.checkpoint`.
 
-Invariant: only tensors and plain values are read, so that a foreign checkpoint cannot run code; any fault of a file is one
-`CheckpointError` that names it.
+Invariant: the state holds only tensors, by parameter name, and is the same whatever number of ranks wrote it; reading a
+foreign one runs no code; any fault of a file is one `CheckpointError` that names it.
 """
 
 from __future__ import annotations
 
 import pickle
+import warnings
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import Metadata
 
+from etude.distributed import Dispatch, register
 from etude.errors import CheckpointError, one_line
+from etude.models import save_pretrained
+from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
+from etude.training import OptimizerSet
+from etude.workers.role import RoleWorker
+
+MODEL, STATE = "huggingface", "state"  # the two parts of a role
+_OLD_STATE = "optimizer.pt"  # of an earlier format
+
+warnings.filterwarnings("ignore", message="torch.distributed is disabled, unavailable or uninitialized")
 
 
-def write_tensors(state: dict[str, Any], path: Path) -> None:
-    """Writes a file for `read_tensors`.
+class TrainedWorker(RoleWorker):
+    """A role with a `model` and its optimizer, which a checkpoint holds in the folder `role`."""
+
+    role: str
+    model: Any
+    _optimizer: OptimizerSet
+    _copied: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
+    _group: dist.ProcessGroup | None = None
+
+    def prepare_saves(self) -> None:
+        """Called by all ranks at the end of `init_model`: saves in the background must not meet the training's collective
+        operations."""
+        if self.world_size > 1 and dist.is_initialized():
+            self._group = dist.new_group(backend="gloo")
+
+    def weights_changed(self) -> None:
+        """Called after each change of the weights."""
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def copy_state(self) -> None:
+        """Copies weights and optimizer state to the CPU's memory, for the next `save_checkpoint`: it may run in another
+        thread, and writes the weights of this moment whatever is trained meanwhile."""
+        copies: dict[tuple[Any, ...], Tensor] = {}
+
+        def copy(tensor: Tensor) -> Tensor:
+            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in copies or not tensor.numel():  # tied weights stay tied
+                copies[key] = tensor.detach().to("cpu", copy=True)
+            return copies[key]
+
+        weights, state = self.model.state_dict() if self.rank == 0 else {}, self._optimizer.state_dict()
+        self._copied = ({n: copy(t) for n, t in weights.items()}, {n: copy(t) for n, t in state.items()})
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
+        `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
+        target = Path(folder) / self.role
+        weights, state = self._copied or (None, self._optimizer.state_dict())
+        self._copied = None
+        if self.rank == 0:
+            self._write_model(target / MODEL, weights)
+            if has_adapters(self.model):
+                save_adapters(self.model, target / ADAPTER_FOLDER, weights)
+        if self._group is not None or self.rank == 0:
+            write_state(state, target / STATE, self._group)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_model(self, folder: str) -> None:
+        """Writes the model alone, as it is now, into `folder`."""
+        if self.rank == 0:
+            self._write_model(Path(folder), None)
+
+    def _write_model(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
+        save_pretrained(self.model, self.bundle.processor or self.tokenizer, folder, weights)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """Restores weights, in place, and the optimizer's state, bit for bit.
+
+        Raises:
+            CheckpointError: the state cannot be read, or is that of another model or optimizer; nothing has changed then.
+        """
+        self._optimizer.load_state_dict(read_state(Path(folder) / self.role / STATE))
+        self.weights_changed()
+
+
+def write_state(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGroup | None = None) -> None:
+    """Writes a folder for `read_state`; all ranks of `group` write parts of it.
 
     Raises:
-        CheckpointError: the file cannot be written; torch reports a full disk as an internal error of its own.
+        CheckpointError: it cannot be written.
     """
     try:
-        torch.save(state, path)
-    except (OSError, RuntimeError) as error:
-        raise CheckpointError(f"{path}: cannot be written: {one_line(error)}") from error
+        writer = dcp.FileSystemWriter(folder)
+        dcp.save(dict(state), storage_writer=writer, process_group=group, no_dist=group is None)
+    except (CheckpointException, OSError, RuntimeError) as error:
+        raise CheckpointError(f"{folder}: cannot be written: {_cause(error)}") from error
 
 
-def read_tensors(path: Path, device: torch.device) -> dict[str, Any]:
-    """The state that `write_tensors` wrote to `path`, tensors on `device`.
+def read_state(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+    """The state that `write_state` wrote to `folder`, on the CPU, whatever the number of ranks then and now; only the
+    tensors whose names begin with `prefix`.
 
     Raises:
-        CheckpointError: the file is missing or damaged, or holds something else.
+        CheckpointError: a file is missing or damaged, or holds something else.
     """
     try:
-        state = torch.load(path, map_location=device, weights_only=True)
-    except (OSError, RuntimeError, ValueError, EOFError, pickle.UnpicklingError) as error:
-        raise CheckpointError(f"{path}: cannot be read: {one_line(error)}") from error
-    if not isinstance(state, dict):
-        raise CheckpointError(f"{path}: holds a {type(state).__name__}, not a state")
+        reader = _Reader(folder)
+        parts = {n: part for n, part in reader.read_metadata().state_dict_metadata.items() if n.startswith(prefix)}
+        state = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in parts.items()}  # type: ignore[union-attr]
+        dcp.load(state, storage_reader=reader, no_dist=True)
+    except (CheckpointException, Exception) as error:  # a damaged file raises anything
+        if (folder.parent / _OLD_STATE).is_file():
+            raise CheckpointError(
+                f"{folder.parent} was written by an older version, which kept the state in {_OLD_STATE}: start a new run "
+                f"from the model in {folder.parent / MODEL}"
+            ) from error
+        raise CheckpointError(f"{folder}: cannot be read: {_cause(error)}") from error
     return state
+
+
+def _cause(error: BaseException) -> str:
+    """`CheckpointException` lists failures by rank; the first says what happened."""
+    failures = list(error.failures.values()) if isinstance(error, CheckpointException) else []
+    first = failures[0][0] if failures else error
+    return one_line(first) or type(first).__name__
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads the index, which is a pickle, with nothing but its own classes."""
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        with (Path(self.path) / ".metadata").open("rb") as file:
+            metadata = _Unpickler(file).load()
+        if not isinstance(metadata, Metadata):
+            raise pickle.UnpicklingError(f"holds a {type(metadata).__name__}, not an index")
+        return metadata
+
+
+class _Unpickler(pickle.Unpickler):
+    _INDEX = frozenset(
+        f"torch.distributed.checkpoint.{name}"
+        for name in (
+            "metadata.Metadata",
+            "metadata.MetadataIndex",
+            "metadata.TensorStorageMetadata",
+            "metadata.ChunkStorageMetadata",
+            "metadata.TensorProperties",
+            "metadata.StorageMeta",
+            "metadata._MEM_FORMAT_ENCODING",
+            "filesystem._StorageInfo",
+        )
+    )
+    _PLAIN = frozenset(
+        {"torch.Size", "torch.serialization._get_layout", "pathlib.PosixPath", "pathlib._local.PosixPath"}
+    )
+
+    def find_class(self, module: str, name: str) -> Any:
+        found = f"{module}.{name}"
+        if found in self._INDEX | self._PLAIN:
+            return super().find_class(module, name)
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        raise pickle.UnpicklingError(f"names {found}, which no index of tensors holds")

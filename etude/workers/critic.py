@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from etude.agents.batch import IMAGES
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import load_value_model, save_pretrained, torch_dtype
+from etude.models import load_value_model, torch_dtype
 from etude.protocol import DataProto
 from etude.training import OptimizerSet, ValueEngine, round_weights
-from etude.workers.checkpoint import read_tensors, write_tensors
-from etude.workers.role import TOKENS, RoleWorker
+from etude.workers.checkpoint import TrainedWorker
+from etude.workers.role import TOKENS
 
 
-class CriticWorker(RoleWorker):
+class CriticWorker(TrainedWorker):
     """A value model with its optimizer, started from `critic.model.path` (by default the policy's)."""
+
+    role = "critic"
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -32,6 +32,7 @@ class CriticWorker(RoleWorker):
             self.model, critic.optim, total_steps, exact=exact, rank=self.rank, world_size=self.world_size
         )
         self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
     def compute_values(self, data: DataProto) -> DataProto:
@@ -52,26 +53,3 @@ class CriticWorker(RoleWorker):
             loss_agg_mode=critic.loss_agg_mode,
             loss_scale_factor=self.options.rollout.response_length,
         )
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def save_checkpoint(self, folder: str) -> None:
-        """Writes `critic/huggingface` and `critic/optimizer.pt`."""
-        if self.rank == 0:
-            target = Path(folder) / "critic"
-            save_pretrained(self.model, None, target / "huggingface")
-            write_tensors(self._optimizer.state_dict(), target / "optimizer.pt")
-
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
-    def load_checkpoint(self, folder: str) -> None:
-        """Restores weights, in place, and the optimizer's state, bit for bit.
-
-        Raises:
-            ConfigError, CheckpointError: the folder's model, or its optimizer's state, cannot be read.
-        """
-        source, model = Path(folder) / "critic", self.options.model
-        saved = load_value_model(
-            source / "huggingface", dtype=model.dtype, device=self.device, trust_remote_code=model.trust_remote_code
-        )
-        state = read_tensors(source / "optimizer.pt", self.device)
-        self.model.load_state_dict(saved.state_dict())
-        self._optimizer.load_state_dict(state)

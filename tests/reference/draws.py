@@ -34,9 +34,31 @@ def _optimizer(section):
     }
 
 
+ESTIMATORS = {  # beside gae and grpo: their own options
+    "grpo_passk": "",
+    "rloo": "",
+    "opo": "",
+    "gpg": "f_norm:2.0",
+    "max_rl": "",
+    "reinforce_plus_plus": "",
+    "reinforce_plus_plus_baseline": "",
+    "remax": "",
+    "gdpo": "",
+    "optimal_token_baseline": "",
+    "tir_optimal_token_baseline": "handle_zero_tail:false",
+    "turn_grpo": "step_advantage_w:0.5",
+    "gigpo": "",
+}
+TIES_TEACH = (None, "reinforce_plus_plus", "remax", "gdpo", "turn_grpo", "gigpo")
+
 # Values beside the default (of the configuration, or of the stage where that sets the key).
 CHOICES = {
-    "algorithm.adv_estimator": ["grpo"],
+    "algorithm.adv_estimator": ["grpo", *ESTIMATORS],
+    "algorithm.gae_timestep_unit": ["turn"],
+    "algorithm.singleton_advantage": ["raw"],
+    "algorithm.zero_variance": ["mask", "refill", "keep"],
+    "algorithm.gdpo_reward_keys": ["[step,score]", "[final,step]"],
+    "algorithm.gdpo_reward_weights": ["[1.0,0.25]"],
     "algorithm.gamma": [0.9],
     "algorithm.lam": [0.8],
     "algorithm.norm_adv_by_std_in_grpo": ["false"],
@@ -47,6 +69,7 @@ CHOICES = {
     "algorithm.kl_ctrl.horizon": [20],
     "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
+    "algorithm.filter_groups.metric": ["score"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     f"{CORRECTION}.bypass_mode": ["true"],
     f"{CORRECTION}.loss_type": ["reinforce"],
@@ -56,6 +79,9 @@ CHOICES = {
     f"{CORRECTION}.rollout_rs": REJECTION,
     f"{CORRECTION}.rollout_rs_threshold": ["1.01"],
     f"{CORRECTION}.off_policy_mask_threshold": [1e-4],
+    "distillation.teachers": ["{{default: {folder}/other}}"],
+    "distillation.coef": [0.3],
+    "distillation.task_coef": [0.7],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -109,6 +135,7 @@ CRITIC = {"algorithm.adv_estimator": None}
 GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
+TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
@@ -128,7 +155,15 @@ def _schedule(section):
 NEEDS = {
     "algorithm.gamma": CRITIC,
     "algorithm.lam": CRITIC,
+    "algorithm.gae_timestep_unit": CRITIC,
     "algorithm.norm_adv_by_std_in_grpo": GRPO,
+    "algorithm.singleton_advantage": GRPO,
+    "algorithm.zero_variance": GRPO | {"algorithm.filter_groups.enable": None},
+    "algorithm.gdpo_reward_keys": {"algorithm.adv_estimator": "gdpo"},
+    "algorithm.gdpo_reward_weights": {
+        "algorithm.adv_estimator": "gdpo",
+        "algorithm.gdpo_reward_keys": "[score,step]",
+    },
     "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
         f"{ACTOR}.ppo_epochs": None,
         f"{ACTOR}.ppo_mini_batch_size": None,
@@ -136,6 +171,8 @@ NEEDS = {
         f"{CORRECTION}.rollout_is": None,
         f"{CORRECTION}.rollout_rs": None,
     },
+    "distillation.coef": TEACHER,
+    "distillation.task_coef": TEACHER,
     f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{LOSS}.loss_mode": None},
     f"{CORRECTION}.rollout_is": DIFFERS,
     f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
@@ -149,6 +186,7 @@ NEEDS = {
     "algorithm.kl_ctrl.horizon": ADAPTIVE,
     "algorithm.kl_ctrl.target_kl": ADAPTIVE,
     "algorithm.filter_groups.enable": GRPO,
+    "algorithm.filter_groups.metric": GRPO | {"algorithm.filter_groups.enable": "true", "reward_model.enable": None},
     "algorithm.filter_groups.max_num_gen_batches": GRPO | {"algorithm.filter_groups.enable": "true"},
     f"{ACTOR}.clip_ratio": CLIPPED | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
     f"{ACTOR}.clip_ratio_low": CLIPPED,
@@ -188,7 +226,7 @@ def configuration(seed):
     """Settings by key: of about half of all keys, and of some of them with what they need before they matter."""
     dice = random.Random(seed)
     drawn = {key: dice.choice(values) for key, values in CHOICES.items() if dice.random() < 0.5}
-    matter = dict(dice.choice([CRITIC, GRPO]))
+    matter = dict(dice.choice([CRITIC, GRPO, {"algorithm.adv_estimator": dice.choice(list(ESTIMATORS))}]))
     for key in dice.sample(sorted(CHOICES), 16):
         wanted = {key: dice.choice(CHOICES[key])} | NEEDS.get(key, {})
         if all(matter.get(other, value) == value for other, value in wanted.items()):
@@ -210,15 +248,39 @@ def allowed(chosen):
     corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")
     if any(f"{CORRECTION}.{name}" in chosen for name in corrections) and chosen.get(f"{LOSS}.loss_mode") == "vespo":
         chosen.pop(f"{LOSS}.loss_mode")  # whose weight of a sequence takes them in; its own tests see it
-    if "algorithm.adv_estimator" not in chosen:  # with a critic, equal groups have a gradient
+    if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
-    elif f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
+        chosen.pop("algorithm.zero_variance", None)
+    estimator = chosen.get("algorithm.adv_estimator")
+    allow_estimator(chosen, estimator)
+    if estimator is not None and f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores
         chosen[f"{ACTOR}.entropy_coeff"] = 0.05
     _keep_to_the_loss(chosen)
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
+        chosen.pop("algorithm.filter_groups.metric", None)  # nothing is reported
     return chosen
+
+
+def allow_estimator(chosen, estimator):
+    """Leaves out of `chosen` what does not go with the estimator, and adds what it needs."""
+    chosen.pop("algorithm.adv_estimator_kwargs", None)
+    if own := ESTIMATORS.get(estimator):
+        chosen["algorithm.adv_estimator_kwargs"] = f"{{{{{own}}}}}"
+    if estimator in TIES_TEACH:  # groups of equal scores have a gradient
+        chosen.pop("algorithm.filter_groups.enable", None)
+        chosen.pop("algorithm.zero_variance", None)
+    if "algorithm.zero_variance" in chosen:
+        chosen.pop("algorithm.filter_groups.enable", None)
+        if chosen["algorithm.zero_variance"] == "refill":
+            chosen["algorithm.filter_groups.max_num_gen_batches"] = 3
+    if estimator == "gdpo" or "algorithm.gdpo_reward_weights" in chosen:
+        chosen.setdefault("algorithm.gdpo_reward_keys", "[score,final]")
+    if estimator == "gdpo":
+        chosen.pop("algorithm.use_kl_in_reward", None)
+        if "reward_model.enable" in chosen:
+            chosen["algorithm.gdpo_reward_keys"] = "[final,step]"
 
 
 def thresholds(criteria):

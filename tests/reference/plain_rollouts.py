@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+from plain_advantages import are_equal
 
 
 @dataclass
@@ -27,6 +28,20 @@ class Sequence:
         """Places of the sampled tokens in the whole context."""
         return [len(self.prompt) + place for place, flag in enumerate(self.mask) if flag]
 
+    @property
+    def answered(self) -> list[tuple[int, ...]]:
+        """For each sampled token, what its turn answered: all since the last sampled token before the turn."""
+        found, shown, turn, answer = [], list(self.prompt), None, ()
+        for token, flag, its_turn in zip(self.response, self.mask, self.turns):
+            if not flag:
+                shown.append(token)
+                continue
+            if its_turn != turn:
+                turn, answer = its_turn, tuple(shown)
+            shown = []
+            found.append(answer)
+        return found
+
 
 @dataclass
 class Rollout:
@@ -42,6 +57,7 @@ class Rollout:
     stop_reason: str = ""
     failures: int = 0  # of infrastructure
     attempts_allowed: int = 2
+    baseline: Rollout | None = None  # the greedy answer to the same prompt
 
     @property
     def main(self) -> Sequence:
@@ -105,3 +121,29 @@ def rollout_figures(asked, config):
         for tool, value in tools.items():
             given[tool].append(value)
     return figures | {f"tool/{tool}/reward": float(np.mean(values)) for tool, values in given.items()}
+
+
+def filter_prompts(rows, asked, config):
+    """(rows without those of prompts whose answers all measure the same, and of never more prompts than a batch has;
+    figures)."""
+    algorithm, wanted = config["algorithm"], config["data"]["train_batch_size"]
+    kind, options = algorithm["zero_variance"], algorithm["filter_groups"]
+    if kind == "keep" or (kind is None and not options["enable"]):
+        return rows, {}
+    measure = {
+        "reward": lambda rollout: total_reward(rollout, config["reward_model"]),
+        "score": lambda rollout: rollout.score,
+    }[options["metric"]]
+    measured = defaultdict(list)
+    for row in rows:
+        if row.is_main:
+            measured[row.rollout.uid].append(measure(row.rollout))
+    spread = [uid for uid, given in measured.items() if not are_equal(given)]
+    figures = {
+        "num_gen_batches": 1 + max(int(r.uid.split("-")[0].split(".")[1]) for r in asked),
+        "evicted_samples": len(measured) - len(spread),
+        "discarded_surplus_samples": max(len(spread) - wanted, 0),
+        "missing_samples": max(wanted - len(spread), 0),
+    }
+    kept = [row for row in rows if row.rollout.uid in spread[:wanted]]
+    return kept, {f"training/filter_groups/{name}": value for name, value in figures.items()}

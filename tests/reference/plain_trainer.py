@@ -21,9 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
-from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
+from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -44,6 +45,7 @@ class Row:
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
+        self.norms = zero  # of the score function, squared
         self.weights = zero + 1  # of the policy loss
 
     def __len__(self) -> int:
@@ -74,15 +76,8 @@ def kl_estimate(kind, log_probs, ref):
     return value
 
 
-def gae(rewards, values, gamma, lam):
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, along the sampled tokens."""
-    advantages = torch.zeros_like(values)
-    following_value = following_advantage = 0.0
-    for t in range(len(values) - 1, -1, -1):
-        delta = rewards[t] + gamma * following_value - values[t]
-        advantages[t] = following_advantage = delta + gamma * lam * following_advantage
-        following_value = values[t]
-    return advantages
+def as_vector(values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def newton_schulz(matrix):
@@ -170,16 +165,20 @@ class Critic(nn.Module):
         return self.head(hidden[row.sampled - 1]).squeeze(-1)
 
 
+def log_distributions(model, row, temperature):
+    """(T, vocabulary) log-probs where each sampled token was drawn, -inf of what it was not drawn from."""
+    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()[row.sampled - 1] / temperature
+    left_out = torch.tensor(
+        [[kept is not None and i not in kept for i in range(logits.shape[1])] for kept in row.kept_ids]
+    )
+    return torch.log_softmax(logits.masked_fill(left_out, -torch.inf), dim=-1)
+
+
 def log_probs_and_entropy(model, row, temperature):
     """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
-    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
-    chosen, entropies = [], []
-    for place, kept in zip(row.sampled.tolist(), row.kept_ids):
-        drawn_from = list(range(logits.shape[1])) if kept is None else list(kept)
-        log_p = torch.log_softmax(logits[place - 1, drawn_from] / temperature, dim=-1)
-        chosen.append(log_p[drawn_from.index(int(row.ids[0, place]))])
-        entropies.append(-(log_p.exp() * log_p).sum())
-    return torch.stack(chosen), torch.stack(entropies)
+    log_p = log_distributions(model, row, temperature)
+    chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
+    return chosen, -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=-1)
 
 
 # -- the step ----------------------------------------------------------------------------------------------------
@@ -200,6 +199,9 @@ class PlainTrainer:
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
         self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
         self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        self.distillation = config["distillation"]
+        teacher = self.distillation["teachers"].get("default")
+        self.teacher = load_policy(teacher) if teacher else None
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -217,12 +219,17 @@ class PlainTrainer:
         """One training step on all rollouts that were asked for, in order, the dropped ones included; its figures."""
         figures = rollout_figures(asked, self.config)
         rollouts = [r for r in asked if r.sequences and r.main.sampled]
+        if self.algorithm["adv_estimator"] == "remax":
+            greedy = list({r.uid: r.baseline for r in asked}.values())
+            seen = rollout_figures(greedy, self.config).items()
+            figures |= {f"baseline/{name}": value for name, value in seen if not name.startswith("tool/")}
+            rollouts = [r for r in rollouts if r.baseline.sequences]
         rows = [Row(r, s) for r in rollouts for s in reversed(r.sequences) if s.sampled]
-        learned = []
+        learned, filtered = filter_prompts(rows, asked, self.config)
+        figures |= filtered
         warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]
         if rows:
             figures |= self.judge(rows) | self.describe(rows)
-            learned = self.filter(rows)
             if self.needs_old_log_probs:
                 figures |= mismatch(rows)
             elif learned and not warming_up:
@@ -247,11 +254,18 @@ class PlainTrainer:
             self.actor["ppo_epochs"] > 1
             or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
             or self.algorithm["use_kl_in_reward"]
+            or self.weighs_tokens
             or self.correction["rollout_is"]
             or self.correction["rollout_rs"]
             or name_of(self.actor) in SELECTING
+            or self.teacher is not None
         )
         return bool(several and not self.correction["bypass_mode"])
+
+    @property
+    def weighs_tokens(self):
+        """Whether the estimator reads the policy's distributions."""
+        return self.algorithm["adv_estimator"].endswith("optimal_token_baseline")
 
     # -- advantages ----------------------------------------------------------------------------------------------
 
@@ -266,13 +280,25 @@ class PlainTrainer:
                 row.ref, _ = log_probs_and_entropy(self.reference, row, self.temperature)
             if self.has_critic:
                 row.values = self.critic.values(row)
+            if self.weighs_tokens:
+                squares = (2 * log_distributions(self.policy, row, self.temperature)).exp().sum(dim=-1)
+                row.norms = 1 - 2 * row.old.exp() + squares
             self.place_rewards(row)
         figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
         if self.has_critic:
             self.gae_advantages(rows)
         else:
-            self.grpo_advantages(rows)
-        return figures
+            self.story_advantages(rows)
+        return figures if self.teacher is None else figures | self.ask_teacher(rows)
+
+    def ask_teacher(self, rows):
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        gains, weights = [], self.distillation
+        for row in rows:
+            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
+            gains.append(taught - row.old)
+            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+        return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
         """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
@@ -303,40 +329,43 @@ class PlainTrainer:
 
     def gae_advantages(self, rows):
         """GAE in each sequence, whitened over all tokens of the batch; returns are those before whitening, plus V."""
-        gamma, lam = self.algorithm["gamma"], self.algorithm["lam"]
-        raw = [gae(row.rewards, row.values, gamma, lam) for row in rows]
+        options = self.algorithm
+        raw = [as_vector(gae(r.rewards.tolist(), r.values.tolist(), r.turns, options)) for r in rows]
         every = torch.cat(raw)
         variance = ((every - every.mean()) ** 2).sum() / max(len(every) - 1, 1)
-        for row, advantages in zip(rows, raw):
-            row.returns = advantages + row.values
-            row.advantages = (advantages - every.mean()) / (variance + 1e-8).sqrt()
+        for row, own in zip(rows, raw):
+            row.returns = own + row.values
+            row.advantages = (own - every.mean()) / (variance + 1e-8).sqrt()
 
-    def grpo_advantages(self, rows):
-        """(R − mean) / (std + ε) within the rollouts of a prompt, for every token of all their sequences."""
-        totals, groups = defaultdict(float), defaultdict(dict)
+    def story_advantages(self, rows):
+        """Where rollouts are judged: for the tokens of all their sequences, in time order."""
+        parts = defaultdict(list)
         for row in rows:
-            totals[id(row.rollout)] += float(row.rewards.sum())
-            groups[row.rollout.uid][id(row.rollout)] = row.rollout
-        for row in rows:
-            scores = [totals[member] for member in groups[row.rollout.uid]]
-            worth = 0.0
-            if len(scores) > 1 and not are_equal(scores):
-                worth = totals[id(row.rollout)] - float(np.mean(scores))
-                if self.algorithm["norm_adv_by_std_in_grpo"]:
-                    worth /= float(np.std(scores, ddof=1)) + 1e-6
-            row.advantages = row.returns = torch.full((len(row),), worth, dtype=torch.float64)
+            parts[id(row.rollout)].append(row)
+        parts = [sorted(part, key=lambda row: row.rollout.sequences.index(row.sequence)) for part in parts.values()]
+        stories = [self.story(part) for part in parts]
+        for part, *found in zip(parts, *advantages(stories, self.algorithm)):
+            for row in part:
+                row.advantages, row.returns = (as_vector(values[: len(row)]) for values in found)
+                found = [values[len(row) :] for values in found]
 
-    def filter(self, rows):
-        """Without groups whose scores are all equal, and never more groups than a batch has."""
-        if not self.algorithm["filter_groups"]["enable"]:
-            return rows
-        scores = defaultdict(list)
-        for row in rows:
-            if row.is_main:
-                scores[row.rollout.uid].append(total_reward(row.rollout, self.config["reward_model"]))
-        spread = [uid for uid, given in scores.items() if not are_equal(given)]
-        kept = spread[: self.config["data"]["train_batch_size"]]
-        return [row for row in rows if row.rollout.uid in kept]
+    def story(self, part):
+        """What an estimator is told of the rollout whose rows are `part`."""
+        rollout, weights = part[0].rollout, self.config["reward_model"]
+        components = {
+            "step": sum(value for *_, value in rollout.step_rewards),
+            "final": sum(rollout.final_rewards.values()),
+            "score": rollout.score,
+        }
+        return Story(
+            rollout.uid,
+            torch.cat([row.rewards for row in part]).tolist(),
+            [(number, turn) for number, row in enumerate(part) for turn in row.turns],
+            [seen for row in part for seen in row.sequence.answered],
+            torch.cat([row.norms for row in part]).tolist(),
+            total_reward(rollout.baseline, weights) if rollout.baseline else 0.0,
+            components,
+        )
 
     # -- updates -------------------------------------------------------------------------------------------------
 
@@ -450,8 +479,3 @@ class Meter:
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
         return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
-
-
-def are_equal(scores):
-    """Whether scores differ by rounding alone."""
-    return max(scores) - min(scores) <= max(1e-6, *(1e-8 * abs(score) for score in scores))

@@ -53,6 +53,7 @@ NOT_OF_THE_STEP = {
     "critic.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.singleton_advantage",
     f"{ROLLOUT}.mode",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.top_p",
@@ -115,16 +116,14 @@ def put(config, key, value):
 def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     usual = compose("ppo_trainer", arguments(folder, folder))
     settings = BUSY | NEEDS.get(key, {})
-    if key == "algorithm.filter_groups.enable":
+    if key in ("algorithm.filter_groups.enable", "algorithm.zero_variance"):
         settings["reward_model.tool_reward_weight"] = 0  # few scores, so that some groups have equal ones
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)
+    settings = {other: str(chosen).format(folder=folder) for other, chosen in settings.items()}
     given = str(CHOICES[key][0]).format(folder=folder)
-    outcomes = [
-        busy(tuple((other, str(chosen)) for other, chosen in (settings | {key: value}).items()))
-        for value in (given, OmegaConf.select(usual, key))
-    ]
+    outcomes = [busy(tuple((settings | {key: str(value)}).items())) for value in (given, OmegaConf.select(usual, key))]
     assert outcomes[0] != outcomes[1]
 
 
@@ -174,6 +173,7 @@ MOVED = {
         count,
         GRPO | {"algorithm.filter_groups.enable": "true", f"{ROLLOUT}.n": 2},
     ),
+    "algorithm.singleton_advantage": ("raw", figure("critic/advantages/max"), GRPO | {f"{ROLLOUT}.n": 2}),
     f"{ROLLOUT}.n": (2, count, {}),
     f"{ROLLOUT}.top_p": (0.5, tokens, {}),
     f"{ROLLOUT}.top_k": (3, tokens, {}),

@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from draws import ACTOR, CLIP_COV, KL_COV, ROLLOUT, allowed, draw
+from draws import ACTOR, CLIP_COV, ESTIMATORS, KL_COV, ROLLOUT, allowed, draw
 from plain_losses import LOSSES
 from plain_trainer import PlainTrainer
 from reference_stage import Shape, build, in_float64, run_product
@@ -54,6 +54,24 @@ SELDOM = {  # what few draws have
 @pytest.mark.parametrize("what", SELDOM)
 def test_what_is_seldom_drawn_is_plain_too(folder, what):
     agree(folder, SELDOM[what], Shape(seed=1, levels=(0.25, 1.25)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["gae", "gae by turn", "grpo", *ESTIMATORS])
+def test_every_estimator_is_plain_for_three_steps(folder, name):
+    chosen = {
+        "algorithm.adv_estimator": name,
+        "algorithm.gamma": 0.9,
+        "algorithm.lam": 0.8,
+        "algorithm.use_kl_in_reward": "true",
+        f"{ACTOR}.policy_loss.loss_mode": "reference_recorded",
+        "trainer.total_training_steps": 3,
+    }
+    if name.startswith("gae"):  # the default
+        del chosen["algorithm.adv_estimator"]
+        chosen["algorithm.gae_timestep_unit"] = "turn" if "turn" in name else "token"
+    shape = Shape(seed=2, sequences=3, holes=0.3, silent=0.2, broken=0.4, tool_rewards=True)
+    agree(folder, allowed(chosen), shape)
 
 
 @pytest.mark.slow

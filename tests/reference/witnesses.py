@@ -40,6 +40,11 @@ WITNESSES = {
     "trainer/test_trainer_engines.py": {
         f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
     },
+    "trainer/test_trainer_distillation.py": {
+        "distillation.hint": "test_several_teachers_by_data_source_and_the_policy_with_a_hint",
+        "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
+        "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
+    },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
     },
@@ -56,6 +61,7 @@ WITNESSES = {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
     "trainer/test_trainer_resume.py": {
+        "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
@@ -71,6 +77,14 @@ WITNESSES = {
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
+    },
+    "workers/test_workers_lora.py": {
+        f"{section}.{name}": test
+        for section, test in {
+            "actor_rollout_ref.model": "test_the_keys_choose_rank_scale_and_layers",
+            "critic.model": "test_the_critics_keys_are_its_own",
+        }.items()
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

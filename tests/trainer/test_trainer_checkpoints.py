@@ -1,7 +1,11 @@
 """Checkpoints are whole or absent, whatever interrupts the writing."""
 
 import json
+import logging
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -29,8 +33,9 @@ def names(folder):
 def test_a_checkpoint_is_read_as_it_was_written(tmp_path):
     checkpoints = Checkpoints(tmp_path / "run", None)
     assert checkpoints.latest() is None
-    folder = checkpoints.save(3, {"kl_coef": 0.5}, write)
-    assert checkpoints.latest() == folder == tmp_path / "run" / "global_step_3"
+    checkpoints.save(3, {"kl_coef": 0.5}, write)
+    folder = checkpoints.latest()
+    assert folder == tmp_path / "run" / "global_step_3"
     assert Checkpoints.read_state(folder) == {"step": 3, "kl_coef": 0.5}
     assert names(folder) == ["trainer.json", "weights"]
 
@@ -117,3 +122,132 @@ def test_a_folder_that_cannot_be_made_is_one_line(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(CheckpointError, match="free space or set"), write_whole(tmp_path / "file" / "model"):
         pass
+
+
+KILLED_AT_EACH_STEP = """
+import os, pathlib, shutil, signal, sys
+from etude.trainer.checkpoints import Checkpoints
+
+folder, step = pathlib.Path(sys.argv[1]), int(sys.argv[2])
+
+
+def save(number, text):
+    def write(into):
+        for name in ("a", "b"):
+            with open(os.path.join(into, name), "w") as file:
+                file.write(text)
+    Checkpoints(folder, 1).save(number, {"text": text}, write)
+
+
+def killed(limit):
+    # The child dies before its operation number `limit` on the folder; True if it had that many.
+    child = os.fork()
+    if not child:
+        count = 0
+        def note(event, arguments):
+            nonlocal count
+            if event.partition(".")[0] in ("open", "os", "shutil") and str(folder) in repr(arguments):
+                count += 1
+                if count == limit:
+                    os.kill(os.getpid(), signal.SIGKILL)
+        sys.addaudithook(note)
+        save(step, "new")
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
+
+
+limit, seen = 1, []
+while True:
+    shutil.rmtree(folder, ignore_errors=True)
+    save(2, "old")
+    if not killed(limit):
+        break
+    latest = Checkpoints(folder, 1).latest()
+    text = Checkpoints.read_state(latest)["text"]
+    assert [(latest / name).read_text() for name in "ab"] == [text] * 2, (limit, latest)
+    seen.append(text)
+    save(3, "after")
+    assert sorted(path.name for path in folder.iterdir()) == ["global_step_3", "latest_checkpointed_iteration.txt"], limit
+    limit += 1
+print(" ".join(seen))
+"""
+
+
+@pytest.mark.parametrize("step", [2, 3])
+def test_a_save_killed_at_any_of_its_operations_leaves_a_whole_checkpoint(tmp_path, step):
+    """Of a new step, and of one that is written once more."""
+    given = [sys.executable, "-c", KILLED_AT_EACH_STEP, str(tmp_path / "run"), str(step)]
+    done = subprocess.run(given, check=False, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    seen = done.stdout.split()
+    assert len(seen) > 15
+    assert seen == sorted(seen, reverse=True)  # the old one up to some operation, the new one from there on
+    assert {*seen} == {"old", "new"}
+
+
+# -- in the background -------------------------------------------------------------------------------------------
+
+
+class Slow:
+    """Writes only once it is let go; `copies` counts the copies made for it."""
+
+    def __init__(self):
+        self.go, self.writing, self.copies = threading.Event(), threading.Event(), 0
+
+    def copy(self):
+        self.copies += 1
+
+    def write(self, folder):
+        self.writing.set()
+        assert self.go.wait(60)
+        write(folder)
+
+
+def test_one_save_runs_in_the_background_and_a_second_waits_for_it(tmp_path):
+    checkpoints, slow, state = Checkpoints(tmp_path, None, in_background=True), Slow(), {"measured": [1]}
+    checkpoints.save(1, state, slow.write, slow.copy)
+    state["measured"].append(2)
+    assert slow.writing.wait(60)
+    assert slow.copies == 1
+    checkpoints.wait(only_if_done=True)
+    assert checkpoints.latest() is None
+
+    def copied():
+        assert checkpoints.latest() == tmp_path / "global_step_1"  # the first is done before the second is copied
+
+    threading.Timer(0.05, slow.go.set).start()
+    checkpoints.save(2, {}, write, copied)
+    checkpoints.wait()
+    assert checkpoints.latest() == tmp_path / "global_step_2"
+    assert Checkpoints.read_state(tmp_path / "global_step_1")["measured"] == [1]
+
+
+@pytest.mark.parametrize("ending", ["wait", "save", "awaited"])
+def test_an_error_in_the_background_is_raised_at_the_next_occasion(tmp_path, ending):
+    checkpoints = Checkpoints(tmp_path, None, in_background=True)
+
+    def use():
+        with checkpoints.awaited():
+            checkpoints.save(1, {}, fail(OSError("full")))
+            if ending == "save":
+                checkpoints.save(2, {}, write)
+            elif ending == "wait":
+                checkpoints.wait()
+
+    with pytest.raises(CheckpointError, match=r"cannot write .*global_step_1"):
+        use()
+    checkpoints.wait()  # raised once
+    assert names(tmp_path) == []
+
+
+def test_a_saves_error_does_not_hide_that_of_the_run(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path, None, in_background=True)
+
+    def use():
+        with checkpoints.awaited():
+            checkpoints.save(1, {}, fail(OSError("full")))
+            raise ZeroDivisionError
+
+    with caplog.at_level(logging.WARNING), pytest.raises(ZeroDivisionError):
+        use()
+    assert "cannot write" in caplog.text

@@ -60,9 +60,8 @@ def test_an_engine_far_from_the_trainer_raises_the_alarm_once(tiny, tmp_path):
     said = [event.text for event in events if isinstance(event, Notice)]
     assert len(said) == 1
     first = next(record for record in metrics(tmp_path) if record["rollout_corr/k3_kl"] > 1e-5)
-    assert said[0].startswith(
-        f"step {first['step']}: the engine's log-probs are far from the trainer's (rollout_corr/k3_kl="
-    )
+    begin = f"step {first['step']}: the engine's log-probs are far from the trainer's (rollout_corr/k3_kl="
+    assert said[0].startswith(begin)
     for cause in ("older weights", "temperature", "top_p", "precision", "chat template"):
         assert cause in said[0]
 

@@ -10,6 +10,7 @@ from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import prepare
+from etude.workers.checkpoint import read_state
 
 GAE = "algorithm.adv_estimator=gae"
 
@@ -62,13 +63,11 @@ def test_a_resumed_bfloat16_run_ends_with_the_same_bits(tiny, tmp_path):
         train(tiny.config(tmp_path / "parts", *common, f"trainer.total_training_steps={last}"))
     for role in ("actor", "critic"):
         assert same(weights(tmp_path / "whole", 3, role), weights(tmp_path / "parts", 3, role))
-        states = [
-            torch.load(tmp_path / name / "global_step_3" / role / "optimizer.pt", weights_only=True)
-            for name in ("whole", "parts")
-        ]
-        whole, parts = (state.get("optimizer", state)["weights"] for state in states)
-        assert len(whole) > 10
-        assert all(torch.equal(a, b) for a, b in zip(whole, parts))
+        whole, parts = (read_state(tmp_path / name / "global_step_3" / role / "state") for name in ("whole", "parts"))
+        assert same(whole, parts)
+        exact = {key: value for key, value in whole.items() if key.startswith("model.")}
+        assert len(exact) > 10
+        assert {tensor.dtype for tensor in exact.values()} == {torch.float32}
     assert metrics(tmp_path / "whole")[-1]["actor/loss"] == metrics(tmp_path / "parts")[-1]["actor/loss"]
     saved = load_causal_lm(tmp_path / "whole" / "global_step_3" / "actor" / "huggingface", dtype="bfloat16")
     assert {tensor.dtype for tensor in weights(tmp_path / "whole", 3).values()} == {torch.bfloat16}

@@ -1,19 +1,22 @@
 """Determinism: the same run twice, a run killed and resumed, and what may not change between the two."""
 
 import signal
+import threading
 
 import pytest
 import yaml
 from house_stage import ACTOR, Launched, metrics, one_line_error, same, steps, weights
+from kills_stage import SAVES, Whole
 from omegaconf import OmegaConf
 from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import read_rollouts
 from etude.errors import CheckpointError
+from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
+from etude.workers.checkpoint import read_state
 
-SAVES = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
 SUICIDE = '''
 """Ends the process without warning: {when}."""
 
@@ -54,11 +57,14 @@ def with_plugin(tiny, path):
 
 
 @pytest.fixture(scope="module")
-def whole(tiny, tmp_path_factory):
+def uninterrupted(tiny, tmp_path_factory):
+    return Whole.run(tiny, tmp_path_factory.mktemp("whole"))
+
+
+@pytest.fixture(scope="module")
+def whole(uninterrupted):
     """An uninterrupted run of six steps."""
-    folder = tmp_path_factory.mktemp("whole")
-    train(tiny.config(folder, *SAVES))
-    return folder
+    return uninterrupted.folder
 
 
 def test_two_runs_end_bit_identical(tiny, whole, tmp_path):
@@ -88,6 +94,49 @@ def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, whole, tmp_path
     assert same(weights(run, 6), weights(whole, 6))
     assert not list(run.glob(".incomplete*"))
     assert [r["critic/score/mean"] for r in metrics(run)] == [r["critic/score/mean"] for r in metrics(whole)]
+
+
+@pytest.mark.parametrize(("number", "background"), [(101, "true"), (102, "true"), (103, "false")])
+def test_a_run_killed_anywhere_and_resumed_ends_as_one_that_was_not(tiny, uninterrupted, tmp_path, number, background):
+    uninterrupted.kill_and_resume(tiny, tmp_path, number, f"trainer.async_save={background}")
+
+
+def test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile(tiny, whole, tmp_path, monkeypatch):
+    """Each save begins to write only when the next step is done: the weights have moved on by then."""
+    wrote, trained = [], [threading.Event() for _ in range(7)]
+    write, step = PPOTrainer._write_roles, PPOTrainer.training_step
+
+    def write_late(self, folder):
+        wrote.append(number := len(wrote) + 1)
+        assert number == 6 or trained[number + 1].wait(60)
+        write(self, folder)
+
+    def stepped(self, interrupts):
+        made = step(self, interrupts)
+        trained[self.global_step].set()
+        return made
+
+    monkeypatch.setattr(PPOTrainer, "_write_roles", write_late)
+    monkeypatch.setattr(PPOTrainer, "training_step", stepped)
+    train(tiny.config(tmp_path, *SAVES, "trainer.async_save=true"))
+    assert wrote == [1, 2, 3, 4, 5, 6]
+    for number in wrote:
+        assert same(weights(tmp_path, number), weights(whole, number))
+        ours, theirs = (read_state(run / f"global_step_{number}" / "actor" / "state") for run in (tmp_path, whole))
+        assert same(ours, theirs)
+
+
+def full_disk(self, folder):
+    raise OSError("no space left on this disk")
+
+
+def test_a_failed_save_in_the_background_ends_the_run(tiny, tmp_path, monkeypatch):
+    monkeypatch.setattr(PPOTrainer, "_write_roles", full_disk)
+    settings = ("trainer.save_freq=1", "trainer.async_save=true")
+    with pytest.raises(CheckpointError, match=r"cannot write .*global_step_[12]: .*disk"):
+        train(tiny.config(tmp_path, *settings))
+    assert len(steps(tmp_path)) in (1, 2)
+    assert not list(tmp_path.glob("*global_step*"))
 
 
 def test_a_resumed_run_drops_the_metrics_of_steps_it_does_again(tiny, whole, tmp_path):
@@ -261,8 +310,8 @@ def test_a_damaged_state_is_one_line(tiny, half, tmp_path):
 
     run = tmp_path / "run"
     shutil.copytree(half, run)
-    (run / "global_step_2" / "actor" / "optimizer.pt").write_bytes(b"cut")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt"):
+    (run / "global_step_2" / "actor" / "state" / "__0_0.distcp").write_bytes(b"cut")
+    with pytest.raises(CheckpointError, match=r"actor/state: cannot be read"):
         train(tiny.config(run))
     (run / "global_step_2" / "trainer.json").write_text('{"step": 2}')
     with pytest.raises(CheckpointError, match="does not fit"):

@@ -2,10 +2,11 @@
 
 import json
 import signal
+import threading
 
 import pytest
 import torch
-from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps
+from house_stage import TOOLS, Launched, by_heart, metrics, one_line_error, same, steps, weights
 from safetensors.torch import load_file
 from trainer_tools import Moody
 from vision_stage import save_vision_model
@@ -19,6 +20,7 @@ from etude.trainer.rollouts import rollout_batch
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
 from etude.training import demonstrations_to_batch
+from etude.workers import TrainWorker
 
 
 def arguments(tiny, folder, *overrides):
@@ -255,6 +257,31 @@ def test_a_killed_and_resumed_run_ends_as_one_that_was_not(tiny, tmp_path, windo
     for name in ("sft/loss", "reward/success/mean"):
         ours, theirs = ([r.get(name) for r in metrics(tmp_path / each)] for each in ("run", "whole"))
         assert ours == theirs
+
+
+def test_a_save_in_the_background_is_of_its_step(tiny, tmp_path, monkeypatch):
+    """The first save begins to write only when the second step is done."""
+    settings = ("trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
+    fine_tune(config(tiny, tmp_path / "whole", *settings))
+    trained, save, step = threading.Event(), TrainWorker.save_checkpoint, SFTTrainer._step
+
+    def save_late(self, folder):
+        assert trained.wait(60)
+        save(self, folder)
+
+    def stepped(self, demonstrations):
+        made = step(self, demonstrations)
+        if self.step == 1:
+            trained.set()
+        return made
+
+    monkeypatch.setattr(TrainWorker, "save_checkpoint", save_late)
+    monkeypatch.setattr(SFTTrainer, "_step", stepped)
+    fine_tune(config(tiny, tmp_path / "run", *settings, "trainer.async_save=true"))
+    for number in (1, 2, 3):
+        assert same(weights(tmp_path / "run", number), weights(tmp_path / "whole", number))
+    first, second = (load_file(tmp_path / name / "huggingface" / "model.safetensors") for name in ("run", "whole"))
+    assert same(first, second)
 
 
 def test_a_finished_run_trains_no_more_and_a_longer_one_goes_on(tiny, tmp_path):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 from etude.algorithms import policy_loss
-from etude.errors import CheckpointError
 from etude.metrics import finish_metrics
 from etude.models import ValueModel
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine, ValueEngine, round_weights
@@ -174,10 +173,16 @@ def test_a_restored_optimizer_goes_on_bit_for_bit(model, batch, dtype):
     assert engine.optimizer._loss_scale == other.optimizer._loss_scale
 
 
-def test_a_state_of_another_precision_is_refused(model):
-    saved = engine_of(model, torch.float32).optimizer.state_dict()
-    with pytest.raises(CheckpointError, match=r"0 float32 weights saved, 24 in use: was model\.dtype changed"):
-        engine_of(model, torch.bfloat16).optimizer.load_state_dict(saved)
+def test_a_state_of_another_precision_is_taken_over(model, batch):
+    engine = engine_of(model, torch.float16, lr=1e-3)
+    engine.update(batch, loss_of, 1.0)
+    saved = copy.deepcopy(engine.optimizer.state_dict())
+    for dtype in (torch.bfloat16, torch.float32):
+        other = engine_of(model, dtype).optimizer
+        other.load_state_dict(saved)
+        taken = other.state_dict()
+        assert taken.keys() == {name for name in saved if not name.startswith("loss_scale.")}
+        assert all(torch.equal(saved[name], tensor) for name, tensor in taken.items())
 
 
 def test_a_critic_computes_in_bfloat16_under_a_float32_head(model, batch):

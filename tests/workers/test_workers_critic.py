@@ -77,8 +77,8 @@ def test_a_restored_critic_goes_on_bit_for_bit(model_path, batch, tmp_path):
 def test_a_damaged_checkpoint_and_a_missing_model_are_one_line(model_path, tmp_path):
     group, _ = critic(model_path)
     group.save_checkpoint(str(tmp_path))
-    (tmp_path / "critic" / "optimizer.pt").write_text("nonsense")
-    with pytest.raises(CheckpointError, match=r"optimizer\.pt: cannot be read"):
+    (tmp_path / "critic" / "state" / ".metadata").write_text("nonsense")
+    with pytest.raises(CheckpointError, match=r"critic/state: cannot be read"):
         group.load_checkpoint(str(tmp_path))
     with pytest.raises(ConfigError, match=r"critic\.model\.path is not set"):
         critic(None)
