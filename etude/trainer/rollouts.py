@@ -225,7 +225,7 @@ def main_rows(batch: DataProto) -> torch.Tensor:
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
-def spread_groups(batch: DataProto, metric: str = "reward") -> list[list[int]]:
+def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
     """The rows of groups whose rollouts differ in `metric` (see `filter_groups.metric`), by default in total reward: only
     these teach a group-relative estimator anything.
 
@@ -233,7 +233,7 @@ def spread_groups(batch: DataProto, metric: str = "reward") -> list[list[int]]:
         DataError: the scorer does not report `metric`; names the row.
     """
     main = main_rows(batch).tolist()
-    if metric in _TOTALS:
+    if metric is None or metric in _TOTALS:
         totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
     else:
         totals = [_reported(result, metric) if is_main else 0.0 for result, is_main in zip(rollouts_of(batch), main)]

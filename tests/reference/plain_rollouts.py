@@ -133,7 +133,7 @@ def filter_prompts(rows, asked, config):
     measure = {
         "reward": lambda rollout: total_reward(rollout, config["reward_model"]),
         "score": lambda rollout: rollout.score,
-    }[options["metric"]]
+    }[options["metric"] or "reward"]
     measured = defaultdict(list)
     for row in rows:
         if row.is_main:
