@@ -15,15 +15,18 @@ import torch
 from torch import Tensor
 
 from etude.protocol import DataProto, object_array
-from etude.trajectory import Rollout, Trajectory
+from etude.trajectory import KEPT_IDS, Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
+OF_SEQUENCES = (IMAGES, KEPT_IDS)
+"""Columns that only some batches have, each with a tuple for every row."""
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row."""
+    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row; if any was drawn with
+    top-k or top-p, also `kept_ids`."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -31,7 +34,10 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
     attention = torch.cat([before, after], dim=1).long()
-    images = [tuple(t.images) for t in trajectories]
+    own: dict[str, list[tuple[Any, ...]]] = {
+        IMAGES: [tuple(t.images) for t in trajectories],
+        KEPT_IDS: [t.kept_ids for t in trajectories],
+    }
     return DataProto.from_single_dict(
         {
             "prompts": prompts,
@@ -43,15 +49,16 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
             "rollout": list(rollouts),
         }
-        | ({IMAGES: images} if any(images) else {})
+        | {name: values for name, values in own.items() if any(values)}
     )
 
 
-def with_images(batch: DataProto) -> DataProto:
-    """`batch` with a column of images, empty if it has none, so that it can be concatenated with one that has them."""
-    if IMAGES not in batch.non_tensor_batch:
-        batch.non_tensor_batch[IMAGES] = object_array([()] * len(batch))
-    return batch
+def add_missing_columns(parts: Sequence[DataProto]) -> None:
+    """Gives every batch the columns of `OF_SEQUENCES` that any of them has, so that they can be concatenated."""
+    for name in OF_SEQUENCES:
+        if any(name in part.non_tensor_batch for part in parts):
+            for part in parts:
+                part.non_tensor_batch.setdefault(name, object_array([()] * len(part)))
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:

@@ -16,6 +16,7 @@ from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
+from etude.trajectory import KeptIds
 
 
 class TrajectoryClient:
@@ -145,12 +146,12 @@ class RequestIds:
 
 
 class History:
-    """A context that grew turn by turn: its ids, and where in it the engine drew, with which log-probs and after the images
-    of which digests."""
+    """A context that grew turn by turn: its ids, and where in it the engine drew, with which log-probs, from which kept ids
+    (those of `TokenOutput`) and after the images of which digests."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
-        self.turns: list[tuple[int, list[float], tuple[int, ...]]] = []
+        self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
 
     def grows_to(self, asked: list[int]) -> bool:
         """Whether `asked` begins with this context."""
@@ -158,7 +159,8 @@ class History:
 
     def add(self, asked: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
         self.context += asked[len(self.context) :]
-        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), seen))
+        kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
+        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
         self.context += output.token_ids
 
 

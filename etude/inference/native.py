@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -70,6 +71,10 @@ class NativeEngineOptions:
     tokenizer: Any = None
 
 
+_Draw: TypeAlias = tuple[int, float, "array[int] | None"]
+"""A token, its log-prob, and the ids that it was drawn from (see `sample`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Step:
     """A step under way and what it will have drawn. `requests`: those of its rows when it was planned, since one may be
@@ -77,12 +82,14 @@ class _Step:
 
     plan: StepPlan
     requests: dict[SequenceState, Request | None]
-    drawn: Future[tuple[list[int], list[float]]]
+    drawn: Future[list[_Draw]]
 
 
 @ENGINES.register("native")
 class NativeEngine:
     """See the module's first paragraph; the interface is `etude.inference.Engine`."""
+
+    returns_kept_ids = True
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
         """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or the memory for keys
@@ -337,21 +344,23 @@ class NativeEngine:
             return
         self._stepping, scheduler = None, self._scheduler
         try:
-            tokens, log_probs = step.drawn.result()
+            drawn = step.drawn.result()
             with self._metrics.timed("scheduling"):
                 scheduler.fed(step.plan)
-                for (row, _), token, log_prob in zip(step.plan.drawing, tokens, log_probs):
+                for (row, _), draw in zip(step.plan.drawing, drawn):
                     request = step.requests[row]
                     if request is not None and row.request is request:
-                        self._take(row, request, token, log_prob)
+                        self._take(row, request, draw)
                 scheduler.active = [row for row, request in step.requests.items() if row.request is request]
                 scheduler.sweep()
         except Exception as error:
             self._fail(error)
         self._advance()
 
-    def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
+    def _take(self, row: SequenceState, request: Request, draw: _Draw) -> None:
+        token, log_prob, kept = draw
         request.tokens.append(token)
+        request.kept_ids.append(kept)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
@@ -387,8 +396,8 @@ class NativeEngine:
     # -- computing -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> tuple[list[int], list[float]]:
-        """One forward pass over the plan's tokens; draws one token for each of its drawing rows."""
+    def _compute(self, plan: StepPlan) -> list[_Draw]:
+        """One forward pass over the plan's tokens; draws one token for each of its drawing rows (see `sample`)."""
         metrics = self._metrics
         metrics.steps += 1
         metrics.rows += len(plan.feeds)
@@ -406,13 +415,13 @@ class NativeEngine:
                 shown = images.shown(layout.feeds)
                 hidden = packed_hidden(self._model, images.token_ids(ids), positions, layout, shown)
         if not plan.drawing:
-            return [], []
+            return []
         with metrics.timed("sampling"):
             logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]
-            tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
-            return tokens.tolist(), log_probs.tolist()
+            tokens, log_probs, kept = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
+            return list(zip(tokens.tolist(), log_probs.tolist(), kept))
 
 
 def _copy_of(model: Any, dtype: torch.dtype) -> Any:

@@ -13,6 +13,7 @@ preempted for another, so some request always completes.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import dataclass, field
 
 from etude.chat.encoding import common_beginning
@@ -40,11 +41,13 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept_ids: list[array[int] | None] = field(default_factory=list)
 
     def finish(self, reason: str) -> None:
         """Answers, once."""
         if not self.future.done():
-            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions))
+            kept = self.kept_ids if any(self.kept_ids) else None
+            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions, kept_ids=kept))
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ the deterministic mode uses it to know which trajectories to wait for.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -82,7 +83,8 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 @dataclass(frozen=True)
 class TokenOutput:
     """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop text completed), "length" or
-    "aborted"."""
+    "aborted". `kept_ids[i]` are the ids that top-k and top-p left to draw `token_ids[i]` from, None where these are off; an
+    engine whose class has `returns_kept_ids` gives them, and only such a one can be trained with while they are on."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -91,6 +93,7 @@ class TokenOutput:
     num_preempted: int | None = None  # this and the next are read by verl's loops; no engine here sets them
     routed_experts: Any = None
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    kept_ids: list[array[int] | None] | None = None
 
 
 class Engine(Protocol):

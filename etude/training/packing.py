@@ -22,6 +22,8 @@ from etude.models.packed import CausalSequences, packed_hidden
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import PackedImages, packed_images, placed_images
+from etude.training.log_probs import Support
+from etude.trajectory import KEPT_IDS
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class PackedRows:
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
-    tokens.
+    tokens; `support`: the ids that the labels were drawn from, None where these are all.
     """
 
     token_ids: Tensor
@@ -41,6 +43,7 @@ class PackedRows:
     column: Tensor
     shape: tuple[int, int]
     images: PackedImages | None = None
+    support: Support | None = None
 
     def hidden(self, model: Any) -> Tensor:
         """Final hidden states (scored, hidden) that predict the scored tokens, with the model's current weights."""
@@ -96,7 +99,20 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
         images=images,
+        support=_support(batch, rows, row, column, device),
     )
+
+
+def _support(
+    batch: DataProto, rows: Sequence[int], row: Tensor, column: Tensor, device: torch.device
+) -> Support | None:
+    given = batch.non_tensor_batch.get(KEPT_IDS)
+    if given is None:
+        return None
+    kept = [(of_row := given[rows[r]]) and of_row[c] for r, c in zip(row.tolist(), column.tolist())]
+    flat = b"".join(ids.tobytes() for ids in kept if ids)
+    ids = torch.frombuffer(bytearray(flat), dtype=torch.int32) if flat else torch.zeros(0)
+    return Support([0, *accumulate(len(each or ()) for each in kept)], ids.long().to(device))
 
 
 MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls than it saves

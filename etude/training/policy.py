@@ -115,6 +115,7 @@ class PolicyEngine:
             temperature=temperature,
             entropy_grad=entropy_grad,
             sum_pi_squared=squares,
+            support=packed.support,
         )
 
     @torch.no_grad()

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.agents.batch import IMAGES
+from etude.agents.batch import OF_SEQUENCES
 from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -63,7 +63,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""
@@ -71,7 +71,7 @@ class TrainWorker(TrainedWorker):
         found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
         return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
@@ -83,7 +83,7 @@ class TrainWorker(TrainedWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", "rollout_is_weights", IMAGES),
+        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", "rollout_is_weights", *OF_SEQUENCES),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of

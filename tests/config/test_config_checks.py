@@ -182,11 +182,6 @@ GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score]")
             "must be a number",
         ),
         (
-            ("algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"),
-            "algorithm.rollout_correction.bypass_mode",
-            "top_p=1",
-        ),
-        (
             (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"),
             f"{CORRECTION}.rollout_is",
             "loss_type=reinforce",
