@@ -5,6 +5,7 @@ Functions are imported on first use: the records serve configurations, which nee
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from etude.algorithms.preference import preference_loss
 from etude.algorithms.records import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -36,6 +37,7 @@ __all__ = [
     "loss_count",
     "masked_mean",
     "policy_loss",
+    "preference_loss",
     "register_estimator",
     "register_policy_loss",
     "rollout_mismatch",
