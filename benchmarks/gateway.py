@@ -25,8 +25,8 @@ import aiohttp
 
 from etude.agents import AgentContext, RolloutOptions, TrajectoryClient
 from etude.agents.gateway import GatewaySession
-from etude.agents.gateway.answer import as_object
-from etude.agents.gateway.clients import Clients
+from etude.agents.gateway.agent import Clients
+from etude.agents.gateway.server import as_object
 from etude.agents.gateway.serving import LocalGateway
 from etude.chat import ChatTemplate, ToolParser
 from etude.inference import SamplingParams, ScriptedEngine

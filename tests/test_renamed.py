@@ -5,7 +5,7 @@ import importlib
 
 import pytest
 
-from etude.agents.loops import register_agent_loops
+from etude.agents.base import register_agent_loops
 from etude.errors import ConfigError
 from etude.registry import import_module, import_object
 from etude.renamed import MODULES

@@ -17,7 +17,7 @@ from etude.errors import DataError, one_line
 from etude.schemas import ToolResponse
 from etude.tools import TokenLimit
 from etude.tools.builtin.images import MAX_IMAGES, MAX_PIXELS, AnswerImages, image_name, load_image
-from etude.tools.outcome import TextLimits
+from etude.tools.truncation import bound_text
 
 if TYPE_CHECKING:
     from PIL.Image import Image
@@ -118,4 +118,4 @@ def noted(text: str | None, notes: Sequence[str], limit: TokenLimit | None) -> s
 
 
 def _bounded(text: str, limit: TokenLimit) -> str:
-    return TextLimits(len(text), tokens=limit).bounded(ToolResponse(text=text)).text or ""
+    return bound_text(text, limit, len(text))

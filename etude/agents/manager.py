@@ -17,7 +17,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import defaultdict
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -25,9 +25,8 @@ from typing import Any
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
-from etude.agents.task_group import TaskGroup
 from etude.agents.validation import validate_output
-from etude.bounded import GRACE_SECONDS, called, result_of
+from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
 from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
@@ -213,13 +212,9 @@ class _Batch:
             given = {**row, "request_id": request_id, "attempt": attempt}
             try:
                 with self._traced(index, request_id) as whole:
-                    loop = AGENT_LOOPS.get(name)(
-                        trainer_config=context,
-                        server_manager=client,
-                        tokenizer=context.tokenizer,
-                        processor=context.processor,
+                    task = self._under_way[index] = asyncio.ensure_future(
+                        called(_run_loop, name, context, client, params, given)
                     )
-                    task = self._under_way[index] = asyncio.ensure_future(called(loop.run, params, **given))
                     returned = await result_of(task, options.trajectory_timeout, self._manager.clean_up_seconds)
                     if whole is not None:
                         _describe(whole, returned)
@@ -305,6 +300,15 @@ class Groups:
         return set(left) if could and len(left) < self._least else set()
 
 
+async def _run_loop(
+    name: str, context: AgentContext, client: TrajectoryClient, params: dict[str, Any], row: dict[str, Any]
+) -> object:
+    loop = AGENT_LOOPS.get(name)(
+        trainer_config=context, server_manager=client, tokenizer=context.tokenizer, processor=context.processor
+    )
+    return await called(loop.run, params, **row)
+
+
 def _describe(whole: TraceSpan, returned: object) -> None:
     """The ending recorded in a trajectory's span, if the loop returned one."""
     trajectory = returned[-1] if isinstance(returned, list) and returned else returned
@@ -321,3 +325,49 @@ def _describe(whole: TraceSpan, returned: object) -> None:
             step_rewards=[value for _, _, value in rewards.steps],
             final_rewards=rewards.final,
         )
+
+
+class TaskGroup:
+    """Tasks of one event loop that may start further ones, and that succeed or fail together.
+
+    Invariant: `finish` returns once every task has succeeded; on the first exception, or when its caller is cancelled, all
+    others are cancelled, get time to clean up, and nothing is left running unobserved.
+    """
+
+    def __init__(self) -> None:
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+
+    def start(self, work: Coroutine[Any, Any, None]) -> None:
+        """Starts a task; a finished group starts no more."""
+        if self._over.done():
+            work.close()
+            return
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._ended)
+
+    async def finish(self, grace: float) -> None:
+        """Waits for all tasks; cancelled ones have `grace` seconds to clean up.
+
+        Raises:
+            Exception: the first that a task raised.
+        """
+        try:
+            if self._tasks:
+                await self._over
+        finally:
+            self._over.cancel()
+            await settle(self._tasks, grace)
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        error = None if task.cancelled() else task.exception()
+        if self._over.done():
+            return
+        if error is not None:
+            self._over.set_exception(error)
+        elif task.cancelled():
+            self._over.cancel()
+        elif not self._tasks:
+            self._over.set_result(None)

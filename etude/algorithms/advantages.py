@@ -1,25 +1,22 @@
-"""Advantage estimators: rewards (and values) to per-token advantages.
+"""`compute_advantage`, and the estimators that judge an answer as a whole: one number per rollout, from its group.
 
 Invariant: rows whose mask is all zero (padding, dropped trajectories) enter no mean, no spread and no group size, and their
-advantages are 0. Masked tokens (tool output, template glue) have advantage 0, and their values, even non-finite ones, change
-nothing.
+advantages are 0. Masked tokens (tool output, template glue) have advantage 0. Equal scores (`equal_scores`) and a group of
+one have advantage 0, the latter its raw score with `singleton_advantage="raw"`.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Hashable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Mapping, Sequence
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from etude.algorithms.aggregation import equal_scores, masked_mean
-from etude.algorithms.records import ADVANTAGE_ESTIMATORS, COLUMNS
+from etude.algorithms.groups import EPSILON, GroupIds, centre, compare, group_rows, spread, whiten_masked
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, COLUMNS, Singleton
 from etude.errors import ConfigError
-
-GroupIds: TypeAlias = Sequence[Hashable] | np.ndarray | Tensor
+from etude.registry import did_you_mean
 
 
 def compute_advantage(
@@ -49,7 +46,7 @@ def compute_advantage(
     estimator = ADVANTAGE_ESTIMATORS.get(name)
     given = {"values": values, **options}
     for column in sorted(estimator.needs):
-        if given.get(column) is None:
+        if given.get(column) is None and estimator.requires(column):
             raise ConfigError(f"algorithm.adv_estimator={name} needs {column}: {COLUMNS[column]}")
     if index is None and estimator.min_group > 1:
         raise ConfigError(f"algorithm.adv_estimator={name} needs group ids")
@@ -70,70 +67,163 @@ def grpo(
     response_mask: Tensor,
     index: GroupIds,
     norm_adv_by_std_in_grpo: bool = True,
-    epsilon: float = 1e-6,
-    **_: Any,
+    singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε), the spread
-    unbiased; without the division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO). A group with fewer than two valid rows
-    contributes nothing."""
-    mask = response_mask > 0
-    # In double precision, and exactly 0 for equal scores: rounding errors divided by ε are not an advantage.
-    scores = token_level_rewards.sum(dim=-1)
-    advantages = torch.zeros_like(scores)
-    for members in _groups(index, mask.any(dim=-1)):
-        group = scores[members]
-        if len(members) < 2 or equal_scores(group):
-            continue
-        centred = group - group.mean()
-        advantages[members] = centred / (group.std() + epsilon) if norm_adv_by_std_in_grpo else centred
-    spread = torch.where(mask, advantages[:, None], 0.0)
-    return spread, spread
+    """Group-relative advantages (DeepSeekMath, arXiv 2402.03300, section 4.1): (r − mean_g) / (std_g + ε); without the
+    division with `norm_adv_by_std_in_grpo=False` (Dr. GRPO, arXiv 2503.20783)."""
+    return _outcome(
+        token_level_rewards,
+        response_mask,
+        index,
+        singleton_advantage,
+        lambda scores, _: centre(scores, norm_adv_by_std_in_grpo),
+    )
 
 
-def _groups(index: GroupIds, valid: Tensor) -> list[list[int]]:
-    """The valid rows of each group, in order of first appearance."""
-    keys = index.tolist() if isinstance(index, np.ndarray | Tensor) else index
-    members: dict[Hashable, list[int]] = defaultdict(list)
-    for row, (key, counts) in enumerate(zip(keys, valid.tolist(), strict=True)):
-        if counts:
-            members[key].append(row)
-    return list(members.values())
-
-
-def gae(
+def grpo_passk(
     *,
     token_level_rewards: Tensor,
     response_mask: Tensor,
-    values: Tensor,
-    gamma: float,
-    lam: float,
-    whiten: bool = True,
-    **_: Any,
+    index: GroupIds,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimation (arXiv 1506.02438, eq. 16) along the *sampled* tokens: masked tokens are skipped, so
-    that a tool's answer is not discounted. Returns are advantages + values; advantages are then whitened over the mask. A
-    reward on a masked token counts at the sampled token before it."""
+    """Credit for pass@k (arXiv 2503.19595): the best answer of a group gets its distance from the second best, divided by
+    (std_g + ε) with `norm_adv_by_std_in_grpo`; all others 0."""
+
+    def judge(scores: Tensor, _: list[int]) -> Tensor:
+        (best, second), places = scores.topk(2)
+        lead = (best - second) / (scores.std() + EPSILON if norm_adv_by_std_in_grpo else 1.0)
+        return torch.zeros_like(scores).index_put((places[0],), lead)
+
+    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+
+
+def rloo(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE leave-one-out (arXiv 2402.14740): r − the mean of the group's others = n/(n − 1) · (r − mean_g)."""
+
+    def judge(scores: Tensor, members: list[int]) -> Tensor:
+        return centre(scores, by_std=False) * len(members) / (len(members) - 1)
+
+    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+
+
+def opo(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """On-policy optimal baseline (arXiv 2505.23585): r − Σ l r / Σ l over the group, l the number of sampled tokens."""
+    lengths = (response_mask > 0).sum(dim=1).double()
+
+    def judge(scores: Tensor, members: list[int]) -> Tensor:
+        return scores - (lengths[members] * scores).sum() / lengths[members].sum()
+
+    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+
+
+def gpg(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    f_norm: float = 1.0,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Group policy gradient (arXiv 2504.02546): α (r − mean_g) / `f_norm`, α = rollouts / rollouts with an advantage: groups
+    whose scores are equal do not make the step smaller."""
+    advantages, _ = _outcome(
+        token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
+    )
+    rows = group_rows(index, (response_mask > 0).any(dim=1))
+    teaching = sum(len(members) for members in rows if bool(advantages[members].any()))
+    advantages = advantages * (sum(map(len, rows)) / max(teaching, 1)) / f_norm
+    return advantages, advantages
+
+
+def max_rl(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Maximum-likelihood RL (Tajwar et al. 2026): (r − mean_g) / mean_g; 0 in groups whose mean is below 1e-6, where it
+    means nothing."""
+
+    def judge(scores: Tensor, _: list[int]) -> Tensor:
+        mean = scores.mean()
+        return (scores - mean) / mean if mean > 1e-6 else torch.zeros_like(scores)
+
+    return _outcome(token_level_rewards, response_mask, index, singleton_advantage, judge)
+
+
+def reinforce_plus_plus_baseline(
+    *,
+    token_level_rewards: Tensor,
+    response_mask: Tensor,
+    index: GroupIds,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """REINFORCE++ with a group baseline (arXiv 2501.03262): r − mean_g, whitened over the batch's sampled tokens."""
+    advantages, _ = _outcome(
+        token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
+    )
+    advantages = whiten_masked(advantages, _compared(response_mask, index, singleton_advantage))
+    return advantages, advantages
+
+
+def gdpo(
+    *,
+    response_mask: Tensor,
+    index: GroupIds,
+    reward_components: Mapping[str, Tensor],
+    gdpo_reward_keys: Sequence[str],
+    gdpo_reward_weights: Sequence[float] | None = None,
+    norm_adv_by_std_in_grpo: bool = True,
+    singleton_advantage: Singleton = "zero",
+) -> tuple[Tensor, Tensor]:
+    """Group reward-decoupled normalisation (arXiv 2601.05242): Σ_k w_k · grpo(r_k) of the components `gdpo_reward_keys`,
+    whitened over the batch's sampled tokens, so that no component drowns another.
+
+    Raises:
+        ConfigError: there is no such component, or a row lacks it.
+    """
+    valid = (response_mask > 0).any(dim=1)
+    advantages = torch.zeros(len(valid), dtype=torch.float64)
+    weights = gdpo_reward_weights or [1.0] * len(gdpo_reward_keys)
+    for name, weight in zip(gdpo_reward_keys, weights, strict=True):
+        scores = torch.as_tensor(reward_components.get(name, [float("nan")] * len(valid)), dtype=torch.float64)
+        if bool(scores[valid].isnan().any()):
+            raise ConfigError(
+                f"algorithm.gdpo_reward_keys: a rollout was scored without '{name}'"
+                f"{did_you_mean(name, reward_components)} (known: {', '.join(sorted(reward_components))}; the scorer "
+                "returns them in a dict)"
+            )
+        advantages += weight * compare(
+            scores, valid, index, lambda group, _: centre(group, norm_adv_by_std_in_grpo), singleton_advantage
+        )
+    found = whiten_masked(advantages[:, None], _compared(response_mask, index, singleton_advantage))
+    return found, found
+
+
+def _outcome(rewards: Tensor, response_mask: Tensor, index: GroupIds, singleton: Singleton, judge: Any) -> Any:
+    """Advantages and returns: `compare` of the rows' total rewards."""
+    valid = (response_mask > 0).any(dim=1)
+    found = spread(compare(rewards.sum(dim=1), valid, index, judge, singleton), response_mask)
+    return found, found
+
+
+def _compared(response_mask: Tensor, index: GroupIds, singleton: Singleton) -> Tensor:
+    """`response_mask` without the groups of one whose advantage is 0."""
     mask = response_mask > 0
-    width = values.shape[1]
-    advantages = torch.zeros_like(values)
-    next_value = torch.zeros_like(values[:, 0])
-    next_advantage, pending = next_value.clone(), next_value.clone()
-    for t in range(width - 1, -1, -1):
-        m = mask[:, t]
-        reward = token_level_rewards[:, t] + pending
-        delta = reward + gamma * next_value - values[:, t]
-        advantage = delta + gamma * lam * next_advantage
-        advantages[:, t] = torch.where(m, advantage, 0.0)
-        pending = torch.where(m, 0.0, reward)
-        next_value = torch.where(m, values[:, t], next_value)
-        next_advantage = torch.where(m, advantage, next_advantage)
-    returns = torch.where(mask, advantages + values, 0.0)
-    return (whiten_masked(advantages, mask) if whiten else advantages), returns
-
-
-def whiten_masked(values: Tensor, mask: Tensor) -> Tensor:
-    """Zero mean and unit (unbiased) variance over the mask; 0 elsewhere."""
-    mask = mask > 0
-    centred = torch.where(mask, values - masked_mean(values, mask), 0.0)
-    variance = centred.square().sum() / (mask.sum() - 1).clamp(min=1)
-    return centred * torch.rsqrt(variance + 1e-8)
+    alone = [rows for rows in group_rows(index, mask.any(dim=1)) if len(rows) == 1 and singleton == "zero"]
+    return mask.index_fill(0, torch.tensor([row for rows in alone for row in rows], dtype=torch.long), False)

@@ -219,7 +219,8 @@ def vespo(
     if rollout_is_weights is not None:
         total = total + torch.where(mask, rollout_is_weights, 1.0).log().clamp(math.log(1e-8), 20.0).sum(-1, True)
     log_weight = total.clamp(math.log(1e-8), 20.0)
-    k, decay = (torch.where(advantages >= 0, up, down) for up, down in ((k_pos, k_neg), (lambda_pos, lambda_neg)))
+    up = advantages >= 0
+    k, decay = _by_sign(up, advantages, k_pos, k_neg), _by_sign(up, advantages, lambda_pos, lambda_neg)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()
     return _aggregate(-phi * advantages * log_prob, mask, aggregation, log_ratio)
 
@@ -239,7 +240,7 @@ def sapo(
 ) -> Loss:
     """−A σ(τ (r − 1)) · 4 / τ, τ = τ_pos for A > 0, else τ_neg (SAPO, arXiv 2511.20347, eq. 5 and 6)."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    tau = torch.where(advantages > 0, tau_pos, tau_neg)
+    tau = _by_sign(advantages > 0, advantages, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
     return _aggregate(-advantages * gate, mask, aggregation, log_ratio)
 
@@ -309,9 +310,11 @@ def kl_cov(
     ppo_kl_coef: float,
     **aggregation: Any,
 ) -> Loss:
-    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects (eq. 13)."""
+    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects (eq. 13); where r is 1 but for rounding, the
+    sign of log r is noise, and there is no penalty."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    losses = -advantages * log_ratio.exp() + torch.where(selected_tokens > 0, ppo_kl_coef * log_ratio.abs(), 0.0)
+    penalised = (selected_tokens > 0) & (log_ratio.abs() > 1e-4)
+    losses = -advantages * log_ratio.exp() + torch.where(penalised, ppo_kl_coef * log_ratio.abs(), 0.0)
     return _aggregate(losses, mask, aggregation, log_ratio)
 
 
@@ -357,6 +360,11 @@ def _unmasked(
 def _sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """(batch, 1) means over the scored tokens of each row; `values` are 0 elsewhere."""
     return values.sum(dim=-1, keepdim=True) / mask.sum(dim=-1, keepdim=True).clamp(min=1)
+
+
+def _by_sign(up: Tensor, advantages: Tensor, positive: float, negative: float) -> Tensor:
+    """One number where `up` and another elsewhere, in the dtype of `advantages` (`where` of two numbers is float32)."""
+    return torch.full_like(advantages, negative).masked_fill(up, positive)
 
 
 def _clip(ratio: Tensor, advantages: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar, Literal, TypeVar
@@ -22,6 +22,8 @@ from etude.registry import Registry, did_you_mean, import_object
 
 KLLossKind = Literal["abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"]
 KLKind = Literal["kl", "k1", KLLossKind]
+Singleton = Literal["zero", "raw"]
+TimestepUnit = Literal["token", "turn"]
 LossAggMode = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
 
 COLUMNS = {
@@ -32,9 +34,18 @@ COLUMNS = {
     "sum_pi_squared": "sums of that policy's squared probabilities over the vocabulary",
     "rollout_log_probs": "the engine's log-probs",
     "token_level_scores": "rewards before any penalty",
+    "turns": "the number of each token's turn: it grows along a row",
+    "observations": "a number for what each token's turn answered: equal for equal tokens since the turn before",
+    "teacher_log_probs": "a teacher's log-probs of the sampled tokens (distillation.teachers)",
     "reward_baselines": "the total score of one greedy rollout of the row's prompt",
+    "reward_components": "the numbers that the scorer returned, and the rewards by source, by name",
 }
-"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,)."""
+"""What a record may need: (batch, response_len) each, but for `reward_baselines` (batch,) and `reward_components`, a mapping
+of (batch,) by name, NaN where a row has none. A function may have a default for one of them; then `compute_advantage` and
+`policy_loss` can be called without."""
+
+OF_ROLLOUTS = frozenset({"turns", "observations", "reward_baselines", "reward_components"})
+"""Those of estimators alone."""
 
 F = TypeVar("F", bound=Callable[..., Any])
 Result = TypeVar("Result", bound="Record")
@@ -112,6 +123,11 @@ class Record:
         named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
         return {n for n, each in self._parameters.items() if each.default is each.empty and each.kind in named}
 
+    def requires(self, column: str) -> bool:
+        """Whether it cannot be called without `column`, which it needs."""
+        parameter = self._parameters.get(column)
+        return parameter is None or parameter.default is parameter.empty
+
     @property
     def defaults(self) -> Mapping[str, Any]:
         """Its own defaults of its options, where the record states them."""
@@ -134,6 +150,10 @@ class Record:
         named = {name for name, each in self._parameters.items() if each.kind is not each.VAR_KEYWORD}
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
+    def takes(self, argument: str) -> bool:
+        """Whether its signature names `argument`; built-in functions, which are not imported for it, take all."""
+        return isinstance(self.fn, str) or self._is_open or argument in self._parameters
+
     def reads(self, option: str) -> bool:
         """Whether `option` has an effect."""
         return self.option_names is None or option in self.option_names
@@ -155,8 +175,10 @@ class Record:
             return self._as_declared(self.options, given)
         if isinstance(self.fn, str):
             for name in self.defaults.keys() & given.keys():
-                if isinstance(given[name], bool) or not isinstance(given[name], int | float):
-                    raise ConfigError(f"{self._name}: option '{name}' must be a number, not {given[name]!r}")
+                truth = isinstance(self.defaults[name], bool)
+                if isinstance(given[name], bool) != truth or not isinstance(given[name], int | float):
+                    kind = "true or false" if truth else "a number"
+                    raise ConfigError(f"{self._name}: option '{name}' must be {kind}, not {given[name]!r}")
             return dict(given)
         for name in sorted(self._required - self.offered - set(COLUMNS) - set(elsewhere) - given.keys()):
             raise ConfigError(f"{self._name} needs a value of its option '{name}'")
@@ -182,7 +204,7 @@ class Estimator(Record):
 
     Args:
         min_group: minimum number of surviving answers per prompt; a smaller group is not trained on.
-        ties_teach: whether a group of equal scores has a training signal; if not, `algorithm.filter_groups` may drop it.
+        ties_teach: whether a group of equal scores may have a training signal; else `algorithm.zero_variance` may drop it.
         episodes: whether each sequence of a rollout is an episode with the rollout's total at its end; if not, credit is by
             rollout. None: true if it needs values, since these belong to contexts.
     """
@@ -206,26 +228,32 @@ class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
-    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`. A loss with the
-    option `clip_ratio_low` reads `clip_ratio` too, which stands for both bounds.
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`; and, where there
+    are any, `rollout_is_weights`, factors of the loss per token. A loss with the option `clip_ratio_low` reads `clip_ratio`
+    too, which stands for both bounds.
 
     Args:
         loss_agg_mode: the aggregation that its paper defines it with, used where the configuration names none.
         selects: function (or `module:name`) that is called once for each whole mini-batch, before it is divided among ranks
             and micro-batches, with `advantages`, `response_mask`, the columns the loss needs and its options, as far as it
             names them; the loss is called with what it returns, (batch, response_len), as `selected_tokens`.
+        has_ratio: whether the policy's ratio to `old_log_prob` weighs the loss, so that with old log-probs from the engine
+            importance weights would correct it twice.
     """
 
     loss_agg_mode: LossAggMode = "token-mean"
     selects: Callable[..., Any] | str | None = None
+    has_ratio: bool = True
 
     offered: ClassVar[frozenset[str]] = frozenset(
         {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
         | {"dp_size", "batch_num_tokens", "global_batch_size", "rollout_tokens", "loss_scale_factor", "selected_tokens"}
     )
-    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - {"reward_baselines"}
+    columns: ClassVar[frozenset[str]] = frozenset(COLUMNS) - OF_ROLLOUTS
 
     def __call__(self, **arguments: Any) -> Any:
+        for column in self.needs - self._parameters.keys() if self.selects else ():
+            arguments.pop(column, None)  # the selection's
         return super().__call__(**self._with_bounds(arguments))
 
     def reads(self, option: str) -> bool:
@@ -301,18 +329,61 @@ class Records(Registry[Result]):
         return read | record.own_options(own, keys)
 
 
-ADVANTAGE_ESTIMATORS: Records[Estimator] = Records(
-    "advantage estimator",
-    Estimator,
-    {
-        "gae": Estimator("etude.algorithms.advantages:gae", {"values"}, {"gamma", "lam"}, ties_teach=True),
-        "grpo": Estimator("etude.algorithms.advantages:grpo", options={"norm_adv_by_std_in_grpo"}, min_group=2),
-    },
-)
+def _estimators() -> Iterator[tuple[str, Estimator]]:
+    outcome, returns, turns = (f"etude.algorithms.{name}" for name in ("advantages", "returns", "turn_credit"))
+    single, std = "singleton_advantage", "norm_adv_by_std_in_grpo"
+    grpo = Estimator(f"{outcome}:grpo", options={std, single}, min_group=2)
+    rloo = Estimator(f"{outcome}:rloo", options={single}, min_group=2)
+    token_baseline = Estimator(
+        f"{returns}:optimal_token_baseline",
+        {"old_log_probs", "sum_pi_squared"},
+        {single: "zero", "handle_zero_tail": True},
+        min_group=2,
+    )
+    of_turns = {"gamma": 1.0, std: True, single: "zero", "step_advantage_w": 1.0}
+    yield (
+        "gae",
+        Estimator(f"{returns}:gae", {"values", "turns"}, {"gamma", "lam", "gae_timestep_unit"}, ties_teach=True),
+    )
+    yield "grpo", grpo
+    yield "grpo_vectorized", grpo
+    yield "grpo_passk", Estimator(f"{outcome}:grpo_passk", options={std, single}, min_group=2)
+    yield "rloo", rloo
+    yield "rloo_vectorized", rloo
+    yield "reinforce_plus_plus", Estimator(f"{returns}:reinforce_plus_plus", options={"gamma"}, ties_teach=True)
+    yield (
+        "reinforce_plus_plus_baseline",
+        Estimator(f"{outcome}:reinforce_plus_plus_baseline", options={single}, min_group=2),
+    )
+    yield "remax", Estimator(f"{returns}:remax", {"reward_baselines"}, (), ties_teach=True)
+    yield "opo", Estimator(f"{outcome}:opo", options={single}, min_group=2)
+    yield "gpg", Estimator(f"{outcome}:gpg", options={single: "zero", "f_norm": 1.0}, min_group=2)
+    yield (
+        "gdpo",
+        Estimator(
+            f"{outcome}:gdpo",
+            {"reward_components"},
+            {"gdpo_reward_keys", "gdpo_reward_weights", std, single},
+            min_group=2,
+            ties_teach=True,
+        ),
+    )
+    yield "max_rl", Estimator(f"{outcome}:max_rl", options={single}, min_group=2)
+    yield "optimal_token_baseline", token_baseline
+    yield "tir_optimal_token_baseline", token_baseline
+    yield "turn_grpo", Estimator(f"{turns}:turn_grpo", {"turns"}, of_turns, min_group=2, ties_teach=True)
+    yield (
+        "gigpo",
+        Estimator(f"{turns}:gigpo", {"turns", "observations"}, of_turns, min_group=2, ties_teach=True),
+    )
+
+
+ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estimator, dict(_estimators()))
 
 
 def _loss(name: str, loss_agg_mode: LossAggMode = "token-mean", **options: Any) -> PolicyLoss:
-    return PolicyLoss(f"etude.algorithms.losses:{name}", options=options, loss_agg_mode=loss_agg_mode)
+    fn, has_ratio = f"etude.algorithms.losses:{name}", name != "reinforce"
+    return PolicyLoss(fn, options=options, loss_agg_mode=loss_agg_mode, has_ratio=has_ratio)
 
 
 def _selecting_loss(name: str, **options: Any) -> PolicyLoss:

@@ -17,6 +17,7 @@ from etude.config.layers import is_users
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
+from etude.options.distillation import is_address
 from etude.options.types import shown
 from etude.options.validate import build, value_of
 from etude.registry import Registry, did_you_mean, import_object
@@ -226,21 +227,54 @@ def _sampling(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _groups(run: TrainOptions) -> Iterator[Problem]:
-    name, estimator, n = run.algorithm.adv_estimator, run.algorithm.estimator, run.actor_rollout_ref.rollout.n
-    if estimator and n < estimator.min_group:
+    algorithm, n, distillation = run.algorithm, run.actor_rollout_ref.rollout.n, run.distillation
+    name, estimator = algorithm.adv_estimator, algorithm.estimator
+    if estimator and n < algorithm.min_group and not distillation.alone:
         yield (
             f"{_ROLLOUT}.n",
             f"algorithm.adv_estimator={name} compares answers to one prompt: set it to {estimator.min_group} or more",
         )
-    if run.algorithm.filter_groups.enable and estimator and estimator.ties_teach:
-        yield "algorithm.filter_groups.enable", f"groups of equal rewards do have gradients with adv_estimator={name}"
-    elif run.algorithm.filter_groups.enable and n < 2:
-        yield "algorithm.filter_groups.enable", "a single answer is always its group's mean: set rollout.n to 2 or more"
+    key = "algorithm.filter_groups.enable" if algorithm.zero_variance is None else "algorithm.zero_variance"
+    if algorithm.drops_equal_groups and estimator and estimator.ties_teach:
+        yield key, f"groups of equal rewards do have gradients with adv_estimator={name}"
+    elif algorithm.drops_equal_groups and distillation.teachers:
+        yield key, "groups of equal rewards do have gradients with distillation.teachers"
+    elif algorithm.drops_equal_groups and n < 2:
+        yield key, "a single answer is always its group's mean: set rollout.n to 2 or more"
+    if algorithm.zero_variance == "refill" and algorithm.max_gen_batches < 2:
+        yield key, "needs algorithm.filter_groups.max_num_gen_batches of 2 or more, such as 10"
+    if algorithm.zero_variance in ("keep", "mask") and algorithm.filter_groups.enable:
+        yield key, "algorithm.filter_groups.enable=true says otherwise: set one of them"
+
+
+def _components(run: TrainOptions) -> Iterator[Problem]:
+    estimator, name = run.algorithm.estimator, run.algorithm.adv_estimator
+    if not estimator or "reward_components" not in estimator.needs:
+        return
+    if "gdpo_reward_keys" in (estimator.option_names or ()) and not run.algorithm.gdpo_reward_keys:
+        yield (
+            "algorithm.gdpo_reward_keys",
+            f"adv_estimator={name} needs the names of the components, such as [score] or keys of the scorer's dict",
+        )
+    if run.algorithm.use_kl_in_reward:
+        yield (
+            "algorithm.use_kl_in_reward",
+            f"adv_estimator={name} judges the components of the reward, which no penalty reaches: use actor.use_kl_loss",
+        )
+
+
+def _distillation(run: TrainOptions) -> Iterator[Problem]:
+    needed = (run.algorithm.estimator, run.actor_rollout_ref.actor.policy_loss.record)
+    if not run.distillation.teachers and any("teacher_log_probs" in record.needs for record in needed if record):
+        yield "distillation.teachers", "the estimator or the loss needs a teacher's log-probs: name a teacher"
+    servers = [name for name in run.distillation.teachers.values() if is_address(name)]
+    if servers and run.actor_rollout_ref.rollout.temperature != 1:
+        yield f"{_ROLLOUT}.temperature", f"the teacher {servers[0]} scores at temperature 1 only: set it to 1"
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
     """The free-form options of estimator and loss, where these are registered already."""
-    algorithm, actor = run.algorithm, run.actor_rollout_ref.actor
+    algorithm, actor = run.algorithm, run.actor
     for key, record, options in (
         ("algorithm.adv_estimator_kwargs", algorithm.estimator, algorithm.estimator_options),
         (f"{_POLICY}.actor.policy_loss.loss_kwargs", actor.policy_loss.record, actor.loss_options),
@@ -250,6 +284,38 @@ def _own_options(run: TrainOptions) -> Iterator[Problem]:
                 options()
         except ConfigError as error:
             yield key, str(error)
+
+
+def _correction(run: TrainOptions) -> Iterator[Problem]:
+    correction, loss_mode = run.algorithm.rollout_correction, run.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss, default = run.actor.policy_loss, type(run.actor.policy_loss)().loss_mode
+    key = "algorithm.rollout_correction"
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        yield (
+            f"{key}.rollout_is_batch_normalize",
+            "needs the whole batch's weights, and with bypass_mode=true these are known only as it is learned from",
+        )
+    if correction.bypass_mode and correction.rollout_is and loss.record is not None and loss.record.has_ratio:
+        yield (
+            f"{key}.rollout_is",
+            "with bypass_mode=true the loss's own ratio is to the engine's log-probs, and is the correction: set "
+            "loss_type=reinforce, or rollout_is=null",
+        )
+    if loss_mode not in (default, loss.loss_mode):
+        yield f"{key}.loss_type", f"picks another loss than actor.policy_loss.loss_mode={loss_mode}"
+
+
+def _weighted_loss(run: TrainOptions) -> Iterator[Problem]:
+    correction, loss = run.algorithm.rollout_correction, run.actor.policy_loss
+    in_loss = correction.bypass_mode and correction.rollout_rs
+    if loss.record is None or loss.record.takes("rollout_is_weights"):
+        return
+    if correction.rollout_is or in_loss or correction.off_policy_mask_threshold is not None:
+        yield (
+            f"{_POLICY}.actor.policy_loss.loss_mode",
+            "takes no rollout_is_weights, by which algorithm.rollout_correction corrects it: add the parameter, and "
+            "multiply the loss of each token by it",
+        )
 
 
 def _loss_options(run: TrainOptions) -> Iterator[Problem]:
@@ -322,11 +388,12 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _own_options, _loss_options)
+_OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _weighted_loss)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,
+    _correction,
     _determinism,
     _rewards,
     _folders,

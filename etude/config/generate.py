@@ -40,6 +40,7 @@ GROUPS: dict[type, str] = {
     options.RewardOptions: "reward_model/reward_model",
     options.CustomRewardOptions: "custom_reward_function/custom_reward_function",
     options.AlgorithmOptions: "algorithm/algorithm",
+    options.DistillationOptions: "distillation/distillation",
     options.RunOptions: "trainer/run",
     options.TrainerOptions: "trainer/trainer",
     TrainOptions: "ppo_trainer",

@@ -63,9 +63,11 @@ INERT = {
             *.use_prefix_grouper *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
-            *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo algorithm.rollout_correction.*_threshold*
-            algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.use_policy_gradient
-            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip distillation
+            *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo
+            algorithm.rollout_correction.use_policy_gradient
+            actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
+            distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
+            distillation.n_gpus_per_node
             data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
@@ -108,7 +110,7 @@ INERT = {
         "the model's own processor reads images": "data.image_patch_size",
         "figures of a validation do not depend on the order of its rows": "data.validation_shuffle",
         "the critic's mini-batches are mixed as the actor's": "critic.data_loader_seed",
-        "there are no adapters": "*.lora_alpha *.target_modules *.exclude_modules *.model.lora",
+        "model.lora_rank, lora_alpha and target_modules say it": "*.model.lora",
         "scores come from functions, not from a reward model": """
             reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
             reward.reward_model
@@ -123,7 +125,8 @@ INERT = {
 _OFF = (None, False)
 _LIMIT = "max_concurrent_calls in a tool's config bounds its calls at once"
 _CACHE = "cache in a tool's config keeps the answers of a tool that is pure"
-_LORA = "delete it: all weights are trained, there is no LoRA here yet"
+_LORA = "write model.lora_rank=N, and model.lora_alpha"
+_ADAPTER = "delete it: adapters start at zero, or go on from a checkpoint of the run"
 _IMAGES_ONLY = "delete it: a model is shown images only (data.image_key)"
 _SCORER = "write custom_reward_function.path=FILE.py with a compute_score that asks it"
 _SANDBOX = (
@@ -175,10 +178,9 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "delete it, and save the template as chat_template.jinja in the model's folder",
         (None,),
     ),
-    "*.lora_rank": (_LORA, (None, 0)),
     "*.lora.rank": (_LORA, (None, 0)),
-    "*.lora_adapter_path": (_LORA, (None,)),
-    "*.lora.adapter_path": (_LORA, (None,)),
+    "*.lora_adapter_path": (_ADAPTER, (None,)),
+    "*.lora.adapter_path": (_ADAPTER, (None,)),
     "critic.model.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
     "critic.enable": ("delete it: a critic is built where algorithm.adv_estimator needs values", (None,)),
     "critic.shuffle": ("delete it: the critic's mini-batches are mixed as the actor's (actor.shuffle)", (None,)),
@@ -189,7 +191,10 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "write actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         (None, True),
     ),
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("delete it: there is no importance sampling yet", (None, -1)),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": (
+        "write algorithm.rollout_correction.rollout_is=token, with this as its rollout_is_threshold",
+        (None, -1),
+    ),
     "actor_rollout_ref.actor.state_masking": (
         "delete it: exactly the sampled tokens are trained on, always",
         (),
@@ -255,13 +260,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "delete it: groups whose total rewards are all equal are left out, a length penalty included",
         (None, "reward", "seq_reward", "seq_final_reward", "score"),
     ),
-    "algorithm.rollout_correction.rollout_is": ("delete it: there is no importance sampling yet", _OFF),
-    "algorithm.rollout_correction.rollout_rs": ("delete it: there is no rejection sampling yet", _OFF),
-    "algorithm.rollout_correction.loss_type": (
-        "delete it: actor.policy_loss.loss_mode picks the loss",
-        (None, "ppo_clip"),
-    ),
-    "algorithm.rollout_is*": ("delete it: there is no importance sampling yet", _OFF),
+    "algorithm.rollout_is*": ("write algorithm.rollout_correction.rollout_is and rollout_is_threshold", _OFF),
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
@@ -269,7 +268,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "async_training": ("delete it: steps are synchronous", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
-    "distillation.enabled": ("delete it: there is no distillation here", _OFF),
+    "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),
     "reward.reward_model.model_path": (_SCORER, (None,)),
     "reward.reward_model.enable": (_SCORER, _OFF),

@@ -15,6 +15,7 @@ from etude.config.checks import Options, Problem, inert_reason, unknown_names
 from etude.errors import ConfigError, MissingExtraError
 from etude.model_folder import local_folder, longest_context, read_config
 from etude.options import TrainOptions, declarations
+from etude.options.distillation import SELF, is_address
 from etude.options.serving import BUILTIN, TEXT_ONLY, serving_faults
 from etude.options.validate import value_of
 
@@ -91,7 +92,10 @@ def _training(run: TrainOptions) -> Iterator[Problem]:
         yield f"{_ROLLOUT}.top_k", greedy
     if (kind := BUILTIN.get(rollout.name)) and kind.text_only:
         yield f"{_ROLLOUT}.name", TEXT_ONLY
-    if not ((reward.enable and reward.score_weight) or _others_reward(run)):
+    for teacher in run.distillation.teachers.values():
+        if teacher != SELF and not is_address(teacher) and (reason := _reason("model", teacher)):
+            yield "distillation.teachers", reason
+    if not ((reward.enable and reward.score_weight) or _others_reward(run) or run.distillation.alone):
         key = "enable" if not reward.enable else "score_weight"
         yield f"reward_model.{key}", _NO_REWARD
 
@@ -167,6 +171,10 @@ def _extras(options: Options) -> Iterator[Problem]:
             continue
         if name != "vllm" or not value_of(options, f"{_ROLLOUT}.server_urls"):  # servers need nothing here
             yield key, str(MissingExtraError(f"'{name}'", extra))
+    for section in ("actor_rollout_ref.model", "critic.model", "model"):
+        key = f"{section}.lora_rank"
+        if key in declarations(type(options)) and value_of(options, key) and not importlib.util.find_spec("peft"):
+            yield key, str(MissingExtraError("LoRA", "lora"))
 
 
 def _positions(run: TrainOptions) -> int | None:

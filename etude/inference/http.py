@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import aiohttp
@@ -50,12 +51,32 @@ class HttpServer:
         """The body of the response to a POST of JSON."""
         return await self._call("POST", path, body if body is not None else {}, query, timeout)
 
-    def parsed(self, path: str, body: bytes) -> dict[str, Any]:
-        """The JSON object in `body`, which came from `path`.
+    async def ask(
+        self,
+        path: str,
+        body: Mapping[str, Any] | None = None,
+        *,
+        query: Mapping[str, str] | None = None,
+        timeout: float | None = None,
+    ) -> dict[str, Any]:
+        """The JSON object that answers a POST of JSON."""
+        return self._object(path, await self.post(path, body, query=query, timeout=timeout))
 
-        Raises:
-            EngineError: it holds none.
-        """
+    async def ask_for(self, path: str) -> dict[str, Any]:
+        """The JSON object that answers a GET."""
+        return self._object(path, await self.get(path))
+
+    @contextmanager
+    def reading(self, path: str) -> Iterator[None]:
+        """An answer's part that is missing, or of another type, as an `EngineError`."""
+        try:
+            yield
+        except (KeyError, TypeError, IndexError, ValueError) as error:
+            raise EngineError(
+                f"{self.url}{path}: the answer lacks a part: {type(error).__name__} {one_line(error, 80)}"
+            ) from error
+
+    def _object(self, path: str, body: bytes) -> dict[str, Any]:
         try:
             answer = json.loads(body)
         except (ValueError, RecursionError) as error:

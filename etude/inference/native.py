@@ -423,6 +423,8 @@ def _copy_of(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _copy_weights(source: Any, target: Any) -> None:
+    """Those that are trained: with LoRA the adapters."""
     with torch.no_grad():
         for old, new in zip(target.parameters(), source.parameters()):
-            old.copy_(new)
+            if new.requires_grad:
+                old.copy_(new)

@@ -11,10 +11,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from etude.errors import ConfigError, EngineError
+from etude.errors import ConfigError
 from etude.inference.engine_setup import KEY, EngineSetup
 from etude.inference.http import HttpServer
-from etude.inference.router import one_or_routed
+from etude.inference.router import connect
 from etude.inference.served import ServedEngine
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
@@ -35,14 +35,11 @@ class OpenAIEngine(ServedEngine):
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """The engine of one address, or a router over several."""
-        servers = setup.servers()
-        made = {s.url: cls(s, setup.tokenizer, setup.max_model_len, setup.server_model) for s in servers}
-        return one_or_routed(made, setup)
+        return connect(setup, lambda server: cls(server, setup.tokenizer, setup.max_model_len, setup.server_model))
 
     async def _model_name(self) -> str:
         if self._model is None:
-            path = "/v1/models"
-            listed = self._server.parsed(path, await self._server.get(path)).get("data")
+            listed = (await self._server.ask_for("/v1/models")).get("data")
             names = [str(each.get("id")) for each in listed or () if isinstance(each, dict)]
             if len(names) != 1:
                 raise ConfigError(
@@ -67,17 +64,13 @@ class OpenAIEngine(ServedEngine):
             body["stop"] = stops[:_MOST_STOPS]
         if params.top_k > 0:
             body["top_k"] = params.top_k  # not part of OpenAI's API, though many servers take it
-        answer = self._server.parsed(path, await self._server.post(path, body))
-        try:
+        answer = await self._server.ask(path, body)
+        with self._server.reading(path):
             choice = answer["choices"][0]
             text, ending = choice["text"], choice["finish_reason"]
             if (found := choice.get("stop_reason")) in params.stop:  # servers leave out the text that they stopped at
                 text, ending = text + found, found
             ids = [int(token) for token in self._tokenizer.encode(text, add_special_tokens=False)]
-        except (KeyError, TypeError, IndexError, ValueError) as error:
-            raise EngineError(
-                f"{self._server.url}{path}: the answer holds no text: {type(error).__name__} {error}"
-            ) from error
         return self._output(ids, ending, params)
 
     def _output(self, ids: list[int], ending: Any, params: SamplingParams) -> TokenOutput:

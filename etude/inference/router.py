@@ -23,6 +23,7 @@ from typing import Any, TypeVar
 from etude.bounded import settle, within
 from etude.errors import EngineError, EtudeError, one_line
 from etude.inference.engine_setup import EngineSetup
+from etude.inference.http import HttpServer
 from etude.inference.types import Engine, SamplingParams, TokenOutput
 from etude.metrics import Mean, Metrics, add_metrics
 
@@ -389,8 +390,9 @@ def _group_of(request_id: str) -> str:
     return request_id.rsplit("/", 2)[0]
 
 
-def one_or_routed(engines: Mapping[str, Engine], setup: EngineSetup) -> Engine:
-    """A single engine as it is, several behind a router."""
+def connect(setup: EngineSetup, engine_of: Callable[[HttpServer], Engine]) -> Engine:
+    """The engine of the one configured address, or a router over several."""
+    engines = {server.url: engine_of(server) for server in setup.servers()}
     if len(engines) == 1:
         return next(iter(engines.values()))
     return Router(

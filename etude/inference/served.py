@@ -193,6 +193,13 @@ class Answer:
     versions: Sequence[tuple[int, int, int]] | None = None
 
 
+def version_spans(spans: Any) -> list[tuple[int, int, int]]:
+    """A server's spans {version, start, end}; weights without a version of ours ("default", before the first update) are
+    left out."""
+    named = [(str(span["version"]), span["start"], span["end"]) for span in spans or ()]
+    return [(int(version), start, end) for version, start, end in named if version.isdecimal()]
+
+
 def checked_output(answer: Answer, params: SamplingParams, version: int, source: str) -> TokenOutput:
     """`answer` as a `TokenOutput`; log-probs of greedy decoding are 0, those of a point mass.
 

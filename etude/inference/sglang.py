@@ -17,8 +17,8 @@ from typing import Any
 from etude.errors import EngineError
 from etude.inference.engine_setup import EngineSetup
 from etude.inference.http import HttpServer
-from etude.inference.router import one_or_routed
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
+from etude.inference.router import connect
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 
 _CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
@@ -37,8 +37,7 @@ class SGLangEngine(ServedEngine):
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """The engine of one address, or a router over several."""
-        engines = {s.url: cls(s, setup.max_model_len, setup.weight_sync_timeout) for s in setup.servers()}
-        return one_or_routed(engines, setup)
+        return connect(setup, lambda server: cls(server, setup.max_model_len, setup.weight_sync_timeout))
 
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         restricted = params.temperature > 0 and (params.top_k > 0 or params.top_p < 1)
@@ -62,27 +61,23 @@ class SGLangEngine(ServedEngine):
             "stream": False,
         }
         version = self._version
-        answer = self._server.parsed("/generate", await self._server.post("/generate", body))
-        return checked_output(self._read(answer, restricted), params, version, self._server.url)
+        answer = await self._server.ask("/generate", body)
+        with self._server.reading("/generate"):
+            read = self._read(answer, restricted)
+        return checked_output(read, params, version, self._server.url)
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
         """The parts of a `/generate` response; it has the ids twice, and they must agree."""
-        try:
-            meta, ids = answer["meta_info"], answer["output_ids"]
-            triples = meta["output_token_logprobs"]
-            log_probs, drawn = [triple[0] for triple in triples], [triple[1] for triple in triples]
-            if restricted:
-                log_probs = meta["output_token_sampling_logprobs"]
-            ending = meta["finish_reason"]["type"]
-            spans = [(_number(s["version"]), s["start"], s["end"]) for s in meta.get("weight_versions") or ()]
-        except (KeyError, TypeError, IndexError) as error:
-            raise EngineError(f"{self._server.url}: the answer lacks a part: {type(error).__name__} {error}") from error
+        meta, ids = answer["meta_info"], answer["output_ids"]
+        triples = meta["output_token_logprobs"]
+        log_probs, drawn = [triple[0] for triple in triples], [triple[1] for triple in triples]
+        if restricted:
+            log_probs = meta["output_token_sampling_logprobs"]
         if drawn != ids:
             raise EngineError(
                 f"{self._server.url}: {len(drawn)} log-probs belong to other ids than the {len(ids)} drawn"
             )
-        known = [(version, start, end) for version, start, end in spans if version is not None]
-        return Answer(ids, log_probs, ending, known)
+        return Answer(ids, log_probs, meta["finish_reason"]["type"], version_spans(meta.get("weight_versions")))
 
     async def _abort(self, name: str) -> None:
         await self._server.post("/abort_request", {"rid": name}, timeout=_CONTROL_SECONDS)
@@ -101,7 +96,7 @@ class SGLangEngine(ServedEngine):
     async def _load(self, source: Any, version: int) -> None:
         path, folder = "/update_weights_from_disk", checkpoint_folder(source, "sglang")
         body = {"model_path": folder, "weight_version": str(version), "flush_cache": True, "abort_all_requests": False}
-        answer = self._server.parsed(path, await self._server.post(path, body, timeout=self._sync_timeout))
+        answer = await self._server.ask(path, body, timeout=self._sync_timeout)
         if answer.get("success") is not True:
             raise EngineError(f"{self._server.url}{path}: not loaded: {answer.get('message')!r:.200}")
 
@@ -112,8 +107,3 @@ class SGLangEngine(ServedEngine):
     async def wake(self) -> None:
         """Reallocates it."""
         await self._server.post("/resume_memory_occupation", {}, timeout=_CONTROL_SECONDS)
-
-
-def _number(version: Any) -> int | None:
-    """A version of ours; servers call the weights they started with "default"."""
-    return int(version) if str(version).isdecimal() else None

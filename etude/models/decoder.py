@@ -3,6 +3,8 @@
 Transformers spends 0.3 ms or more per pass outside its operators (module wrappers, masks that packed attention does not
 read, normalisation in eight operators): negligible in a long pass, a quarter of a decode step with few rows.
 
+LoRA's adapters on its linear layers (see `etude.models.lora`) are applied as they are: x Wᵀ + s (x Aᵀ) Bᵀ.
+
 Invariant: `PlainDecoder.hidden` is `packed_hidden` of the same model up to float32 rounding, with the parameters at the time
 of the call. A model that differs in anything from those four classes of Transformers itself (a replaced module, a custom
 `forward`, hooks, another precision) is left to Transformers: `PlainDecoder.of` returns None, as it does if the two differ on
@@ -19,6 +21,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from etude.models.attention import Scoring
+from etude.models.lora import factors, is_adapted
 from etude.models.packed import AttentionLayout, CausalSequences, packed_hidden
 
 _KINDS = ("Llama", "Mistral", "Qwen2", "Qwen3")
@@ -127,8 +130,8 @@ def _is_plain(model: Any) -> bool:
         plain &= _are(layer, f"{kind}Attention", "self_attn") and _are(layer, f"{kind}MLP", "mlp")
         plain &= _are(layer, norm, "input_layernorm", "post_attention_layernorm")
         plain &= kind != "Qwen3" or _are(attention, norm, "q_norm", "k_norm")
-        plain &= _are(attention, nn.Linear, "q_proj", "k_proj", "v_proj", "o_proj")
-        plain &= _are(mlp, nn.Linear, "gate_proj", "up_proj", "down_proj")
+        plain &= all(_is_linear(getattr(attention, f"{name}_proj", None)) for name in "qkvo")
+        plain &= all(_is_linear(getattr(mlp, f"{name}_proj", None)) for name in ("gate", "up", "down"))
     return plain and 2 * body.rotary_emb.inv_freq.numel() == body.layers[0].self_attn.head_dim
 
 
@@ -170,5 +173,14 @@ def _are(parent: nn.Module, kind: type | str, *names: str) -> bool:
     return all(type(child) is kind for child in children)
 
 
+def _is_linear(part: Any) -> bool:
+    """Whether this is a linear layer, or one with an adapter."""
+    return type(part) is nn.Linear or (is_adapted(part) and type(part.base_layer) is nn.Linear)
+
+
 def _linear(x: Tensor, part: Any) -> Tensor:
-    return F.linear(x, part.weight, part.bias)
+    y = F.linear(x, part.weight, part.bias)
+    if type(part) is nn.Linear:
+        return y
+    first, second, scale = factors(part)
+    return y.addmm_(x @ first.t(), second.t(), alpha=scale)

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.model_folder import local_folder, read_config
+from etude.models.lora import has_adapters, merged_state
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
 from etude.registry import did_you_mean
@@ -112,7 +113,7 @@ def save_pretrained(
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
     """Writes model and tokenizer, or the processor that contains it, in a form that the loaders here and any Hugging Face
-    program can read. `weights`: written in place of the model's own `state_dict()`.
+    program can read; adapters are merged into the weights. `weights`: written in place of the model's own `state_dict()`.
 
     Raises:
         CheckpointError: the folder cannot be written.
@@ -122,6 +123,7 @@ def save_pretrained(
     try:
         Path(folder).mkdir(parents=True, exist_ok=True)
         with _no_progress_bars():
+            weights = merged_state(model, weights) if has_adapters(model) else weights
             model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         if tokenizer is not None:
             tokenizer.save_pretrained(folder)

@@ -19,7 +19,7 @@ from etude.models.attention import Scoring
 from etude.models.packed import ATTENTION_NAME, CausalSequences, logits_of, masked_attention, packed_hidden
 from etude.models.vision import KINDS
 
-TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text"})
+TESTED = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe"})
 _LAYERS = {"full_attention", "sliding_attention"}
 _BATCH_ROPE = {"dynamic", "longrope"}  # their frequencies depend on the longest position of the whole batch
 _EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
@@ -68,8 +68,8 @@ def _reasons(model: Any) -> Iterator[str]:
         yield "its attention is not causal"
     if any("sinks" in name.rsplit(".", 1)[-1] for name, _ in model.named_parameters()):
         yield "it uses attention sinks"
-    if any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
-        yield "it is a mixture of experts"
+    if config.model_type != "qwen3_moe" and any((getattr(config, name, None) or 0) > 1 for name in _EXPERTS):
+        yield "it is a mixture of experts other than Qwen3's"
     ropes = _rope_types(getattr(config, "rope_parameters", None)) & _BATCH_ROPE
     if ropes:
         yield f"its rotary embedding ({', '.join(sorted(ropes))}) depends on other sequences of the batch"

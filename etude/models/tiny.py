@@ -26,7 +26,7 @@ TURN_START = "<|im_start|>"
 TURN_END = "<|im_end|>"
 TAGS = ("<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "<think>", "</think>")
 BYTES = 256
-ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text")
+ARCHITECTURES = ("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "qwen3_moe")
 _ALTERNATING = ("qwen2", "qwen3", "gemma2", "gemma3_text")  # windows on every other layer; Mistral's are on all
 _WINDOWED = ("mistral", *_ALTERNATING)
 
@@ -36,7 +36,8 @@ class TinyModelSpec:
     """Sizes and seed of a tiny model; `vocab_size` is the maximum number of tokens of its tokenizer.
 
     The model's embedding has exactly as many rows as the tokenizer has tokens, so that no id without a text is sampled.
-    `architecture` is a model type of Transformers; `sliding_window` counts tokens, None: layers see everything before.
+    `architecture` is a model type of Transformers; `sliding_window` counts tokens, None: layers see everything before. A
+    mixture of experts has `num_experts`, each with the `intermediate_size`.
     """
 
     hidden_size: int = 128
@@ -51,6 +52,8 @@ class TinyModelSpec:
     sliding_window: int | None = None
     tie_word_embeddings: bool = True
     initializer_range: float = 0.02
+    num_experts: int = 4
+    num_experts_per_tok: int = 2
 
     def __post_init__(self) -> None:
         if self.hidden_size % self.num_heads or (self.hidden_size // self.num_heads) % 2:
@@ -161,6 +164,9 @@ def _particulars(spec: TinyModelSpec, head_dim: int) -> dict[str, Any]:
         slides = spec.sliding_window is not None
         kinds = ("full_attention", "sliding_attention")
         keys["layer_types"] = [kinds[slides and i % 2 == 0] for i in range(spec.num_layers)]
+    if spec.architecture == "qwen3_moe":
+        keys |= {"num_experts": spec.num_experts, "num_experts_per_tok": spec.num_experts_per_tok}
+        keys |= {"moe_intermediate_size": spec.intermediate_size, "norm_topk_prob": True}
     if spec.architecture in ("qwen2", "qwen3"):
         keys["use_sliding_window"] = spec.sliding_window is not None
     return keys

@@ -7,6 +7,7 @@ sections together.
 
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import Declaration, declarations
+from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import (
     AgentOptions,
@@ -17,7 +18,7 @@ from etude.options.rollout import (
     TraceOptions,
     ValSamplingOptions,
 )
-from etude.options.run import AlgorithmOptions, RunOptions, TrainerOptions
+from etude.options.run import AlgorithmOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
@@ -37,6 +38,7 @@ __all__ = [
     "CustomRewardOptions",
     "DataOptions",
     "Declaration",
+    "DistillationOptions",
     "EnvOptions",
     "ModelOptions",
     "MultiTurnOptions",
@@ -44,6 +46,7 @@ __all__ = [
     "OptimOptions",
     "RefOptions",
     "RewardOptions",
+    "RolloutCorrectionOptions",
     "RolloutOptions",
     "RunOptions",
     "SFTDataOptions",

@@ -2,14 +2,27 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
-from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind
+from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind, Singleton, TimestepUnit
 from etude.options.declare import Names, When, key, options
-from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, NonNegative, Positive, Share, Text, Texts
+from etude.options.types import (
+    Count,
+    CountOrOff,
+    Flag,
+    FreeForm,
+    Natural,
+    NonNegative,
+    Numbers,
+    Positive,
+    Share,
+    Text,
+    Texts,
+)
 
 KL_REWARD = When("with algorithm.use_kl_in_reward=true", lambda own, run: run.algorithm.use_kl_in_reward)
 ADAPTIVE = When(
@@ -46,23 +59,161 @@ class KLCtrlOptions:
 
 @options
 class FilterGroupsOptions:
-    """Groups whose rewards are all equal carry no gradient."""
+    """The documents' keys of zero_variance."""
 
-    enable: Flag = key("Leave them out of the batch.", default=False)
+    enable: Flag = key(
+        "True: as zero_variance=mask, or =refill where max_num_gen_batches is more than 1.",
+        default=False,
+        when=When("with zero_variance=null", lambda own, run: run.algorithm.zero_variance is None),
+    )
     max_num_gen_batches: Count = key(
-        "1: only leave them out. More: generate further prompts, up to this many batches, until the batch is full.",
+        "Most batches generated for a step, the first included.",
         default=1,
-        when=When("with enable=true", lambda own, run: own.enable),
+        when=When(
+            "with enable=true or zero_variance=refill",
+            lambda own, run: own.enable or run.algorithm.zero_variance == "refill",
+        ),
+        unit="batches",
         verl_default="0",
         verl_meaning="0 is no bound",
     )
 
 
+def _parts(value: object) -> object:
+    """A list may be written as text with commas, and a number stands for itself."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple):
+        return tuple(str(part) if isinstance(part, int | float) else part for part in value)
+    return (str(value),) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _threshold(value: object) -> object:
+    return str(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_Criterion = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+_LARGEST = 1e9  # a ratio is at most exp(20), a k2 200
+_PAIR = "LOW_HIGH, both with a decimal point (0.5_5.0; 0.5_5 is the number 0.55)"
+WEIGHED = When("with rollout_is", lambda own, run: own.rollout_is is not None)
+REJECTING = When("with rollout_rs", lambda own, run: bool(own.rollout_rs))
+BYPASS = When("with bypass_mode=true", lambda own, run: own.bypass_mode)
+
+
 @options
 class RolloutCorrectionOptions:
-    """Distance between the engine that sampled and the model that trains."""
+    """Mismatch between the engine that sampled and the model that trains: measured in every step, corrected on request."""
 
+    rollout_is: Literal["token", "sequence"] | None = key(
+        "Multiply the loss by importance weights, the trainer's probability over the engine's: of each token, or of whole "
+        "sequences (all those of a rollout together). Null: no weights.",
+        default=None,
+    )
+    rollout_is_threshold: Annotated[Text, BeforeValidator(_threshold)] = key(
+        "Largest weight; larger ones are cut to it. As LOW_HIGH, both with a decimal point (0.5_5.0), IcePop: a weight "
+        "outside is 0.",
+        default="2.0",
+        when=WEIGHED,
+    )
+    rollout_is_batch_normalize: Flag = key(
+        "Divide the weights by their mean over the batch.", default=False, when=WEIGHED
+    )
+    rollout_rs: Annotated[tuple[_Criterion, ...], BeforeValidator(_parts)] | None = key(
+        "Leave out tokens (token_*) or whole sequences (seq_*) that are too far from what the engine sampled from, by all "
+        "of these estimators of the KL distance: its sum, mean or maximum over a sequence. Null: none.",
+        default=None,
+    )
+    rollout_rs_threshold: Annotated[tuple[Text, ...], BeforeValidator(_parts)] | None = key(
+        "Their bounds, one for each or one for all. For k1 on the probability ratio, LOW_HIGH, or HIGH alone for 1/HIGH; "
+        "for k2 and k3 the largest value, in nats.",
+        default=None,
+        when=REJECTING,
+    )
+    off_policy_mask_threshold: Positive | None = key(
+        "Leave sequences of negative advantage out of the loss whose mean log-prob at the engine is this much above that "
+        "of the policy as it learns (DeepSeek-V3.2; 0.5 is usual). Null: none.",
+        default=None,
+        unit="nats",
+    )
+    alarm_threshold: Positive | None = key(
+        "Warn, naming likely causes, when the KL distance a token (rollout_corr/k3_kl) is above this, and again at each "
+        "tenfold. Null: never.",
+        default=0.01,
+        unit="nats",
+    )
     bypass_mode: Flag = key("True: the old log-probs are the engine's own, with no extra forward pass.", default=False)
+    loss_type: Literal["ppo_clip", "reinforce"] = key(
+        "ppo_clip: the loss's own ratio to the engine's log-probs is the correction. reinforce: actor.policy_loss is "
+        "reinforce, with the weights of rollout_is.",
+        default="ppo_clip",
+        when=BYPASS,
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.is_bounds, self.criteria
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights or rejection are computed."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
+    @property
+    def is_bounds(self) -> tuple[float, float] | float:
+        """`rollout_is_threshold` as a number, or as the pair of IcePop.
+
+        Raises:
+            ValueError: it is neither, or no range of positive numbers.
+        """
+        low, high = _bounds("rollout_is_threshold", self.rollout_is_threshold)
+        if low is None and high < 1:
+            raise ValueError(f"rollout_is_threshold must be at least 1, or {_PAIR}, not {high}")
+        return high if low is None else (low, high)
+
+    @property
+    def criteria(self) -> list[tuple[str, tuple[float, float]]]:
+        """The names in `rollout_rs`, each with its bounds.
+
+        Raises:
+            ValueError: there is not a threshold for each, or one does not fit its estimator.
+        """
+        names, given = self.rollout_rs or (), self.rollout_rs_threshold or ()
+        if names and len(given) not in (1, len(names)):
+            raise ValueError(f"rollout_rs_threshold needs a bound for each of {', '.join(names)}, or one for all")
+        bounds = [_bounds("rollout_rs_threshold", text) for text in given]
+        made: list[tuple[str, tuple[float, float]]] = []
+        for name, (low, high) in zip(names, bounds * len(names) if len(bounds) == 1 else bounds):
+            of_ratio = name.endswith("k1")
+            if low is not None and not of_ratio:
+                raise ValueError(f"rollout_rs_threshold: {name} takes one bound, not {low}_{high}")
+            if low is None and of_ratio and high < 1:
+                raise ValueError(f"rollout_rs_threshold: {name} takes a HIGH of at least 1, or {_PAIR}, not {high}")
+            made.append((name, (low or (1 / high if of_ratio else 0.0), high)))
+        return made
+
+
+def _bounds(name: str, text: str) -> tuple[float | None, float]:
+    """(low or None, high) of "LOW_HIGH" or "HIGH"."""
+    low, _, high = text.rpartition("_")
+    try:
+        found = float(low) if low else None, float(high)
+    except ValueError:
+        found = None, math.nan
+    if not 0 < (found[1] if found[0] is None else found[0]) <= found[1] <= _LARGEST:
+        raise ValueError(f"{name} must be a positive number (at most {_LARGEST:g}), or {_PAIR}, not {text}")
+    return found
 
 
 @options
@@ -70,23 +221,50 @@ class AlgorithmOptions:
     """From rewards to advantages."""
 
     adv_estimator: Text = key(
-        "A registered advantage estimator: gae (needs a critic), grpo, or one of yours.",
+        "A registered advantage estimator (docs/algorithms.md lists them), or one of yours.",
         default="gae",
         names=Names("etude.algorithms.records:ADVANTAGE_ESTIMATORS"),
     )
     adv_estimator_kwargs: FreeForm = key(
-        "Options that an estimator of yours has and that are no keys here; any keys.", default_factory=dict
+        "Options that the estimator has and that are no keys here; any keys.", default_factory=dict
     )
     gamma: Share = key(
-        "Discount a token. 1.0: a reward at the end counts in full at the start.",
+        "Discount a token (or turn, where the estimator says so). 1.0: a reward at the end counts in full at the start.",
         default=1.0,
         when=_estimator_reads("gamma"),
     )
     lam: Share = key("GAE's trade of bias for variance. 1.0: no bias.", default=1.0, when=_estimator_reads("lam"))
+    gae_timestep_unit: TimestepUnit = key(
+        "What gamma and lam count: tokens, or turns (within one nothing is discounted).",
+        default="token",
+        when=_estimator_reads("gae_timestep_unit"),
+    )
     norm_adv_by_std_in_grpo: Flag = key(
-        "Divide GRPO's advantages by the group's standard deviation. False: Dr.GRPO.",
+        "Divide group-relative advantages by the group's standard deviation. False: Dr.GRPO.",
         default=True,
         when=_estimator_reads("norm_adv_by_std_in_grpo"),
+    )
+    singleton_advantage: Singleton = key(
+        "Advantage of an answer that is its prompt's only one. raw: its score, and such prompts are trained on.",
+        default="zero",
+        when=_estimator_reads("singleton_advantage"),
+    )
+    zero_variance: Literal["keep", "mask", "refill"] | None = key(
+        "Prompts whose answers all score the same: keep them (advantage 0), mask them out of the loss and its counts, or "
+        "refill: replace them by further prompts, up to filter_groups.max_num_gen_batches. Null: as filter_groups.enable "
+        "says.",
+        default=None,
+    )
+    gdpo_reward_keys: Texts = key(
+        "Reward components that are normalised one by one: numbers in the scorer's dict, or step, final, score.",
+        default=(),
+        when=_estimator_reads("gdpo_reward_keys"),
+        verl_default="null",
+    )
+    gdpo_reward_weights: Numbers | None = key(
+        "Their weights. Null: 1 each.",
+        default=None,
+        when=_estimator_reads("gdpo_reward_weights"),
     )
     use_kl_in_reward: Flag = key(
         "Subtract the KL distance from the reference policy from each token's reward.", default=False
@@ -96,10 +274,33 @@ class AlgorithmOptions:
     filter_groups: FilterGroupsOptions = key("", default_factory=FilterGroupsOptions)
     rollout_correction: RolloutCorrectionOptions = key("", default_factory=RolloutCorrectionOptions)
 
+    def __post_init__(self) -> None:
+        keys, weights = self.gdpo_reward_keys, self.gdpo_reward_weights
+        if weights is not None and len(weights) != len(keys):
+            raise ValueError(f"gdpo_reward_weights: {len(weights)} for the {len(keys)} of gdpo_reward_keys")
+
     @property
     def estimator(self) -> Estimator | None:
         """The record of `adv_estimator`; None where nothing is registered under that name, or nothing yet."""
         return ADVANTAGE_ESTIMATORS.find(self.adv_estimator)
+
+    @property
+    def min_group(self) -> int:
+        """Minimum number of surviving answers per prompt that are trained on."""
+        estimator = ADVANTAGE_ESTIMATORS.get(self.adv_estimator)
+        raw = self.singleton_advantage == "raw" and estimator.reads("singleton_advantage")
+        return 1 if raw else estimator.min_group
+
+    @property
+    def drops_equal_groups(self) -> bool:
+        """Whether groups of equal scores leave the batch."""
+        return self.filter_groups.enable if self.zero_variance is None else self.zero_variance != "keep"
+
+    @property
+    def max_gen_batches(self) -> int:
+        """Batches that may be generated for one step."""
+        refills = self.drops_equal_groups and self.zero_variance != "mask"
+        return self.filter_groups.max_num_gen_batches if refills else 1
 
     def estimator_options(self) -> dict[str, Any]:
         """What the estimator is called with beside columns.

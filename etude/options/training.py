@@ -19,11 +19,13 @@ from etude.options.types import (
     PositiveShare,
     Share,
     Text,
+    Texts,
 )
 
 Precision = Literal["float32", "bfloat16", "float16", "fp32", "bf16", "fp16"]
 
 MUON = When("where name=muon", lambda own, run: own.name == "muon")
+LORA = When("with lora_rank above 0", lambda own, run: own.lora_rank > 0)
 DECAYING = When(
     "where lr_scheduler_type is linear or cosine", lambda own, run: own.lr_scheduler_type in ("linear", "cosine")
 )
@@ -146,6 +148,21 @@ class TrainedModelOptions:
         "more time, the same gradients.",
         default=False,
         verl_default="true",
+    )
+    lora_rank: Natural = key(
+        "Rank of LoRA's adapters, which are trained in place of the weights. 0: all weights are trained.", default=0
+    )
+    lora_alpha: Positive = key(
+        "Their scale: what they add is multiplied by lora_alpha / lora_rank.", default=16.0, when=LORA
+    )
+    target_modules: Texts = key(
+        "The linear layers that get one, by the last part of their names (q_proj …). all-linear: all but the head.",
+        default=("all-linear",),
+        when=LORA,
+        verl_default="all-linear",
+    )
+    exclude_modules: Text | None = key(
+        "Those of them that get none: a regular expression for whole names (`.*visual.*`).", default=None, when=LORA
     )
 
 

@@ -18,8 +18,7 @@ from typing import Any
 
 from etude.bounded import background_loop, settle
 from etude.errors import ConfigError
-from etude.rewards.code_cases import Case, StdioCase, read_cases
-from etude.rewards.code_judge import Verdict, judge
+from etude.rewards.code_judge import Case, StdioCase, Verdict, judge, read_cases
 from etude.sandbox import Language, Limits, SandboxClient
 
 TIMEOUT = 10.0

@@ -8,7 +8,7 @@ reward manager.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from etude.errors import ConfigError
@@ -72,7 +72,8 @@ def load_compute_score(
     if not callable(function):
         raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
     extra = dict(reward_kwargs or {})
-    accepted = _accepted_arguments(function, where, extra)
+    named, takes_any = declared_arguments(function, where, _ARGUMENTS, extra, "custom_reward_function.reward_kwargs")
+    accepted = _ARGUMENTS if takes_any else tuple(key for key in _ARGUMENTS if key in named)
 
     async def async_scorer(**arguments: Any) -> Score:
         return await function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
@@ -83,19 +84,27 @@ def load_compute_score(
     return async_scorer if inspect.iscoroutinefunction(function) else scorer
 
 
-def _accepted_arguments(function: Callable[..., object], where: str, extra: Mapping[str, Any]) -> tuple[str, ...]:
+def declared_arguments(
+    function: Callable[..., object], where: str, given: Sequence[str], extra: Mapping[str, Any], extra_key: str
+) -> tuple[set[str], bool]:
+    """Those of the `given` arguments that `function` declares by name, and whether it takes any beside. It is called with
+    `extra`, the values of the key `extra_key`, too.
+
+    Raises:
+        ConfigError: it requires another argument, or does not take one of `extra`; begins with `where`.
+    """
     parameters = inspect.signature(function).parameters.values()
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    named = {p.name: p for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    named = {p.name for p in parameters if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
     for parameter in parameters:
-        given = parameter.name in named and (parameter.name in _ARGUMENTS or parameter.name in extra)
         variadic = parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)
-        if parameter.default is parameter.empty and not variadic and not given:
+        provided = parameter.name in named & {*given, *extra}
+        if parameter.default is parameter.empty and not variadic and not provided:
             raise ConfigError(
-                f"{where} requires '{parameter.name}', which nothing provides; it is called by keyword with "
-                f"{', '.join(_ARGUMENTS)} and custom_reward_function.reward_kwargs"
+                f"{where} requires '{parameter.name}', which nothing provides: its parameters are matched by name with "
+                f"{', '.join(given)} and {extra_key}"
             )
     for key in extra:
-        if key in _ARGUMENTS or (key not in named and not takes_any):
-            raise ConfigError(f"{where} cannot take custom_reward_function.reward_kwargs.{key}")
-    return _ARGUMENTS if takes_any else tuple(key for key in _ARGUMENTS if key in named)
+        if key in given or not (takes_any or key in named):
+            raise ConfigError(f"{where} has no {extra_key}.{key}")
+    return named & set(given), takes_any

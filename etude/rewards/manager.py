@@ -224,7 +224,12 @@ def build_manager(
         **dict.fromkeys(_UNUSED),
         "num_examine": 0,
     }
-    arguments = _declared(cls, where, given, reward_kwargs)
+    wanted, takes_any = default.declared_arguments(
+        cls, where, tuple(given), reward_kwargs, "reward_model.reward_kwargs"
+    )
+    if takes_any:  # passed on to its base
+        wanted |= {"compute_score"} if "tokenizer" in wanted else {"config", "tokenizer", "compute_score"}
+    arguments = {key: value for key, value in given.items() if key in wanted} | dict(reward_kwargs)
     if compute_score is not None and "compute_score" not in arguments:
         raise ConfigError(f"custom_reward_function.path is set, but {where} takes no compute_score")
     try:
@@ -234,30 +239,6 @@ def build_manager(
     except Exception as error:  # the user's own code
         raise ConfigError(f"{where} cannot be made: {type(error).__name__}: {one_line(error)}") from error
     return manager
-
-
-def _declared(cls: Any, where: str, given: Mapping[str, Any], reward_kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Those of `given` that the class declares, and `reward_kwargs`."""
-    parameters = inspect.signature(cls).parameters
-    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters.values())
-    named = {key for key, each in parameters.items() if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)}
-    wanted = set(named)
-    if takes_any and "tokenizer" not in named:  # passed on to its base
-        wanted |= {"config", "tokenizer", "compute_score"}
-    elif takes_any:
-        wanted |= {"compute_score"}
-    for key in reward_kwargs:
-        if key in given or not (takes_any or key in named):
-            raise ConfigError(f"{where} has no reward_model.reward_kwargs.{key}")
-    arguments = {key: value for key, value in given.items() if key in wanted} | dict(reward_kwargs)
-    for key, each in parameters.items():
-        is_variadic = each.kind in (each.VAR_POSITIONAL, each.VAR_KEYWORD)
-        if each.default is each.empty and not is_variadic and key not in arguments:
-            raise ConfigError(
-                f"{where} requires '{key}', which nothing provides: its parameters are matched by name with "
-                f"{', '.join(given)} and reward_model.reward_kwargs"
-            )
-    return arguments
 
 
 REWARD_MANAGERS: Registry[type[AbstractRewardManager]] = Registry("reward manager")

@@ -14,12 +14,15 @@ import random
 import threading
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import Future
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.bounded import background_loop
 from etude.errors import ConfigError
 from etude.sandbox.executor import SESSION_LIMITS, Executor
 from etude.sandbox.types import CellResult, Isolation, Limits, RunRequest, RunResult, SandboxError
+
+if TYPE_CHECKING:
+    from etude.sandbox.remote import RemoteSandbox
 
 R = TypeVar("R")
 
@@ -27,28 +30,7 @@ CLOSE_SECONDS = 10.0
 FIRST_PAUSE = 0.2  # seconds before the second attempt; doubled for each further one
 
 
-class Sandbox(Protocol):
-    """The interface of both kinds of sandbox, on the client's own event loop."""
-
-    async def run(self, request: RunRequest) -> RunResult:
-        """Runs one program."""
-        ...
-
-    async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
-        """Opens a session."""
-        ...
-
-    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        """Runs one cell."""
-        ...
-
-    async def close_session(self, session_id: str) -> None:
-        """Ends a session."""
-        ...
-
-    async def close(self) -> None:
-        """Frees all resources."""
-        ...
+_Call = Callable[["Executor | RemoteSandbox"], Coroutine[Any, Any, R]]
 
 
 class SandboxClient:
@@ -86,11 +68,11 @@ class SandboxClient:
             SandboxRequestError: the request is invalid; it is not retried.
             ConfigError: the server's address or token is wrong.
         """
-        return await self._here(self._run(request))
+        return await self._here(lambda sandbox: sandbox.run(request), self._attempts)
 
     def run_blocking(self, request: RunRequest) -> RunResult:
         """Like `run`, for threads without an event loop."""
-        return self._submit(self._run(request)).result()
+        return self._submit(lambda sandbox: sandbox.run(request), self._attempts).result()
 
     async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
         """Opens a session, whose variables live from cell to cell; returns its id.
@@ -99,7 +81,7 @@ class SandboxClient:
             SandboxError: the sandbox failed `attempts` times.
             ConfigError: the server has no sessions.
         """
-        return await self._here(self._again(lambda: self._sandbox.session(limits, files or {})))
+        return await self._here(lambda sandbox: sandbox.session(limits, files or {}), self._attempts)
 
     async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
         """Runs one cell, within `timeout` seconds; never retried, because it may have run.
@@ -108,11 +90,11 @@ class SandboxClient:
             UnknownSessionError: there is no such session (any more).
             SandboxError: the sandbox failed.
         """
-        return await self._here(self._sandbox.run_cell(session_id, code, timeout))
+        return await self._here(lambda sandbox: sandbox.run_cell(session_id, code, timeout))
 
     async def close_session(self, session_id: str) -> None:
         """Ends a session; an unknown one is not an error."""
-        await self._here(self._sandbox.close_session(session_id))
+        await self._here(lambda sandbox: sandbox.close_session(session_id))
 
     async def aclose(self) -> None:
         """Like `close`, without blocking the event loop."""
@@ -134,42 +116,38 @@ class SandboxClient:
     async def __aexit__(self, *_: object) -> None:
         await self.aclose()
 
-    def _submit(self, work: Coroutine[Any, Any, R]) -> Future[R]:
+    async def _here(self, call: _Call[R], attempts: int = 1) -> R:
+        """Makes a call on the client's loop; cancelled when the caller is."""
+        return await asyncio.wrap_future(self._submit(call, attempts))
+
+    def _submit(self, call: _Call[R], attempts: int) -> Future[R]:
         if self._closed:
-            work.close()
             raise RuntimeError("this sandbox client is closed")
-        return asyncio.run_coroutine_threadsafe(work, self._loop)
+        return asyncio.run_coroutine_threadsafe(self._try(call, attempts), self._loop)
 
-    async def _here(self, work: Coroutine[Any, Any, R]) -> R:
-        """Runs `work` on the client's loop; cancelled when the caller is."""
-        return await asyncio.wrap_future(self._submit(work))
-
-    async def _run(self, request: RunRequest) -> RunResult:
-        return await self._again(lambda: self._sandbox.run(request))
-
-    async def _again(self, attempt: Callable[[], Coroutine[Any, Any, R]]) -> R:
+    async def _try(self, call: _Call[R], attempts: int) -> R:
         pause = FIRST_PAUSE
-        for left in range(self._attempts - 1, -1, -1):
+        for left in range(attempts - 1, -1, -1):
             try:
-                return await attempt()
+                return await call(await self._sandbox.open())
             except SandboxError as error:
+                if attempts == 1:
+                    raise
                 if not left:
-                    if self._attempts == 1:
-                        raise
-                    raise SandboxError(f"{error} (tried {self._attempts} times)") from error
+                    raise SandboxError(f"{error} (tried {attempts} times)") from error
             await asyncio.sleep(pause * random.uniform(0.5, 1.0))
             pause *= 2
         raise AssertionError("unreachable")
 
 
-def _remote(url: str, token: str | None) -> Sandbox:
+def _remote(url: str, token: str | None) -> RemoteSandbox:
     from etude.sandbox.remote import RemoteSandbox  # an HTTP client, which the embedded sandbox does not need
 
     return RemoteSandbox(url, token)
 
 
 class _Embedded:
-    """The executor of this process for one set of settings: opened by the first run, closed with its last client."""
+    """The executor of this process for one set of settings: opened by the first call, closed with its last client."""
 
     def __init__(self, isolation: Isolation, workers: int | None) -> None:
         self.clients = 0
@@ -178,24 +156,11 @@ class _Embedded:
         self._executor: Executor | None = None
         self._lock = asyncio.Lock()
 
-    async def _open(self) -> Executor:
+    async def open(self) -> Executor:
         async with self._lock:
             if self._executor is None:
                 self._executor = await Executor.open(self._isolation, self._workers)
             return self._executor
-
-    async def run(self, request: RunRequest) -> RunResult:
-        return await (await self._open()).run(request)
-
-    async def session(self, limits: Limits, files: Mapping[str, bytes]) -> str:
-        return await (await self._open()).session(limits=limits, files=files)
-
-    async def run_cell(self, session_id: str, code: str, timeout: float) -> CellResult:
-        return await (await self._open()).run_cell(session_id, code, timeout)
-
-    async def close_session(self, session_id: str) -> None:
-        if self._executor is not None:
-            await self._executor.close_session(session_id)
 
     async def close(self) -> None:
         with _embedded_lock:

@@ -13,17 +13,15 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
 from etude.sandbox import jail, languages, probes
 from etude.sandbox.cgroup import AUTO, find_delegation
+from etude.sandbox.fork_server import ForkServer
 from etude.sandbox.guest.settings import Settings
 from etude.sandbox.guests import BoxGone, Guest
-from etude.sandbox.launch import BUBBLEWRAP_HINT
-from etude.sandbox.places import jail_scratch
-from etude.sandbox.pool import Pool
 from etude.sandbox.runs import run
 from etude.sandbox.sessions import Session
 from etude.sandbox.types import (
@@ -43,15 +41,15 @@ T = TypeVar("T")
 
 log = logging.getLogger(__name__)
 
-FRESH_BOXES = 2
-"""Boxes to try after one that was dead before its request ran."""
+BOXES = 3
+"""Boxes to try for a request, if they are dead before it runs."""
 SESSION_LIMITS = Limits(cpu_seconds=600.0)
 """Default of a session."""
 
 
 @dataclass(frozen=True)
 class ExecutorOptions:
-    """The environment of an executor's programs, and how many boxes and sessions it keeps."""
+    """The environment of an executor's programs, and how many sessions it keeps."""
 
     libraries: tuple[str, ...] | None = None
     """Folders of third-party packages that Python programs may import; None for those of this environment."""
@@ -64,8 +62,6 @@ class ExecutorOptions:
     one delegated around this process, if any; None is none."""
     cpus: float = 1.0
     """CPUs that one box may use at a time; only with `cgroup`."""
-    spare: int | None = None
-    """Boxes kept ready; None for as many as workers, at most 8."""
     max_sessions: int = 128
     session_idle_seconds: float = 900.0
     """A session idle for longer is closed."""
@@ -78,12 +74,12 @@ class Executor:
         self.isolation = isolation
         self.workers = workers
         self._options = options
-        self._scratch = jail_scratch() if isolation is Isolation.NONE else None
-        libraries = jail.library_folders() if options.libraries is None else options.libraries
-        self.languages = languages.available(libraries)
-        spare = min(workers, 8) if options.spare is None else options.spare
+        self._scratch = jail.jail_scratch() if isolation is Isolation.NONE else None
+        self._libraries = jail.library_folders() if options.libraries is None else options.libraries
+        self.languages = languages.available(self._libraries)
         self._delegation = find_delegation(options.cgroup)
-        self._pool = Pool(isolation, self._settings(libraries), libraries, spare, self._delegation)
+        self._fork_server: ForkServer | None = None
+        self._starting = asyncio.Lock()
         self._slots = asyncio.Semaphore(workers)
         self._running: set[asyncio.Task[RunResult]] = set()
         self._sessions: dict[str, Session] = {}
@@ -121,13 +117,13 @@ class Executor:
             else:
                 return executor
         raise SandboxUnavailableError(
-            f"no isolated sandbox works here ({'; '.join(failures)}); {BUBBLEWRAP_HINT}, allow user namespaces, "
-            "or ask for isolation 'none' by name"
+            f"no isolated sandbox works here ({'; '.join(failures)}); install bubblewrap (Debian, Ubuntu: apt install "
+            "bubblewrap), allow user namespaces, or ask for isolation 'none' by name"
         )
 
-    def _settings(self, libraries: tuple[str, ...]) -> Settings:
+    def _settings(self) -> Settings:
         isolated = self.isolation is not Isolation.NONE
-        search_path = jail.libraries_in_jail(libraries) if isolated else libraries
+        search_path = jail.libraries_in_jail(self._libraries) if isolated else self._libraries
         environment = {
             "PATH": f"{os.path.dirname(jail.interpreter())}:{languages.PATH}",
             "LANG": "C.UTF-8",
@@ -139,9 +135,8 @@ class Executor:
             "OPENBLAS_NUM_THREADS": "1",
             **self._options.environment,
         }
-        admission = self._delegation is not None
         scratch = str(self._scratch.folder) if self._scratch else ""
-        return Settings(isolated, scratch, search_path, environment, self._options.preload, admission)
+        return Settings(isolated, scratch, search_path, environment, self._options.preload)
 
     async def run(self, request: RunRequest) -> RunResult:
         """Runs one program from a fresh state.
@@ -169,43 +164,48 @@ class Executor:
         return result
 
     async def _in_box(self, limits: Limits, use: Callable[[Guest], Awaitable[T]]) -> T:
-        """Applies `use` to a box; to another one if it had died, as waiting boxes do with their fork server."""
-        for fresh in range(FRESH_BOXES):
-            with contextlib.suppress(BoxGone):
-                return await use(await self._box(limits, fresh=fresh > 0))
-        return await use(await self._box(limits, fresh=True))
+        """Applies `use` to a box; to another one if it was dead before its request ran."""
+        for left in range(BOXES - 1, -1, -1):
+            try:
+                return await use(await self._box(limits))
+            except BoxGone:
+                if not left:
+                    raise
+        raise AssertionError("unreachable")
 
-    async def _box(self, limits: Limits, fresh: bool) -> Guest:
-        guest = await self._pool.take(fresh)
-        try:
-            if guest.group is not None:
-                guest.group.limit(limits, self._options.cpus)
-        except BaseException:
-            await guest.close()
-            raise
+    async def _box(self, limits: Limits) -> Guest:
+        async with self._starting:
+            if self._closed:
+                raise SandboxError("the sandbox is closed")
+            if self._fork_server is not None and not self._fork_server.alive:
+                gone, self._fork_server = self._fork_server, None
+                await gone.close()
+            if self._fork_server is None:
+                self._fork_server = await ForkServer.start(self.isolation, self._settings(), self._libraries)
+            fork_server = self._fork_server
+        guest = await fork_server.fork()
+        if self._delegation is not None:
+            try:
+                guest.admit(self._delegation.group(), limits, self._options.cpus)
+            except BaseException:
+                await guest.close()
+                raise
         return guest
 
-    async def session(
-        self,
-        session_id: str | None = None,
-        limits: Limits = SESSION_LIMITS,
-        files: Mapping[str, bytes] | None = None,
-    ) -> str:
+    async def session(self, limits: Limits = SESSION_LIMITS, files: Mapping[str, bytes] | None = None) -> str:
         """Opens a session and returns its id.
 
         Raises:
             SandboxError: the sandbox failed, or `max_sessions` are open.
-            SandboxRequestError: the id is taken, or the files do not fit.
+            SandboxRequestError: the files do not fit.
         """
-        session_id = session_id or uuid.uuid4().hex
-        if session_id in self._sessions:
-            raise SandboxRequestError(f"session_id: {session_id!r} is open already")
         if len(self._sessions) >= self._options.max_sessions:
             raise SandboxError(f"{len(self._sessions)} sessions are open, which is the maximum")
         session = await self._in_box(limits, lambda guest: Session.open(guest, limits, files or {}))
-        if self._closed or session_id in self._sessions:
+        if self._closed:
             await session.close()
-            raise SandboxError("the sandbox is closed") if self._closed else SandboxRequestError("session_id is taken")
+            raise SandboxError("the sandbox is closed")
+        session_id = uuid.uuid4().hex
         self._sessions[session_id] = session
         if self._expiry is None:
             self._expiry = asyncio.ensure_future(self._expire())
@@ -218,25 +218,19 @@ class Executor:
             UnknownSessionError: there is no such session (any more).
             SandboxError: the sandbox failed.
         """
-        session = self._session(session_id)
-        try:
+        with self._use(session_id) as session:
             return await session.run_cell(code, timeout)
-        finally:
-            self._forget_dead(session_id)
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Writes files into a session's work directory; raises like `run_cell`, or `SandboxRequestError`."""
-        try:
-            await self._session(session_id).write_files(files)
-        finally:
-            self._forget_dead(session_id)
+        """Writes files into a session's work directory, replacing existing ones; raises like `run_cell`, or
+        `SandboxRequestError` if a path is not allowed or there is no room."""
+        with self._use(session_id) as session:
+            await session.write_files(files)
 
     async def fetch_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """The regular files among `paths` in a session's work directory; raises like `write_files`."""
-        try:
-            return await self._session(session_id).fetch_files(paths)
-        finally:
-            self._forget_dead(session_id)
+        with self._use(session_id) as session:
+            return await session.fetch_files(paths)
 
     async def close_session(self, session_id: str) -> None:
         """Ends a session; an unknown one is not an error."""
@@ -244,16 +238,17 @@ class Executor:
         if session is not None:
             await session.close()
 
-    def _session(self, session_id: str) -> Session:
+    @contextlib.contextmanager
+    def _use(self, session_id: str) -> Iterator[Session]:
+        """A session, which is forgotten if it does not survive its use."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(f"there is no session {session_id!r}")
-        return session
-
-    def _forget_dead(self, session_id: str) -> None:
-        session = self._sessions.get(session_id)
-        if session is not None and not session.alive:
-            del self._sessions[session_id]
+        try:
+            yield session
+        finally:
+            if not session.alive:
+                self._sessions.pop(session_id, None)
 
     async def _expire(self) -> None:
         idle = self._options.session_idle_seconds
@@ -278,7 +273,9 @@ class Executor:
         for session_id in list(self._sessions):
             with contextlib.suppress(SandboxError):
                 await self.close_session(session_id)
-        await self._pool.close()
+        async with self._starting:
+            if self._fork_server is not None:
+                await self._fork_server.close()
         if self._scratch:
             self._scratch.remove()
             self._scratch = None

@@ -11,13 +11,15 @@ import contextlib
 import os
 import signal
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
+from typing import Any
 
+from etude.bounded import wake, within
+from etude.errors import one_line
 from etude.sandbox.cgroup import Group
-from etude.sandbox.connection import Connection
-from etude.sandbox.guest import frames
-from etude.sandbox.types import SandboxError
+from etude.sandbox.guest import cells, frames
+from etude.sandbox.types import Limits, SandboxError, SandboxRequestError
 
 DEATH_SECONDS = 10.0
 
@@ -26,57 +28,179 @@ class BoxGone(SandboxError):
     """A box failed before any of its request ran; another one may work."""
 
 
+class Connection:
+    """The host's end of a socket to a fork server, a supervisor or a session's interpreter: frames of bounded length.
+
+    No more than the limits allow is ever read into memory, and a disconnected peer is an end, not an error. `close` ends
+    pending operations before closing the descriptor: the event loop never watches a number that may be reused.
+    """
+
+    def __init__(
+        self, end: socket.socket, max_json: int = frames.MAX_JSON, max_payload: int = frames.MAX_PAYLOAD
+    ) -> None:
+        end.setblocking(False)
+        self._socket = end
+        self._limits = (max_json, max_payload)
+        self._loop = asyncio.get_running_loop()
+        self._waiting: dict[Callable[[int], object], asyncio.Future[None]] = {}
+
+    @property
+    def alive(self) -> bool:
+        """Whether neither side has hung up."""
+        try:
+            return self._socket.recv(1, socket.MSG_PEEK) != b""
+        except BlockingIOError:
+            return True
+        except OSError:
+            return False
+
+    async def send(self, message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = ()) -> None:
+        """Sends a frame.
+
+        Raises:
+            ConnectionError: the other side is gone.
+            SandboxRequestError: it is longer than a frame may be.
+        """
+        try:
+            rest = memoryview(frames.encode(message, parts))
+        except frames.FrameError as error:
+            raise SandboxRequestError(f"the request is too long: {error}") from error
+        while rest:
+            try:
+                rest = rest[self._socket.send(rest) :]
+            except BlockingIOError:
+                await self._ready(self._loop.add_writer, self._loop.remove_writer)
+            except OSError as error:
+                raise ConnectionError(f"the other side is gone: {error.strerror}") from error
+
+    async def receive(self) -> tuple[dict[str, Any], frames.Parts] | None:
+        """The next frame; None when the other side is gone.
+
+        Raises:
+            FrameError: it is not a frame.
+        """
+        header = await self._exactly(frames.HEADER.size)
+        if header is None:
+            return None
+        text, payload = frames.lengths(header, *self._limits)
+        body = await self._exactly(text + payload)
+        return None if body is None else frames.decode(body[:text], body[text:])
+
+    async def send_descriptors(self, fds: Sequence[int]) -> None:
+        """Sends descriptors, in one message.
+
+        Raises:
+            OSError: the other side is gone.
+        """
+        while True:
+            try:
+                socket.send_fds(self._socket, [b"\0"], fds)
+                return
+            except BlockingIOError:
+                await asyncio.sleep(0.001)
+
+    async def receive_descriptor(self) -> int:
+        """The next descriptor; -1 when the other side is gone."""
+        await self._ready(self._loop.add_reader, self._loop.remove_reader)
+        try:
+            _, fds, _, _ = socket.recv_fds(self._socket, 1, 1)
+        except OSError:
+            return -1
+        return fds[0] if fds else -1
+
+    async def _exactly(self, size: int) -> bytes | None:
+        parts: list[bytes] = []
+        while size:
+            try:
+                part = self._socket.recv(min(size, 1 << 20))
+            except BlockingIOError:
+                await self._ready(self._loop.add_reader, self._loop.remove_reader)
+                continue
+            except OSError:
+                part = b""
+            if not part:
+                return None
+            parts.append(part)
+            size -= len(part)
+            if size:  # a peer that sends as fast as we read must not hog the event loop
+                await asyncio.sleep(0)
+        return b"".join(parts)
+
+    async def _ready(self, watch: Callable[..., object], unwatch: Callable[[int], object]) -> None:
+        """Waits until the socket can be read or written, or is closed here."""
+        waiter = self._waiting[unwatch] = self._loop.create_future()
+        watch(self._socket.fileno(), wake, waiter)
+        try:
+            await waiter
+        finally:
+            if self._waiting.pop(unwatch, None) is not None:  # otherwise `close` was first
+                unwatch(self._socket.fileno())
+
+    def close(self) -> None:
+        """Hangs up; pending receives see the other side as gone."""
+        while self._waiting:
+            unwatch, waiter = self._waiting.popitem()
+            unwatch(self._socket.fileno())
+            wake(waiter)
+        self._socket.close()
+
+
 class Guest:
-    """One box, waiting for its request. It owns the descriptors until they are taken."""
+    """One box. It owns the ends of its standard streams until they are taken."""
 
     def __init__(
         self,
-        stdin: int,
-        stdout: int,
-        stderr: int,
-        control: socket.socket,
-        cells: socket.socket,
+        streams: tuple[int, int, int],
+        control: int,
+        session: int,
         *,
         isolated: bool,
         outlived: Callable[[], Awaitable[bool]],
     ) -> None:
-        """`outlived` says whether the sandbox still answers: then the cause was inside the box."""
+        """`streams` lead to its stdin, stdout and stderr. `outlived` says whether the sandbox still answers: then the cause
+        of a failure was inside the box."""
         self.isolated, self.outlived = isolated, outlived
-        self.stdin, self.stdout, self.stderr = stdin, stdout, stderr
-        self.control = Connection(control, frames.MAX_JSON, frames.MAX_PAYLOAD)
-        self.cells = cells
+        self._streams = streams
+        self.control = Connection(socket.socket(fileno=control))
+        self.cells = Connection(socket.socket(fileno=session), cells.MAX_HEADER, cells.MAX_ANSWER)
         self._pidfd = -1
         self._loop = asyncio.get_running_loop()
         self._gone = asyncio.Event()
-        self.group: Group | None = None
+        self._group: Group | None = None
         self.out_of_memory = False
 
-    def born(self, pidfd: int | None) -> None:
-        """Sets the guest's supervisor; None if it has already ended."""
-        if pidfd is None:
-            self._gone.set()
-            return
-        self._pidfd = pidfd
-        self._loop.add_reader(pidfd, self._died)
+    async def born(self) -> None:
+        """Waits for the box's supervisor.
 
-    @property
-    def alive(self) -> bool:
-        """Whether its supervisor is alive."""
-        return not self._gone.is_set()
+        Raises:
+            BoxGone: it has ended already.
+        """
+        self._pidfd = await self.control.receive_descriptor()
+        if self._pidfd < 0:
+            raise BoxGone("the box ended before it had its request")
+        self._loop.add_reader(self._pidfd, self._died)
 
-    async def admit(self, group: Group) -> None:
-        """Moves the box, which is waiting for it, into its own control group."""
-        self.group = group
-        group.admit(_process_of(self._pidfd))
-        await self.control.send({"do": "go"})
+    def admit(self, group: Group, limits: Limits, cpus: float) -> None:
+        """Moves the box, which waits for its request, into its own control group.
+
+        Raises:
+            BoxGone: it has ended.
+            SandboxError: the group cannot be written.
+        """
+        self._group = group
+        try:
+            group.admit(_process_of(self._pidfd))
+        except OSError as error:
+            raise BoxGone(f"the box was gone before it had a control group: {one_line(error)}") from error
+        group.limit(limits, cpus)
 
     def _died(self) -> None:
         self._loop.remove_reader(self._pidfd)
         os.close(self._pidfd)
         self._pidfd = -1
-        if self.group is not None:
-            self.out_of_memory = self.group.out_of_memory()
-            self.group.close()
+        if self._group is not None:
+            self.out_of_memory = self._group.out_of_memory()
+            self._group.close()
         self._gone.set()
 
     def kill(self) -> None:
@@ -85,19 +209,18 @@ class Guest:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def take_pipes(self) -> tuple[int, int, int]:
+    def take_streams(self) -> tuple[int, int, int]:
         """Hands over the ends of stdin, stdout and stderr."""
-        pipes = self.stdin, self.stdout, self.stderr
-        self.stdin = self.stdout = self.stderr = -1
-        return pipes
+        streams, self._streams = self._streams, (-1, -1, -1)
+        return streams
 
     def discard(self) -> None:
         """Ends the box and closes everything, without waiting."""
         if self.isolated:
             self.kill()
-        self.control.close()  # without isolation, only a supervisor that gets this message finds its processes
+        self.control.close()  # without isolation, only a supervisor that sees this finds its processes
         self.cells.close()
-        for fd in self.take_pipes():
+        for fd in self.take_streams():
             if fd >= 0:
                 os.close(fd)
 
@@ -108,9 +231,11 @@ class Guest:
             SandboxError: the kernel does not let it go.
         """
         self.discard()
+        if self._pidfd < 0:
+            return
         try:
-            await asyncio.wait_for(self._gone.wait(), DEATH_SECONDS)
-        except asyncio.TimeoutError as error:
+            await within(DEATH_SECONDS, self._gone.wait)
+        except TimeoutError as error:
             self.kill()
             raise SandboxError(f"a box is still alive {DEATH_SECONDS:g} s after its end") from error
 

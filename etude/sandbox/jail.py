@@ -1,21 +1,35 @@
-"""The contents of a jail: the plan that both launchers execute.
+"""The contents of a jail, and the command lines that start a fork server in it, one per isolation mode.
 
 Invariant: the plan names everything of the host that a program can ever see, all of it read-only: the system's programs
 and libraries (`/usr` and its companions), the interpreter, its third-party libraries, five harmless devices, and an
 `/etc` written here. Home folders, `/root`, `/var`, `/run`, `/sys` and the host's `/etc`, `/tmp` and `/proc` are not in it.
+No shell is involved in the start; everything a fork server needs is on its command line, where nothing is secret.
 """
 
 from __future__ import annotations
 
+import json
 import os
+import shutil
 import sys
 import sysconfig
+import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from etude.sandbox.guest.settings import BOX, GUEST, SHM, TMP, WORK
-from etude.sandbox.types import SandboxError
+from etude.sandbox.guest.settings import BOX, GUEST, SHM, TMP, WORK, Settings
+from etude.sandbox.types import Isolation, SandboxError
+from etude.scratch import Scratch
 
+UNPRIVILEGED_ID = 65533
+"""User and group that a root host switches to before it runs anything: unused on most systems."""
+
+_BOOT = (
+    "import importlib.util as u, sys; folder, name = sys.argv[1:3]; "
+    "spec = u.spec_from_file_location('guest', folder + '/__init__.py', submodule_search_locations=[folder]); "
+    "sys.modules['guest'] = module = u.module_from_spec(spec); spec.loader.exec_module(module); "
+    "import importlib; importlib.import_module('guest.' + name).main(sys.argv[3:])"
+)
 GUEST_SOURCE = Path(__file__).parent / "guest"
 _SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib32", "/lib64", "/libx32", "/nix/store")
 _DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
@@ -48,10 +62,6 @@ class Plan:
     devices: tuple[str, ...]
     staged: tuple[tuple[str, str], ...]
     """(path on the host, folder or file that stands for it), for paths that an unprivileged user may not reach."""
-
-    def as_dict(self) -> dict[str, object]:
-        """For JSON."""
-        return asdict(self)
 
 
 def interpreter() -> str:
@@ -127,3 +137,61 @@ def _write_etc(etc: Path) -> None:
             (etc / name).mkdir(mode=0o755)
         elif source.exists():
             (etc / name).touch(mode=0o644)
+
+
+def command_line(
+    isolation: Isolation, scratch: Path, libraries: tuple[str, ...], control: int, settings: Settings
+) -> list[str]:
+    """Starts a fork server, which inherits its socket to the host as descriptor `control`.
+
+    Raises:
+        SandboxError: the jail cannot be planned here, or bubblewrap is not installed.
+    """
+    if isolation is Isolation.NONE:
+        return _interpret(str(GUEST_SOURCE), "fork_server", str(control), settings.encode())
+    plan = plan_of(scratch, libraries)
+    command = _interpret(f"{GUEST}/guest", "fork_server", str(control), settings.encode())
+    if isolation is Isolation.BUBBLEWRAP:
+        command = _bubblewrap(plan) + command
+        if os.geteuid() != 0:
+            return command
+    host_id = UNPRIVILEGED_ID if os.geteuid() == 0 else -1
+    return _interpret(str(GUEST_SOURCE), "launch", json.dumps(asdict(plan)), str(host_id), isolation.value, *command)
+
+
+def _interpret(folder: str, module: str, *arguments: str) -> list[str]:
+    """`module.main(arguments)` of the guest's modules in `folder`, by the bare interpreter."""
+    return [interpreter(), "-s", "-S", "-B", "-c", _BOOT, folder, module, *arguments]
+
+
+def _bubblewrap(plan: Plan) -> list[str]:
+    program = shutil.which("bwrap")
+    if program is None:
+        raise SandboxError("'bwrap' is not installed")
+    command = [program, "--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+    command += ["--as-pid-1", "--new-session", "--cap-drop", "ALL"]
+    for folder in plan.folders:
+        command += ["--dir", folder]
+    for target, link in plan.links:
+        command += ["--symlink", target, link]
+    for source, target in plan.binds:
+        command += ["--ro-bind", source, target]
+    for device in plan.devices:
+        command += ["--dev-bind", device, device]
+    return [*command, "--proc", "/proc", "--remount-ro", "/", "--chdir", "/", "--"]
+
+
+def jail_scratch() -> Scratch:
+    """A folder on disk for one executor or fork server, which the unprivileged user who builds the jail can traverse.
+
+    Raises:
+        SandboxError: the host is root, and every folder for temporary files is closed to others.
+    """
+    for base in (tempfile.gettempdir(), "/tmp", "/var/tmp", "/run", "/dev/shm"):
+        if os.geteuid() != 0 or _passable(Path(base).resolve()):
+            return Scratch.make("etude-jail-", base)
+    raise SandboxError("no folder for temporary files is open to other users; set TMPDIR to one that is")
+
+
+def _passable(folder: Path) -> bool:
+    return folder.is_dir() and all(path.stat().st_mode & 0o001 for path in (folder, *folder.parents))

@@ -1,4 +1,4 @@
-"""A program's output, read continuously and kept in part, and its input.
+"""A program's output, read continuously and kept in part.
 
 Invariant: a program never waits for us to read, and never makes us keep more than its limit: of excess output the first
 and the last halves are kept, with a mark between them that says how much is missing.
@@ -7,9 +7,10 @@ and the last halves are kept, with a mark between them that says how much is mis
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import codecs
 import fcntl
 import os
+import re
 import sys
 import termios
 
@@ -42,8 +43,11 @@ class Capture:
         missing = total - len(head) - len(tail)
         if not missing:
             return (head + tail).decode("utf-8", "replace"), False
-        mark = f"\n… [{missing} bytes left out] …\n"
-        return _whole_start(head) + mark + _whole_end(tail), True
+        start = codecs.getincrementaldecoder("utf-8")("replace").decode(
+            head
+        )  # without a character cut in two at its end
+        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")  # nor at its start
+        return f"{start}\n… [{missing} bytes left out] …\n{end}", True
 
     def drain(self) -> None:
         """Reads what is available, but not what arrives meanwhile, which may be endless."""
@@ -80,56 +84,3 @@ class Capture:
         if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # rarely, so that each byte is moved about once
             del self._tail[: len(self._tail) - self._tail_limit]
         return size
-
-
-def _whole_start(data: bytes) -> str:
-    """Text of `data`, without a character that was cut in two at its end."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            width = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[: -back if width > back else len(data)].decode("utf-8", "replace")
-        if byte < 0x80:
-            break
-    return data.decode("utf-8", "replace")
-
-
-def _whole_end(data: bytes) -> str:
-    """Text of `data`, without a character that was cut in two at its start."""
-    start = 0
-    while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
-        start += 1
-    return data[start:].decode("utf-8", "replace")
-
-
-class Feed:
-    """Writes bytes into a pipe as fast as they are read, then closes it. Takes ownership of the descriptor."""
-
-    def __init__(self, fd: int, data: bytes) -> None:
-        self._fd = fd
-        self._rest = memoryview(data)
-        self._loop = asyncio.get_running_loop()
-        self._waiting = False
-        os.set_blocking(fd, False)
-        self._write()
-
-    def close(self) -> None:
-        """Closes the pipe; what was not read is dropped."""
-        if self._fd >= 0:
-            if self._waiting:
-                self._loop.remove_writer(self._fd)
-            os.close(self._fd)
-            self._fd = -1
-
-    def _write(self) -> None:
-        with contextlib.suppress(BlockingIOError):
-            try:
-                while self._rest:
-                    self._rest = self._rest[os.write(self._fd, self._rest[:_CHUNK]) :]
-            except BrokenPipeError:
-                pass
-            self.close()
-            return
-        if not self._waiting:
-            self._waiting = True
-            self._loop.add_writer(self._fd, self._write)

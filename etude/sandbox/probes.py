@@ -2,8 +2,9 @@
 
 Invariant: `prove` returns only if every guarantee of the table in `docs/sandbox.md` held against a real attempt in a real
 box; the first broken one is named. The programs report what they managed to do, and the host's side (a listener, a secret
-file, the process table) is checked as well. A probe shows that a wall exists, not that it has no holes: that is left to
-the attack suite in the tests.
+file, the process table) is checked as well. `LOOK` only inspects its own process, and goes first; all others start with a
+guard that exits unless confined, so that they do no harm in a broken jail, or if run on a host by mistake. A probe shows
+that a wall exists, not that it has no holes: that is left to the attack suite in the tests.
 """
 
 from __future__ import annotations
@@ -15,42 +16,260 @@ import os
 import secrets
 import socket
 from collections.abc import Awaitable, Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from etude.sandbox import probe_programs as programs
 from etude.sandbox.guest.settings import PROGRAM_ID
-from etude.sandbox.places import jail_scratch
+from etude.sandbox.jail import jail_scratch
 from etude.sandbox.types import Limits, RunRequest, RunResult, RunStatus, SandboxError
 
 Run = Callable[[RunRequest], Awaitable[RunResult]]
 
-_SMALL = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256, processes=16, file_size_mb=1, disk_mb=4, open_files=32)
+SMALL = Limits(wall_seconds=20, cpu_seconds=20, memory_mb=256, processes=16, file_size_mb=1, disk_mb=4, open_files=32)
+
+_ENVIRONMENT = frozenset({"PATH", "LANG", "USER", "HOME", "TMPDIR", "PWD", "PYTHONPATH", "PYTHONDONTWRITEBYTECODE"}) | {
+    *("MPLBACKEND", "OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "LC_CTYPE", "PYTHONHASHSEED"),
+}
+"""Variables that a program may have."""
+
+LOOK = r"""
+import json, os, socket, sys
+status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+print(json.dumps({
+    "a user of its own": [os.getuid(), os.stat("/usr").st_uid == os.getuid()],
+    "no privileges": sum(int(status[name], 16) for name in ("CapInh", "CapPrm", "CapEff", "CapAmb")),
+    "none to gain": int(status["NoNewPrivs"]),
+    "a filter of system calls": int(status["Seccomp"]),
+    "a PID namespace of its own": os.getppid(),
+    "a host name of its own": socket.gethostname(),
+    "a scrubbed environment": [name for name in sys.argv[1:] if name in os.environ],
+}))
+"""
+CONFINED = {
+    "a user of its own": [PROGRAM_ID, False],
+    "no privileges": 0,
+    "none to gain": 1,
+    "a filter of system calls": 2,
+    "a PID namespace of its own": 1,
+    "a host name of its own": "sandbox",
+    "a scrubbed environment": [],
+}
+"""What `LOOK` reports from a box."""
+
+GUARD = r"""
+import os as _os, socket as _socket
+_status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+if _os.getuid() != 1000 or _os.getppid() != 1 or int(_status["Seccomp"]) != 2 or _socket.gethostname() != "sandbox":
+    raise SystemExit("not inside a sandbox: refusing to run")
+"""
+"""Prefix of every attacking program."""
+
+ATTEMPTS = r"""
+import ctypes, json, os, signal, socket, sys, time
+
+goals = json.loads(sys.argv[1])
+limits, seen = goals["limits"], {}
+
+def works(attempt):
+    try:
+        attempt()
+        return True
+    except OSError:
+        return False
+
+def read(path):
+    os.listdir(path) if os.path.isdir(path) else open(path).read()
+
+def write(path):
+    open(path, "w").close()
+
+def connect(family, address):
+    with socket.socket(family) as link:
+        link.settimeout(2)
+        link.connect(address)
+
+paths = [*goals["paths"], f"/proc/{goals['pid']}/environ", f"/proc/{goals['pid']}/root"]
+seen["no files of the host"] = [path for path in paths if works(lambda: read(path))]
+system = ["/x", "/usr/x", "/usr/lib/x", "/etc/x", "/opt/etude/guest/x", "/dev/x", "/proc/x"]
+system.append(os.path.dirname(os.__file__) + "/x")
+seen["a read-only system"] = [path for path in system if works(lambda: write(path))]
+seen["a private work directory and /tmp"] = [os.listdir("."), os.listdir("/tmp")]
+count = sum(name.isdigit() for name in os.listdir("/proc"))
+seen["a PID namespace of its own"] = count <= 3 and not works(lambda: os.kill(goals["pid"], 0))
+routes = {
+    "loopback": (socket.AF_INET, ("127.0.0.1", goals["port"])),
+    "abstract socket": (socket.AF_UNIX, "\0" + goals["abstract"]),
+    "public address": (socket.AF_INET, ("192.0.2.1", 80)),
+}
+seen["no network"] = [name for name, route in routes.items() if works(lambda: connect(*route))]
+lines = [line.split(":") for line in open("/proc/self/net/dev")]
+seen["no network interface but loopback"] = [line[0].strip() for line in lines if len(line) > 1]
+families = {"netlink": 16, "packet": 17, "alg": 38, "vsock": 40}
+kinds = [(name, number, socket.SOCK_RAW) for name, number in families.items()] + [("vsock", 40, socket.SOCK_STREAM)]
+seen["no other kind of socket"] = [name for name, *kind in kinds if works(lambda: socket.socket(*kind).close())]
+libc = ctypes.CDLL(None, use_errno=True)
+calls = {
+    "unshare": lambda: libc.unshare(0x10000000),
+    "mount": lambda: libc.mount(b"none", b"/tmp", b"tmpfs", 0, None),
+    "ptrace": lambda: libc.ptrace(0, 0, 0, 0),
+    "setuid": lambda: libc.setuid(0),
+    "chroot": lambda: libc.chroot(b"/tmp"),
+    "personality": lambda: libc.personality(0xFFFFFFFF),
+    "memfd_create": lambda: libc.memfd_create(b"x", 0),
+    "inotify_init": lambda: libc.inotify_init1(0),
+    "vmsplice": lambda: libc.vmsplice(1, None, 0, 0),
+}
+seen["a filter of system calls"] = [name for name, call in calls.items() if call() >= 0]
+
+children = []
+try:
+    while len(children) < 200:
+        pid = os.fork()
+        if pid == 0:
+            time.sleep(60)
+            os._exit(0)
+        children.append(pid)
+except OSError:
+    pass
+seen["a limit of processes"] = len(children) < limits["processes"]
+for pid in children:
+    os.kill(pid, signal.SIGKILL)
+    os.waitpid(pid, 0)
+
+opened = []
+try:
+    while len(opened) < 2000:
+        opened.append(os.open("/dev/null", os.O_RDONLY))
+except OSError:
+    pass
+seen["a limit of open files"] = len(opened) <= limits["open_files"]
+os.closerange(3, 2100)
+
+def fill(name, size):
+    done = 0
+    try:
+        with open(name, "wb", buffering=0) as file:
+            while done < size:
+                done += file.write(bytes(1 << 16))
+    except OSError:
+        pass
+    return os.stat(name).st_size
+
+size = fill("large", 3 << 20)
+seen["a limit of a file's size"] = size <= limits["file_size_mb"] << 20
+seen["a limit of disk"] = size + sum(fill(f"/tmp/{n}", 1 << 20) for n in range(8)) <= limits["disk_mb"] << 20
+print(json.dumps(seen))
+"""
+CONTAINED: dict[str, Any] = {
+    "no files of the host": [],
+    "a read-only system": [],
+    "a private work directory and /tmp": [["main.py"], []],
+    "a PID namespace of its own": True,
+    "no network": [],
+    "no network interface but loopback": ["lo"],
+    "no other kind of socket": [],
+    "a filter of system calls": [],
+    "a limit of processes": True,
+    "a limit of open files": True,
+    "a limit of a file's size": True,
+    "a limit of disk": True,
+}
+"""What `ATTEMPTS` reports from a box."""
+
+_SLEEP = "import time\ntime.sleep(600)\n"
+
+_SPIN = "import os\nos.fork()\nwhile True:\n    pass\n"
+"""Two processes, which together would get twice a per-process limit."""
+
+_MEMORY_OF_ONE = "block = bytearray(1 << 30)\n"
+
+_MEMORY_OF_MANY = r"""
+import os, time
+for _ in range(4):
+    if os.fork() == 0:
+        block = bytearray(b"x" * (50 << 20))
+        time.sleep(60)
+time.sleep(60)
+"""
+
+_MEMORY_OF_SOCKETS = """
+import os, socket, time
+for _ in range(7):  # few descriptors each: the host itself may be allowed no more
+    if os.fork() == 0:
+        break
+held = [socket.socket() for _ in range(50)]
+time.sleep(60)
+"""
+
+_OUTPUT = "import sys\nfor _ in range(100):\n    sys.stdout.write('x' * 10000)\n"
+
+_DAEMON = r"""
+import os, sys
+reader, writer = os.pipe()
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        os.execv(sys.executable, [sys.executable, "-c", "import time; time.sleep(600)", sys.argv[1]])
+    os._exit(0)
+os.close(writer)
+os.read(reader, 1)  # ends when the daemon runs
+print("left")
+"""
+
+_LEAVE_TRACES = r"""
+import builtins, os, sys, tempfile
+builtins.trace = sys.trace = 1
+os.environ["TRACE"] = "1"
+for folder in (".", "/tmp", "/dev/shm", os.path.dirname(os.__file__), *sys.path):
+    try:
+        open(os.path.join(folder, "trace"), "w").close()
+    except OSError:
+        pass
+"""
+
+_FIND_TRACES = r"""
+import builtins, os, sys
+found = [name for name in ("builtins", "sys") if hasattr(sys.modules[name], "trace")]
+found += ["TRACE"] if "TRACE" in os.environ else []
+for folder in (".", "/tmp", "/dev/shm", os.path.dirname(os.__file__), *sys.path):
+    if os.path.exists(os.path.join(folder, "trace")):
+        found.append(folder)
+print(found)
+"""
+
+LIMITS: dict[str, tuple[str, Limits, Callable[[RunResult], bool]]] = {
+    "a limit of wall time": (_SLEEP, Limits(wall_seconds=0.2), lambda result: result.status is RunStatus.TIME_LIMIT),
+    "a limit of CPU time": (
+        _SPIN,
+        Limits(cpu_seconds=0.2),
+        lambda result: result.status is RunStatus.TIME_LIMIT and result.wall_seconds < 25,
+    ),
+    "a limit of one process's memory": (
+        _MEMORY_OF_ONE,
+        Limits(memory_mb=128),
+        lambda result: "MemoryError" in result.stderr,
+    ),
+    "a limit of all processes' memory": (
+        _MEMORY_OF_MANY,
+        Limits(memory_mb=128),
+        lambda result: result.status is RunStatus.MEMORY_LIMIT,
+    ),
+    "a limit of sockets' memory": (
+        _MEMORY_OF_SOCKETS,
+        Limits(memory_mb=128),
+        lambda result: result.status is RunStatus.MEMORY_LIMIT,
+    ),
+    "bounded output": (
+        _OUTPUT,
+        Limits(output_bytes=1000),
+        lambda result: result.status is RunStatus.FINISHED and result.stdout_truncated and len(result.stdout) < 2000,
+    ),
+}
+"""Guarantee → a program, its limits, and what its result must be."""
 
 
 class GuaranteeBroken(SandboxError):
     """A forbidden attempt succeeded; the message names the guarantee."""
-
-
-@dataclass(frozen=True)
-class Host:
-    """A probe's targets."""
-
-    file: str
-    """World-readable."""
-    port: int
-    abstract: str
-    listeners: tuple[socket.socket, ...]
-
-    def connected(self) -> int:
-        """The number of listeners that were reached."""
-        reached = 0
-        for listener in self.listeners:
-            with contextlib.suppress(BlockingIOError):
-                listener.accept()[0].close()
-                reached += 1
-        return reached
 
 
 def _demand(holds: bool, guarantee: str, seen: object) -> None:
@@ -65,106 +284,47 @@ async def prove(run: Run) -> None:
         GuaranteeBroken: one succeeded.
         SandboxError: no box was available.
     """
-    judge_look(await _reported(run, programs.LOOK))
-    with _host() as host:
-        goals = {
-            "paths": [host.file, "/root/.ssh", "/home", "/etc/shadow", "/var/log", "/run", "/sys/kernel"],
-            "pid": os.getpid(),
-            "port": host.port,
-            "abstract": host.abstract,
-        }
-        attempts = asyncio.ensure_future(_reported(run, programs.GUARD + programs.ATTEMPTS, json.dumps(goals)))
+    await report(run, LOOK, CONFINED, *(name for name in os.environ if name not in _ENVIRONMENT))
+    with _host() as (goals, listeners):
         await asyncio.gather(
-            attempts,
-            _wall_time(run),
-            _cpu_time(run),
-            _memory(run),
-            _output(run),
-            _process_tree(run),
-            _next_run(run),
+            report(run, GUARD + ATTEMPTS, CONTAINED, json.dumps({**goals, "limits": vars(SMALL)})),
+            *(check_limit(run, guarantee) for guarantee in LIMITS),
+            check_process_tree(run),
+            check_next_run(run),
         )
-        judge_attempts(attempts.result(), host.connected())
+        for listener in listeners:
+            with contextlib.suppress(BlockingIOError):
+                listener.accept()[0].close()
+                raise GuaranteeBroken("no network: not kept here (a listener of the host was reached)")
 
 
-async def _reported(run: Run, program: str, *arguments: str) -> dict[str, Any]:
-    """What a program found out."""
-    result = await run(RunRequest(program, args=arguments, limits=_SMALL))
+async def report(run: Run, program: str, expected: dict[str, Any], *arguments: str) -> None:
+    """Compares what a program found out with what it must find in a box."""
+    result = await run(RunRequest(program, args=arguments, limits=SMALL))
     try:
         seen = json.loads(result.stdout)
     except ValueError:
         raise SandboxError(f"a probe did not run: {result.status.value}, {result.stderr[-500:]!r}") from None
-    assert isinstance(seen, dict)
-    return seen
+    for guarantee, value in expected.items():
+        _demand(seen.get(guarantee) == value, guarantee, seen.get(guarantee))
 
 
-def judge_look(seen: dict[str, Any]) -> None:
-    """Checks the report of `LOOK`.
-
-    Raises:
-        GuaranteeBroken: it is not confined.
-    """
-    _demand(seen["user"] == PROGRAM_ID and seen["system_owner"] != PROGRAM_ID, "a user of its own", seen["user"])
-    _demand(seen["capabilities"] == 0 and seen["no_new_privileges"] == 1, "no privileges", seen["capabilities"])
-    _demand(seen["filter"] == 2, "a filter of system calls", seen["filter"])
-    _demand(seen["parent"] == 1, "a PID namespace of its own", seen["parent"])
-    _demand(seen["host_name"] == "sandbox", "a host name of its own", seen["host_name"])
-    inherited = {name for name in os.environ if name not in programs.ENVIRONMENT} & set(seen["environment"])
-    _demand(not inherited, "a scrubbed environment", sorted(inherited))
+async def check_limit(run: Run, guarantee: str) -> None:
+    """Runs a program of `LIMITS`."""
+    program, limits, holds = LIMITS[guarantee]
+    result = await run(RunRequest(GUARD + program, limits=limits))
+    _demand(holds(result), guarantee, (result.status.value, result.stderr[-100:]))
 
 
-def judge_attempts(seen: dict[str, Any], connections: int) -> None:
-    """Checks the report of `ATTEMPTS`, and how many listeners of the host were reached.
-
-    Raises:
-        GuaranteeBroken: an attempt succeeded.
-    """
-    _demand(seen["readable"] == [], "no files of the host", seen["readable"])
-    _demand(seen["written"] == [], "a read-only system", seen["written"])
-    _demand(seen["private"] == [True, True], "a private work directory and /tmp", seen["private"])
-    _demand(seen["processes"] <= 3 and not seen["signalled"], "a PID namespace of its own", seen["processes"])
-    _demand(seen["connected"] == [] and connections == 0, "no network", seen["connected"] or connections)
-    _demand(seen["interfaces"] == ["lo"], "no network interface but loopback", seen["interfaces"])
-    _demand(seen["families"] == [], "no other kind of socket", seen["families"])
-    _demand(seen["calls"] == [], "a filter of system calls", seen["calls"])
-    _demand(seen["forks"] < _SMALL.processes, "a limit of processes", seen["forks"])
-    _demand(seen["file_bytes"] <= _SMALL.file_size_mb << 20, "a limit of a file's size", seen["file_bytes"])
-    _demand(seen["disk_bytes"] <= _SMALL.disk_mb << 20, "a limit of disk", seen["disk_bytes"])
-    _demand(seen["open_files"] <= _SMALL.open_files, "a limit of open files", seen["open_files"])
-
-
-async def _wall_time(run: Run) -> None:
-    result = await run(RunRequest(programs.SLEEP, limits=Limits(wall_seconds=0.2)))
-    _demand(result.status is RunStatus.TIME_LIMIT, "a limit of wall time", result.status)
-
-
-async def _cpu_time(run: Run) -> None:
-    result = await run(RunRequest(programs.GUARD + programs.SPIN, limits=Limits(cpu_seconds=0.2)))
-    _demand(result.status is RunStatus.TIME_LIMIT and result.wall_seconds < 25, "a limit of CPU time", result.status)
-
-
-async def _memory(run: Run) -> None:
-    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_ONE, limits=Limits(memory_mb=128)))
-    _demand("MemoryError" in result.stderr, "a limit of one process's memory", result.stderr)
-    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_MANY, limits=Limits(memory_mb=128)))
-    _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of all processes' memory", result.status)
-    result = await run(RunRequest(programs.GUARD + programs.MEMORY_OF_SOCKETS, limits=Limits(memory_mb=128)))
-    _demand(result.status is RunStatus.MEMORY_LIMIT, "a limit of sockets' memory", result.status)
-
-
-async def _output(run: Run) -> None:
-    result = await run(RunRequest(programs.GUARD + programs.OUTPUT, limits=Limits(output_bytes=1000)))
-    complete = result.status is RunStatus.FINISHED and result.stdout_truncated and len(result.stdout) < 2000
-    _demand(complete, "bounded output", (result.status, len(result.stdout)))
-
-
-async def _process_tree(run: Run) -> None:
+async def check_process_tree(run: Run) -> None:
+    """Looks for a daemon after the run that left it."""
     marker = secrets.token_hex(8)
-    result = await run(RunRequest(programs.GUARD + programs.DAEMON, args=[marker]))
-    _demand(result.stdout == "left\n", "the death of the whole process tree", result.stderr)
-    _demand(_processes_with(marker) == [], "the death of the whole process tree", marker)
+    result = await run(RunRequest(GUARD + _DAEMON, args=[marker]))
+    alive = processes_with(marker)
+    _demand(result.stdout == "left\n" and not alive, "the death of the whole process tree", alive or result.stderr)
 
 
-def _processes_with(marker: str) -> list[int]:
+def processes_with(marker: str) -> list[int]:
     """The host's processes with `marker` on their command line."""
     found = []
     for path in Path("/proc").glob("[0-9]*/cmdline"):
@@ -174,15 +334,16 @@ def _processes_with(marker: str) -> list[int]:
     return found
 
 
-async def _next_run(run: Run) -> None:
-    await run(RunRequest(programs.GUARD + programs.LEAVE_TRACES))
-    result = await run(RunRequest(programs.FIND_TRACES))
+async def check_next_run(run: Run) -> None:
+    """Looks in one run for the traces of another."""
+    await run(RunRequest(GUARD + _LEAVE_TRACES))
+    result = await run(RunRequest(_FIND_TRACES))
     _demand(result.stdout == "[]\n", "a fresh state for every run", result.stdout or result.stderr)
 
 
 @contextlib.contextmanager
-def _host() -> Iterator[Host]:
-    """Creates the targets: a readable file, a TCP listener, an abstract socket."""
+def _host() -> Iterator[tuple[dict[str, Any], tuple[socket.socket, ...]]]:
+    """Creates the targets: a file that everybody may read, a TCP listener, an abstract socket."""
     name = f"etude-{secrets.token_hex(8)}"
     with contextlib.ExitStack() as stack:
         scratch = jail_scratch()  # accessible to other users; a killed process's leftovers are removed by the next one
@@ -197,4 +358,5 @@ def _host() -> Iterator[Host]:
         abstract.listen()
         for listener in (tcp, abstract):
             listener.setblocking(False)
-        yield Host(str(file), tcp.getsockname()[1], name, (tcp, abstract))
+        paths = [str(file), "/root/.ssh", "/home", "/etc/shadow", "/var/log", "/run", "/sys/kernel"]
+        yield {"paths": paths, "pid": os.getpid(), "port": tcp.getsockname()[1], "abstract": name}, (tcp, abstract)

@@ -56,6 +56,10 @@ class RemoteSandbox:
         self._headers = {"Authorization": f"Bearer {token}"} if token else {}
         self._http: aiohttp.ClientSession | None = None
 
+    async def open(self) -> RemoteSandbox:
+        """Itself; the first call connects."""
+        return self
+
     async def run(self, request: RunRequest) -> RunResult:
         """Runs one program; raises like `SandboxClient.run`."""
         body = wire.run_code_request(request)

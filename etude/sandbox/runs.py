@@ -8,16 +8,18 @@ else is the program's own ending.
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
+from etude.bounded import within
 from etude.errors import one_line
 from etude.sandbox.guest import frames
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.languages import RECIPES
-from etude.sandbox.output import Capture, Feed
-from etude.sandbox.types import CompileResult, RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
+from etude.sandbox.output import Capture
+from etude.sandbox.types import RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
 GRACE_SECONDS = 10.0
 """Time a supervisor may take beyond its program's limits before the host ends the box itself."""
@@ -31,18 +33,20 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
         SandboxError: the box failed.
         SandboxRequestError: the files do not fit into it.
     """
-    stdin, stdout, stderr = guest.take_pipes()
+    stdin, stdout, stderr = guest.take_streams()
     captures = Capture(stdout, request.limits.output_bytes), Capture(stderr, request.limits.output_bytes)
-    feed = Feed(stdin, (request.stdin or "").encode("utf-8", "surrogatepass"))
+    feed: asyncio.WriteTransport | None = None
     compiling = request.compile_seconds if RECIPES[request.language].compile else 0.0
     seconds = request.limits.wall_seconds + compiling + GRACE_SECONDS
     try:
-        sizes, payload = pack(request.files)
-        conversation = _converse(guest, {**_encoded(request), "files": sizes}, payload)
+        loop, pipe = asyncio.get_running_loop(), os.fdopen(stdin, "wb", 0)
+        feed, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, pipe)
+        feed.write((request.stdin or "").encode("utf-8", "surrogatepass"))
+        feed.write_eof()
         try:
-            report, payload = await asyncio.wait_for(conversation, seconds)
-        except asyncio.TimeoutError:
-            report, payload = {"status": RunStatus.TIME_LIMIT.value, "wall_seconds": seconds}, b""
+            report, files = await within(seconds, _converse, guest, run_message(request), request.files)
+        except TimeoutError:
+            report, files = {"status": RunStatus.TIME_LIMIT.value, "wall_seconds": seconds}, []
         except OSError as error:
             raise BoxGone(f"the box broke off: {one_line(error)}") from error
         except frames.FrameError as error:
@@ -53,55 +57,37 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
             raise SandboxError("the sandbox died while the program ran")
         if guest.out_of_memory and report["status"] in (RunStatus.FINISHED.value, RunStatus.KILLED.value):
             report = {**report, "status": RunStatus.MEMORY_LIMIT.value, "code": None}
-        return _result(report, payload, *captures)
+        return _result(report, files, *captures)
     finally:
-        feed.close()
+        if feed is not None and feed.get_write_buffer_size():
+            feed.abort()
         guest.discard()
         for capture in captures:
             capture.close()
 
 
-def _encoded(request: RunRequest) -> dict[str, Any]:
+def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
+    """A request as its supervisor gets it, without the files; for a `session`, only its limits count.
+
+    Raises:
+        SandboxRequestError: one of its files has the name of the code.
+    """
     recipe = RECIPES[request.language]
+    if not session and any(name == recipe.source or name.startswith(f"{recipe.source}/") for name in request.files):
+        raise SandboxRequestError(f"files: {recipe.source!r} is the name of the code itself; choose another")
     return {
-        "kind": "run",
-        "source": _free_name(recipe.source, request.files),
+        "kind": "session" if session else "run",
+        "source": "" if session else recipe.source,
         "code": request.code,
         "command": recipe.command,
         "compile": recipe.compile,
         "args": list(request.args),
         "address_space": recipe.address_space,
         "limits": asdict(request.limits),
+        "wall_seconds": None if session else request.limits.wall_seconds,
         "compile_seconds": request.compile_seconds,
         "fetch_files": list(request.fetch_files),
     }
-
-
-def _free_name(source: str, files: Mapping[str, bytes]) -> str:
-    if source in files or any(name.startswith(f"{source}/") for name in files):
-        raise SandboxRequestError(f"files: {source!r} is the name of the code itself; choose another")
-    return source
-
-
-def pack(files: Mapping[str, bytes]) -> tuple[list[list[Any]], bytes]:
-    """The header of names and sizes, and the concatenated contents.
-
-    Raises:
-        SandboxRequestError: too large for one message.
-    """
-    payload = b"".join(files.values())
-    if len(payload) > frames.MAX_PAYLOAD:
-        raise SandboxRequestError(f"files: {len(payload)} bytes are too many (at most {frames.MAX_PAYLOAD})")
-    return [[path, len(content)] for path, content in files.items()], payload
-
-
-def unpack(message: Mapping[str, Any], payload: bytes) -> dict[str, bytes]:
-    """The reverse of `pack`, from a supervisor's answer."""
-    files, start = {}, 0
-    for path, size in message.get("files", ()):
-        files[path] = payload[start : start + size]
-        start += size
-    return files
 
 
 def failure(answer: Mapping[str, Any]) -> Exception:
@@ -111,9 +97,11 @@ def failure(answer: Mapping[str, Any]) -> Exception:
     return BoxGone(f"the box could not be set up: {answer.get('error')}")
 
 
-async def _converse(guest: Guest, message: dict[str, Any], payload: bytes) -> tuple[dict[str, Any], bytes]:
+async def _converse(
+    guest: Guest, message: dict[str, Any], files: Mapping[str, bytes]
+) -> tuple[dict[str, Any], frames.Parts]:
     """Sends the request and waits for the report."""
-    await guest.control.send(message, payload)
+    await guest.control.send(message, list(files.items()))
     started = False
     while (received := await guest.control.receive()) is not None:
         event = received[0].get("event")
@@ -127,32 +115,28 @@ async def _converse(guest: Guest, message: dict[str, Any], payload: bytes) -> tu
             raise failure(received[0])
     if not started:
         raise BoxGone("the box ended before its program started")
-    return {"status": RunStatus.KILLED.value}, b""
+    return {"status": RunStatus.KILLED.value}, []
 
 
-def _result(report: Mapping[str, Any], payload: bytes, stdout: Capture, stderr: Capture) -> RunResult:
+def _result(report: Mapping[str, Any], files: frames.Parts, stdout: Capture, stderr: Capture) -> RunResult:
     (out, out_cut), (err, err_cut) = stdout.take(), stderr.take()
     compiled = report.get("compile")
     return RunResult(
-        status=RunStatus(report["status"]),
-        return_code=report.get("code"),
+        **_ending(report),
         stdout=out,
         stderr=err,
         stdout_truncated=out_cut,
         stderr_truncated=err_cut,
-        wall_seconds=report.get("wall_seconds", 0.0),
-        cpu_seconds=report.get("cpu_seconds", 0.0),
-        compile=None if compiled is None else _compile_result(compiled),
-        files=unpack(report, payload),
+        compile=compiled and RunResult(**_ending(compiled), stdout=compiled["stdout"], stderr=compiled["stderr"]),
+        files=dict(files),
         refused_files=report.get("refused", {}),
     )
 
 
-def _compile_result(compiled: Mapping[str, Any]) -> CompileResult:
-    return CompileResult(
-        status=RunStatus(compiled["status"]),
-        return_code=compiled["code"],
-        stdout=compiled["stdout"],
-        stderr=compiled["stderr"],
-        wall_seconds=compiled["wall_seconds"],
-    )
+def _ending(report: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "status": RunStatus(report["status"]),
+        "return_code": report.get("code"),
+        "wall_seconds": report.get("wall_seconds", 0.0),
+        "cpu_seconds": report.get("cpu_seconds", 0.0),
+    }

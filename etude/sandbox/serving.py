@@ -2,7 +2,8 @@
 
 Invariant: when `serve` returns or raises, no run, process or mount of the server is left. After SIGINT or SIGTERM no
 request is admitted any more, and active ones have `grace` seconds before they are answered 503. Connections never use up
-the boxes' descriptors.
+the boxes' descriptors: at most a certain number are open, and a further one replaces the one that has been idle longest, so
+that idle connections never keep a request out.
 """
 
 from __future__ import annotations
@@ -15,12 +16,14 @@ import socket
 from collections.abc import Callable
 
 import uvicorn
+from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from etude.errors import ConfigError
-from etude.sandbox.connections import limited_protocol
 from etude.sandbox.executor import Executor
-from etude.sandbox.server import SandboxService, ServerOptions, create_app
+from etude.sandbox.server import create_app
+from etude.sandbox.service import SandboxService, ServerOptions
 
+HEAD_SECONDS = 10.0
 _MOST_FILES = 1 << 16
 _MOST_CONNECTIONS = 4096
 _OWN_FILES = 48  # the server's own, and those of connections that were accepted but not yet looked at
@@ -97,6 +100,57 @@ class _Server(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             cut.cancel()
+
+
+def limited_protocol(max_connections: int, head_seconds: float = HEAD_SECONDS) -> type[asyncio.Protocol]:
+    """uvicorn's protocol for one server: at most `max_connections` are open, and a request's head has `head_seconds` to
+    arrive (the body's time is left to `middleware.BodyLimit`)."""
+    kept: set[asyncio.Protocol] = set()
+    idle: dict[asyncio.Protocol, None] = {}  # ordered, the longest idle first
+
+    class LimitedProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        _late: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:
+            super().connection_made(transport)
+            kept.add(self)
+            self._await_head()
+            if len(kept) > max_connections:
+                next(iter(idle))._give_up()  # type: ignore[attr-defined]
+
+        def data_received(self, data: bytes) -> None:
+            super().data_received(data)
+            if self.cycle is not None and not self.cycle.response_complete:
+                self._stop_waiting()
+            elif self._late is None:
+                self._await_head()
+
+        def on_response_complete(self) -> None:
+            super().on_response_complete()
+            if self.cycle.response_complete:  # otherwise the next request has already arrived
+                idle[self] = None
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            self._stop_waiting()
+            kept.discard(self)
+            super().connection_lost(exc)
+
+        def _give_up(self) -> None:
+            self._stop_waiting()
+            kept.discard(self)
+            self.transport.abort()
+
+        def _await_head(self) -> None:
+            idle[self] = None
+            self._late = self.loop.call_later(head_seconds, self._give_up)
+
+        def _stop_waiting(self) -> None:
+            idle.pop(self, None)
+            if self._late is not None:
+                self._late.cancel()
+                self._late = None
+
+    return LimitedProtocol
 
 
 def _most_connections(workers: int) -> int:

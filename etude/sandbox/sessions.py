@@ -10,22 +10,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict
 from typing import Any
 
+from etude.bounded import within
 from etude.errors import one_line
-from etude.sandbox.connection import Connection
 from etude.sandbox.guest import cells, frames
 from etude.sandbox.guests import BoxGone, Guest
-from etude.sandbox.output import Capture, Feed
-from etude.sandbox.runs import failure, pack, unpack
+from etude.sandbox.output import Capture
+from etude.sandbox.runs import failure, run_message
 from etude.sandbox.types import (
     BoxLostError,
     CellError,
     CellResult,
     Limits,
+    RunRequest,
     RunStatus,
     SandboxError,
     SandboxRequestError,
@@ -40,11 +41,7 @@ INTERRUPT_SECONDS = 1.0
 """Time for an interrupted cell to end."""
 MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
-_STALE_ANSWERS = 100
 _MARK = 100  # characters of the mark for text omitted
-
-Answer = dict[str, list[bytes]]
-"""An interpreter's answer to a cell: kind → parts of that kind, in order."""
 
 
 class Session:
@@ -53,11 +50,10 @@ class Session:
     def __init__(self, guest: Guest, limits: Limits) -> None:
         self._guest = guest
         self._limits = limits
-        stdin, stdout, stderr = guest.take_pipes()
-        Feed(stdin, b"")
+        stdin, stdout, stderr = guest.take_streams()
+        os.close(stdin)
         self._stdout = Capture(stdout, limits.output_bytes)
         self._stderr = Capture(stderr, limits.output_bytes)
-        self._cells = Connection(guest.cells, cells.MAX_HEADER, cells.MAX_ANSWER)
         self._lock = asyncio.Lock()
         self._count = 0
         self.used = time.monotonic()
@@ -72,11 +68,10 @@ class Session:
             SandboxRequestError: the files do not fit.
         """
         session = cls(guest, limits)
-        sizes, payload = pack(checked_files(files))
-        request = {"kind": "session", "source": "", "code": "", "files": sizes, "address_space": True}
         try:
-            message = {**request, "args": [], "limits": asdict(limits)}
-            await asyncio.wait_for(session._ask(message, payload, "started"), START_SECONDS)
+            request = RunRequest("", files=files, limits=limits)
+            message = run_message(request, session=True)
+            await within(START_SECONDS, session._ask, message, request.files, "started")
         except BaseException as error:
             await session.close()
             if isinstance(error, SandboxError):
@@ -90,7 +85,7 @@ class Session:
         return self._lock.locked()
 
     async def run_cell(self, code: str, timeout: float | None = None) -> CellResult:
-        """Runs one cell after the previous ones; `timeout` in seconds, by default the session's `wall_seconds`.
+        """Like `Executor.run_cell`, after the previous cells.
 
         Raises:
             UnknownSessionError: the session had ended before; the cell did not run.
@@ -107,7 +102,7 @@ class Session:
             try:
                 with contextlib.suppress(ConnectionError):  # the answer reveals a dead interpreter
                     await self._guest.control.send({"do": "watch"})
-                    await self._cells.send({"cell": self._count, "code": code})
+                    await self._guest.cells.send({"cell": self._count, "code": code})
                 status, answer = await self._answer(timeout or self._limits.wall_seconds)
                 if not self.alive:
                     raise SessionClosedError("the session was closed while its cell ran")
@@ -119,7 +114,7 @@ class Session:
             self.used = time.monotonic()
             return self._result(answer, status, self.used - started)
 
-    async def _answer(self, seconds: float) -> tuple[RunStatus, Answer | None]:
+    async def _answer(self, seconds: float) -> tuple[RunStatus, frames.Parts | None]:
         """How the cell ended, and its answer; None if the interpreter is no longer usable."""
         receiving = asyncio.ensure_future(self._receive())
         status = RunStatus.FINISHED
@@ -144,39 +139,42 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError):
                     await receiving
 
-    async def _receive(self) -> Answer | None:
+    async def _receive(self) -> frames.Parts | None:
         """The answer to the current cell; None when the interpreter has hung up.
 
         Raises:
-            FrameError: it is not an answer, or too many belong to other cells.
+            FrameError: it is not an answer, or one to another cell.
         """
-        for _ in range(_STALE_ANSWERS):  # only forged answers can be stale
-            received = await self._cells.receive()
-            if received is None or received[0].get("cell") == self._count:
-                return None if received is None else _parts(*received)
-        raise frames.FrameError("answers to other cells")
+        received = await self._guest.cells.receive()
+        if received is None:
+            return None
+        header, parts = received
+        if header.get("cell") != self._count:  # forged
+            raise frames.FrameError("an answer to another cell")
+        return parts
 
     async def _cause_of_death(self) -> RunStatus:
         try:
-            report, _ = await asyncio.wait_for(self._expect("ended"), INTERRUPT_SECONDS)
+            report, _ = await within(INTERRUPT_SECONDS, self._expect, "ended")
             return RunStatus(report["status"])
         except BoxLostError:  # without isolation, the cell may have killed its supervisor
             if self._guest.isolated or not await self._guest.outlived():
                 raise
-        except (OSError, frames.FrameError, SandboxError, asyncio.TimeoutError):  # it hung up but is still alive
+        except (OSError, frames.FrameError, SandboxError):  # it hung up but is still alive
             pass
         return RunStatus.KILLED
 
-    def _result(self, answer: Answer | None, status: RunStatus, seconds: float) -> CellResult:
+    def _result(self, answer: frames.Parts | None, status: RunStatus, seconds: float) -> CellResult:
         (out, out_cut), (err, err_cut) = self._stdout.take(), self._stderr.take()
-        found = answer or {}
+        texts = {kind: content.decode("utf-8", "replace") for kind, content in answer or () if kind != "image"}
+        trace = (texts.get(kind, "")[: cells.MAX_TRACEBACK] for kind in ("name", "value", "traceback"))
         return CellResult(
             status=status,
             stdout=out,
             stderr=err,
-            text=_text(found["text"], cells.MAX_TEXT + _MARK) if "text" in found else None,
-            images=_images(found.get("image", ())),
-            error=_error(found),
+            text=texts["text"][: cells.MAX_TEXT + _MARK] if "text" in texts else None,
+            images=_images([content for kind, content in answer or () if kind == "image"]),
+            error=CellError(*trace) if "name" in texts else None,
             stdout_truncated=out_cut,
             stderr_truncated=err_cut,
             wall_seconds=seconds,
@@ -184,50 +182,36 @@ class Session:
         )
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes files into the work directory, replacing existing ones.
-
-        Raises:
-            SandboxRequestError: a path is not allowed, or there is no room.
-            UnknownSessionError: the session has ended.
-        """
-        sizes, payload = pack(checked_files(files))
-        await self._command({"do": "write", "files": sizes}, payload, "written")
+        """Like `Executor.write_files`."""
+        await self._command({"do": "write"}, checked_files(files), "written")
 
     async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """The regular files among `paths`.
-
-        Raises:
-            SandboxRequestError: a path is not allowed.
-            UnknownSessionError: the session has ended.
-        """
+        """Like `Executor.fetch_files`."""
         wanted = list(checked_paths("fetch_files", paths))
-        return unpack(*await self._command({"do": "fetch", "fetch_files": wanted}, b"", "fetched"))
+        return dict(await self._command({"do": "fetch", "fetch_files": wanted}, {}, "fetched"))
 
-    async def _command(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
+    async def _command(self, message: dict[str, Any], files: Mapping[str, bytes], event: str) -> frames.Parts:
         async with self._lock:
             if not self.alive:
                 raise UnknownSessionError("the session has ended")
             self.used = time.monotonic()
             try:
-                return await asyncio.wait_for(self._ask(message, payload, event), START_SECONDS)
+                return await within(START_SECONDS, self._ask, message, files, event)
             except SandboxRequestError:
-                raise
-            except UnknownSessionError:
-                await self.close()
                 raise
             except BaseException:
                 await self.close()
                 raise
 
-    async def _ask(self, message: dict[str, Any], payload: bytes, event: str) -> tuple[dict[str, Any], bytes]:
+    async def _ask(self, message: dict[str, Any], files: Mapping[str, bytes], event: str) -> frames.Parts:
         try:
             with contextlib.suppress(ConnectionError):  # its last message says why it is gone
-                await self._guest.control.send(message, payload)
-            return await self._expect(event)
+                await self._guest.control.send(message, list(files.items()))
+            return (await self._expect(event))[1]
         except (OSError, frames.FrameError) as error:
             raise SandboxError(f"the session's box broke off: {one_line(error)}") from error
 
-    async def _expect(self, event: str) -> tuple[dict[str, Any], bytes]:
+    async def _expect(self, event: str) -> tuple[dict[str, Any], frames.Parts]:
         received = await self._guest.control.receive()
         if received is None:
             raise BoxLostError("the session's box is gone")
@@ -240,32 +224,12 @@ class Session:
     async def close(self) -> None:
         """Kills everything in the session's box and waits until it is gone."""
         self.alive = False
-        self._cells.close()  # before the guest closes the same socket
         try:
             await self._guest.close()
         finally:
             for capture in (self._stdout, self._stderr):
                 capture.drain()
                 capture.close()
-
-
-def _parts(header: Mapping[str, Any], payload: bytes) -> Answer:
-    """The parts of an answer.
-
-    Raises:
-        FrameError: the header does not describe the payload.
-    """
-    sizes, found, start = header.get("parts"), Answer(), 0
-    if not isinstance(sizes, list) or len(sizes) > cells.MAX_PARTS:
-        raise frames.FrameError("an answer without its parts, or with too many")
-    for part in sizes:
-        if not (isinstance(part, list) and [type(field) for field in part] == [str, int] and part[1] >= 0):
-            raise frames.FrameError("a part of an answer is not [kind, bytes]")
-        found.setdefault(part[0], []).append(payload[start : start + part[1]])
-        start += part[1]
-    if start != len(payload):
-        raise frames.FrameError("the parts of an answer do not add up to its length")
-    return found
 
 
 def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:
@@ -282,14 +246,3 @@ def _pixels(image: bytes) -> int:
     if not image.startswith(_PNG) or image[12:16] != b"IHDR" or len(image) < 33:
         return 0
     return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")
-
-
-def _error(answer: Answer) -> CellError | None:
-    """The cell's exception, as reported by its interpreter."""
-    if "name" not in answer:
-        return None
-    return CellError(*(_text(answer.get(kind, []), cells.MAX_TRACEBACK) for kind in ("name", "value", "traceback")))
-
-
-def _text(parts: Sequence[bytes], longest: int) -> str:
-    return b"".join(parts[:1]).decode("utf-8", "replace")[:longest]

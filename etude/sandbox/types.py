@@ -166,20 +166,8 @@ class RunRequest:
 
 
 @dataclass(frozen=True)
-class CompileResult:
-    """The result of compilation."""
-
-    status: RunStatus
-    return_code: int | None
-    """None if it was killed at its limit."""
-    stdout: str
-    stderr: str
-    wall_seconds: float
-
-
-@dataclass(frozen=True)
 class RunResult:
-    """The result of a run. Text is UTF-8 with undecodable bytes replaced."""
+    """The result of a run, or of its compiler. Text is UTF-8 with undecodable bytes replaced."""
 
     status: RunStatus
     return_code: int | None
@@ -191,7 +179,7 @@ class RunResult:
     wall_seconds: float = 0.0
     cpu_seconds: float = 0.0
     """CPU time of all processes it waited for and those alive at its end."""
-    compile: CompileResult | None = None
+    compile: RunResult | None = None
     """None for languages that are not compiled."""
     files: Mapping[str, bytes] = field(default_factory=lambda: MappingProxyType({}))
     """The `fetch_files` that existed as regular files at the end."""

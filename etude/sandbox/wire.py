@@ -19,7 +19,6 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator
 from etude.sandbox.types import (
     CellError,
     CellResult,
-    CompileResult,
     Language,
     Limits,
     RunRequest,
@@ -238,7 +237,7 @@ def run_code_request(request: RunRequest) -> RunCodeRequest:
 def run_code_response(result: RunResult) -> RunCodeResponse:
     """The `/run_code` answer for `result`, by Sandbox Fusion's rules: any time limit or code but 0 is `Failed`; `message`
     lists the `fetch_files` that were not read, and why."""
-    compiled = None if result.compile is None else _compile_result(result.compile)
+    compiled = None if result.compile is None else _command_result(result.compile)
     ran = None if result.status is RunStatus.COMPILE_FAILED else _command_result(result)
     good = all(part.status is CommandRunStatus.Finished and part.return_code == 0 for part in (compiled, ran) if part)
     return RunCodeResponse(
@@ -261,22 +260,12 @@ def run_result(response: RunCodeResponse) -> RunResult:
     if response.status is ResponseStatus.SandboxError or failed is not None:
         reason = response.message or (failed.stderr if failed else "") or "no reason given"
         raise SandboxError(f"the sandbox failed: {reason[:500]}")
-    compiled = None if response.compile_result is None else _from_compile(response.compile_result)
-    ran = response.run_result
-    if ran is None:
-        if compiled is None:
-            raise SandboxError(f"the sandbox answered '{response.status.value}' without a result")
-        return RunResult(status=RunStatus.COMPILE_FAILED, return_code=None, stdout="", stderr="", compile=compiled)
-    return RunResult(
-        status=_from_status(ran.status),
-        return_code=ran.return_code,
-        stdout=ran.stdout or "",
-        stderr=ran.stderr or "",
-        wall_seconds=ran.execution_time or 0.0,
-        cpu_seconds=ran.cpu_time or 0.0,
-        compile=compiled,
-        files=decoded_files(response.files),
-    )
+    compiled = None if response.compile_result is None else _from_command(response.compile_result)
+    if response.run_result is not None:
+        return replace(_from_command(response.run_result), compile=compiled, files=decoded_files(response.files))
+    if compiled is None:
+        raise SandboxError(f"the sandbox answered '{response.status.value}' without a result")
+    return RunResult(status=RunStatus.COMPILE_FAILED, return_code=None, stdout="", stderr="", compile=compiled)
 
 
 def cell_run_result(result: CellResult) -> CellRunResult:
@@ -355,41 +344,26 @@ def _command_result(result: RunResult) -> CommandRunResult:
         RunStatus.KILLED: "killed: the program broke its own sandbox",
     }
     note = notes.get(result.status)
-    stderr = result.stderr if note is None else "\n".join(filter(None, (result.stderr, note)))
-    code = result.return_code if note is None else SIGKILL_CODE
     return CommandRunResult(
         status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
         execution_time=result.wall_seconds,
         cpu_time=result.cpu_seconds,
-        return_code=None if late else code,
+        return_code=None if late else SIGKILL_CODE if note else result.return_code,
         stdout=result.stdout,
-        stderr=stderr,
+        stderr="\n".join(filter(None, (result.stderr, note))) if note else result.stderr,
     )
 
 
-def _compile_result(compiled: CompileResult) -> CommandRunResult:
-    late = compiled.status is RunStatus.TIME_LIMIT
-    return CommandRunResult(
-        status=CommandRunStatus.TimeLimitExceeded if late else CommandRunStatus.Finished,
-        execution_time=compiled.wall_seconds,
-        return_code=None if late else compiled.return_code if compiled.return_code is not None else SIGKILL_CODE,
-        stdout=compiled.stdout,
-        stderr=compiled.stderr,
-    )
-
-
-def _from_compile(command: CommandRunResult) -> CompileResult:
-    return CompileResult(
-        status=_from_status(command.status),
+def _from_command(command: CommandRunResult) -> RunResult:
+    late = command.status is CommandRunStatus.TimeLimitExceeded
+    return RunResult(
+        status=RunStatus.TIME_LIMIT if late else RunStatus.FINISHED,
         return_code=command.return_code,
         stdout=command.stdout or "",
         stderr=command.stderr or "",
         wall_seconds=command.execution_time or 0.0,
+        cpu_seconds=command.cpu_time or 0.0,
     )
-
-
-def _from_status(status: CommandRunStatus) -> RunStatus:
-    return RunStatus.TIME_LIMIT if status is CommandRunStatus.TimeLimitExceeded else RunStatus.FINISHED
 
 
 def _refused(files: Mapping[str, str]) -> str:

@@ -7,12 +7,19 @@ passed to `create`. Calling the four methods in the right order, and exactly onc
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar
 from uuid import uuid4
 
 from etude.errors import ConfigError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.trace import rollout_trace_op
+
+
+def function_schema(name: str, description: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
+    """The OpenAI schema of a function; `properties` are the JSON Schemas of its arguments."""
+    parameters = {"type": "object", "properties": properties, "required": list(required)}
+    return {"type": "function", "function": {"name": name, "description": description, "parameters": parameters}}
 
 
 class BaseTool:

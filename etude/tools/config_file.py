@@ -1,4 +1,5 @@
-"""`read_config_file`: parses a tool configuration file in any of its formats.
+"""`read_config_file`: parses a tool configuration file in any of its formats; `filled` fills in the environment, and
+`import_class` finds the class that an entry names.
 
     *.yaml, *.yml   `tools: [entry, …]` and `mcpServers: {name: server, …}`, either or both
     *.json          the same; a file written for Claude Desktop or verl's `mcp_servers_config_path`
@@ -6,13 +7,16 @@
     *.py            functions decorated with `@function_tool`
 
 Invariant: reading executes nothing: a `.pydata` file is parsed as literals, YAML without tags. An invalid file raises one
-line that names it.
+line that names it. `${VAR}`, `${oc.env:VAR}` and `${oc.env:VAR,default}` are replaced, once, and anything else in `${…}` is
+an error; a variable that is not set and has no default is an error that names it. Substituted values are never logged.
 """
 
 from __future__ import annotations
 
 import ast
 import json
+import os
+import re
 from collections.abc import Hashable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,11 +25,14 @@ from typing import Any
 import yaml
 
 from etude.errors import ConfigError, one_line
-from etude.registry import did_you_mean
+from etude.registry import did_you_mean, import_beside
 
 MAX_FILE_BYTES = 10_000_000
 _SUFFIXES = {".yaml": "YAML", ".yml": "YAML", ".json": "JSON", ".pydata": "a Python literal"}
 _TOP_KEYS = ("tools", "mcpServers")
+_REFERENCE = re.compile(r"\$\{([^${}]*)\}")
+_VARIABLE = re.compile(r"(?:oc\.env:)?\s*([A-Za-z_][A-Za-z0-9_]*)\s*")
+_VARIABLE_WITH_DEFAULT = re.compile(r"oc\.env:\s*([A-Za-z_][A-Za-z0-9_]*)\s*,(.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -109,3 +116,47 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         twice = next(name for number, name in enumerate(names) if name in names[:number])
         raise ValueError(f"the key '{twice}' is given twice")
     return made
+
+
+def filled(value: Any, place: str, where: str) -> Any:
+    """`value` with every `${…}` in its strings replaced; `place` is its path for errors, `where` its file and entry.
+
+    Raises:
+        ConfigError: a reference names no variable, or one that is not set.
+    """
+    if isinstance(value, dict):
+        return {key: filled(item, f"{place}.{key}", where) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [filled(item, f"{place}[{i}]", where) for i, item in enumerate(value)]
+    if not isinstance(value, str):
+        return value
+    return _REFERENCE.sub(lambda match: _variable(match[1], place, where), value)
+
+
+def _variable(reference: str, place: str, where: str) -> str:
+    with_default = _VARIABLE_WITH_DEFAULT.fullmatch(reference)
+    match = with_default or _VARIABLE.fullmatch(reference)
+    if match is None:
+        raise ConfigError(f"{where}: {place}: '${{{reference}}}' names no environment variable")
+    value = os.environ.get(match[1])
+    if value is None and with_default:
+        return with_default[2].strip()
+    if value is None:
+        raise ConfigError(f"{where}: {place}: the environment variable {match[1]} is not set")
+    return value
+
+
+def import_class(name: str, file: Path, where: str, moved: Mapping[str, str], not_here: str) -> Any:
+    """What the key `class_name` of an entry of `file` names: `package.module.Class`, or `path/to/file.py:Class`. A class of
+    verl's is refused with the place that it has `moved` to, or with `not_here`.
+
+    Raises:
+        ConfigError: there is none; begins with `where`.
+    """
+    if name.startswith("verl."):
+        new = moved.get(name.rpartition(".")[2])
+        raise ConfigError(f"{where}: {f'here this class is {new}' if new else not_here}")
+    try:
+        return import_beside(name, file)
+    except ConfigError as error:
+        raise ConfigError(f"{where}: {one_line(error)}") from error

@@ -16,7 +16,6 @@ import re
 from collections.abc import Mapping
 from typing import Any, Literal
 from urllib.parse import quote, urlsplit
-from uuid import uuid4
 
 from pydantic import Field, field_validator
 
@@ -24,7 +23,7 @@ from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.builtin.http import JsonService
-from etude.tools.options import CallPolicy, ToolOptions, read_options
+from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 _PLACE = re.compile(r"\{(\w+)\}")
@@ -45,7 +44,7 @@ class HttpOptions(ToolOptions):
         connections: maximum per process.
     """
 
-    url: str
+    url: HttpUrl
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] | None = None
     headers: dict[str, str] = Field(default_factory=dict)
     send: Literal["json", "query"] | None = None
@@ -55,11 +54,8 @@ class HttpOptions(ToolOptions):
 
     @field_validator("url")
     @classmethod
-    def _is_http(cls, url: str) -> str:
-        parts = urlsplit(url)
-        if parts.scheme not in ("http", "https") or not parts.netloc:
-            raise ValueError("must begin with http:// or https://")
-        if "{" in parts.netloc:
+    def _has_a_fixed_host(cls, url: str) -> str:
+        if "{" in urlsplit(url).netloc:
             raise ValueError("the host must not depend on the model's arguments")
         return url
 
@@ -99,12 +95,6 @@ class HttpTool(BaseTool):
             if name not in known:
                 raise ConfigError(f"tool '{self.name}': config.url needs '{name}', which the schema does not have")
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Keeps the connections open for this trajectory."""
-        instance_id = instance_id or str(uuid4())
-        self._service.hold(instance_id)
-        return instance_id, ToolResponse()
-
     @rollout_trace_op
     async def execute(
         self, instance_id: str, parameters: dict[str, Any], **execute_kwargs: Any
@@ -128,10 +118,6 @@ class HttpTool(BaseTool):
         if not 200 <= status < 300:
             self._refuse(status, text)
         return ToolResponse(text=self._read(text)), 0.0, {"status": status}
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Ends the trajectory's hold on the connections."""
-        await self._service.drop(instance_id)
 
     def _refuse(self, status: int, text: str) -> None:
         if 400 <= status < 500 and status not in _NOT_THE_MODELS_FAULT:

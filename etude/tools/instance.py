@@ -15,13 +15,14 @@ from typing import Any
 from etude.bounded import called, ended, result_of, within
 from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
-from etude.schemas import ToolResponse
+from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.faults import CallPlace
 from etude.tools.loop_watch import LoopWatch
-from etude.tools.outcome import TextLimits, read_creation
+from etude.tools.outcome import read_creation
 from etude.tools.replay import ReplayedInstance
-from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime, overrides
+from etude.tools.runtime import ToolRequest, ToolRuntime, overrides
+from etude.tools.truncation import TokenLimit, bound_response
 
 Kwargs = Mapping[str, Any]
 
@@ -38,7 +39,7 @@ class ToolInstance:
     """
 
     __slots__ = (
-        "_asked", "_given_id", "_greeting", "_kwargs", "_limits", "_opening", "_replayed", "_trajectory", "_watch",
+        "_asked", "_given_id", "_greeting", "_kwargs", "_opening", "_replayed", "_tokens", "_trajectory", "_watch",
         "calls", "closing", "executing", "tool",
     )  # fmt: skip
 
@@ -47,7 +48,7 @@ class ToolInstance:
         tool: BaseTool,
         calls: ToolRuntime,
         kwargs: Mapping[str, Kwargs | None],
-        limits: TextLimits,
+        tokens: TokenLimit | None,
         trajectory: str,
         watch: LoopWatch,
     ) -> None:
@@ -55,7 +56,7 @@ class ToolInstance:
         self.tool, self.calls = tool, calls
         self.executing: set[asyncio.Task[Any]] = set()
         self.closing = False
-        self._kwargs, self._limits, self._trajectory, self._watch = kwargs, limits, trajectory, watch
+        self._kwargs, self._tokens, self._trajectory, self._watch = kwargs, tokens, trajectory, watch
         self._given_id = f"{trajectory}:{tool.name}"
         self._asked = 0
         self._greeting: ToolResponse | None = None
@@ -105,11 +106,11 @@ class ToolInstance:
         if self._greeting is None:  # others may be waiting as well
             if self.calls.recorder is not None:
                 self.calls.recorder.create(self._trajectory, self._arguments("create_kwargs"), response)
-            self._greeting = self._limits.bounded(response)
+            self._greeting = self.shown(response)
         return self._greeting
 
-    def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
-        """The next call, as the model wrote them; `agent_data` goes to tools that read it.
+    def ask(self, call: FunctionCall, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
+        """The next `call`, in the order in which the model wrote them; `agent_data` goes to tools that read it.
 
         Raises:
             MissingCall: the tool is replayed, and the recording has no answer.
@@ -121,10 +122,10 @@ class ToolInstance:
         if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
             recorded = self._replayed.execute(arguments, kwargs)
         shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
-        return ToolRequest(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
+        return ToolRequest(call, place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
-    async def execute(self, request: ToolRequest, attempts: Attempts) -> object:
-        """Runs the tool once; counts in `attempts` when it blocked the event loop.
+    async def execute(self, request: ToolRequest) -> object:
+        """Runs the tool once; counts in `request` when it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
@@ -144,11 +145,11 @@ class ToolInstance:
             raise
         finally:
             self.executing.discard(task)
-            attempts.blocked_loop += self._watch.stalls(task)
+            request.blocked_loop += self._watch.stalls(task)
 
     def shown(self, response: ToolResponse) -> ToolResponse:
         """`response`, truncated to the text limits."""
-        return self._limits.bounded(response)
+        return bound_response(response, self.calls.policy, self._tokens)
 
     async def calc_reward(self) -> float:
         """The final reward; 0.0 if the tool does not override `calc_reward`.

@@ -9,14 +9,33 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal, TypeVar, get_args
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from etude.errors import ConfigError
 from etude.options.types import Count, Flag, Natural, NonNegative, Positive, Share, Text, misfit, shown
 from etude.registry import did_you_mean
 
 Side = Literal["left", "middle", "right"]
+
+
+def _check_url(url: str) -> str:
+    parts = urlsplit(url)
+    if parts.scheme not in ("http", "https") or not parts.hostname:
+        raise ValueError(f"must be an address such as https://host/path, not {url!r}")
+    return url
+
+
+HttpUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class ToolOptions(BaseModel):

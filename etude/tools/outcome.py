@@ -1,7 +1,6 @@
 """`ToolResult` and `ToolOutcome`: a tool's answer to one call, the call's outcome, and the parsing of return values.
 
-Invariant: the text of an outcome is bounded and encodable (no lone surrogates, which tokenizers refuse), its metrics are
-small JSON values, and its `error` is one of the words of `ToolCallRecord`.
+Invariant: the metrics of an outcome are small JSON values, and its `error` is one of the words of `ToolCallRecord`.
 """
 
 from __future__ import annotations
@@ -9,11 +8,10 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any
 
 from etude.errors import InfrastructureError
 from etude.schemas import FunctionCall, ToolResponse
-from etude.tools.truncation import TokenLimit, shorten_chars
 from etude.trajectory import ToolCallRecord
 
 _MAX_METRICS = 64
@@ -166,27 +164,3 @@ def joined(first: ToolResponse, second: ToolResponse) -> ToolResponse:
         image=[*(first.image or []), *(second.image or [])] or None,
         video=[*(first.video or []), *(second.video or [])] or None,
     )
-
-
-class TextLimits(NamedTuple):
-    """Limits of a tool's text: in characters, and in tokens if a tokenizer is given."""
-
-    max_chars: int
-    max_tokens: int | None = None
-    side: str | None = None
-    tokens: TokenLimit | None = None
-
-    def bounded(self, response: ToolResponse) -> ToolResponse:
-        """`response` with its text truncated to the limits and lone surrogates replaced by '?'."""
-        if not response.text:
-            return response
-        side = self.side or (self.tokens.side if self.tokens else "middle")
-        chars = self.max_chars
-        if self.tokens is not None and self.tokens.max_chars is not None:
-            chars = min(chars, self.tokens.max_chars)
-        text = shorten_chars(response.text, chars, side)
-        if not text.isascii():
-            text = text.encode("utf-8", "replace").decode("utf-8")
-        if self.tokens is not None:
-            text = self.tokens.cut(text, self.max_tokens, side)
-        return response if text == response.text else response.model_copy(update={"text": text})

@@ -13,16 +13,14 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 from etude.errors import DataError
-from etude.schemas import ToolResponse
 from etude.tools.options import ReplayPolicy
 from etude.tools.outcome import ToolResult
 from etude.tools.recording import RecordedInstance, read_recording
 from etude.tools.wire import canonical, digest
 
-T = TypeVar("T")
 Kwargs = Mapping[str, Any]
 
 _MAX_SHOWN_CHARS = 200
@@ -43,11 +41,27 @@ class Replay:
             DataError: it cannot be read, or has no call of this tool.
         """
         self._where = f"tool '{tool}': {policy.path}"
+        self._strict = policy.mode == "strict"
         instances = read_recording(policy.path, tool)
         if not instances:
             raise DataError(f"{self._where} holds no call of this tool")
-        self._strict = _StrictIndex(instances) if policy.mode == "strict" else None
-        self._unused = [instance for instance in instances if not instance.broken]
+        self._unclaimed = [instance for instance in instances if not instance.broken]
+        self._answers: dict[str, dict[str, Any]] = defaultdict(
+            dict
+        )  # by question and the calls before it; first one kept
+        for each in instances if self._strict else ():
+            self._index(each)
+
+    def _index(self, instance: RecordedInstance) -> None:
+        history, row = "", dict(instance.kwargs)
+        self._answers[digest("create", row)].setdefault("", instance.greeting)
+        for call in instance.in_order():
+            question = digest("call", row, dict(call.kwargs), dict(call.arguments))
+            history = digest(history, question)
+            self._answers[question].setdefault(history, call.answer)
+        if instance.reward is not None:
+            question = digest("calc_reward", row, dict(instance.reward_kwargs))
+            self._answers[question].setdefault(history, instance.reward)
 
     def begin(self, trajectory: str, create_kwargs: Kwargs) -> ReplayedInstance:
         """The recorded `create` of the tool for a trajectory.
@@ -55,110 +69,81 @@ class Replay:
         Raises:
             MissingCall: no such `create` was recorded.
         """
-        if self._strict is not None:
-            return _StrictInstance(self._strict, create_kwargs, self._where)
+        if self._strict:
+            return _StrictInstance(self, create_kwargs)
         wanted = canonical(dict(create_kwargs))
-        alike = [each for each in self._unused if each.trajectory == trajectory]
-        alike += [each for each in self._unused if canonical(dict(each.kwargs)) == wanted]
+        alike = [each for each in self._unclaimed if each.trajectory == trajectory]
+        alike += [each for each in self._unclaimed if canonical(dict(each.kwargs)) == wanted]
         if not alike:
             raise MissingCall(
                 f"{self._where} holds no further trajectory with the create_kwargs {_shown(create_kwargs)}: "
                 "record as many as are replayed"
             )
-        self._unused.remove(alike[0])
+        self._unclaimed.remove(alike[0])
         return _OrderedInstance(alike[0], self._where)
 
+    def find(self, what: str, asked: Kwargs, question: str, history: str) -> Any:
+        """The answer to `question`: the one after `history`, else the one that every recorded trajectory got.
 
-class ReplayedInstance:
-    """One tool in one replayed trajectory; its methods raise MissingCall."""
+        Raises:
+            MissingCall: there is none, or they differ.
+        """
+        answers = self._answers.get(question)
+        if answers is None:
+            raise MissingCall(f"{self._where} holds no {what} with {_shown(asked)}: {_HINT}")
+        first = next(iter(answers.values()))
+        if history not in answers and not all(_agree(first, other) for other in answers.values()):
+            raise MissingCall(
+                f"{self._where} holds different answers to the {what} with {_shown(asked)}, and none that was given "
+                f"after the same calls as now: {_HINT}"
+            )
+        return answers.get(history, first)
 
-    greeting: ToolResponse
 
-    def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
-        """The answer to the next call; ask for calls in the order in which the model wrote them."""
-        raise NotImplementedError
+class _OrderedInstance:
+    """One tool in one replayed trajectory: its calls in the recorded order, whatever is asked."""
 
-    def calc_reward(self, kwargs: Kwargs) -> float:
-        """The final reward."""
-        raise NotImplementedError
-
-
-class _OrderedInstance(ReplayedInstance):
     def __init__(self, recorded: RecordedInstance, where: str) -> None:
-        self._recorded, self._where = recorded, where
+        self._recorded = recorded
+        self._of = f"{where}: trajectory {recorded.trajectory}"
         self._calls = iter(recorded.in_order())
         self.greeting = recorded.greeting
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
+        """The answer to the next call, in the order in which the model wrote them; raises MissingCall."""
         call = next(self._calls, None)
         if call is None:
-            count = len(self._recorded.calls)
-            raise MissingCall(
-                f"{self._where}: trajectory {self._recorded.trajectory} made {count} calls, no further one"
-            )
+            raise MissingCall(f"{self._of} made {len(self._recorded.calls)} calls, no further one")
         return call.answer
 
     def calc_reward(self, kwargs: Kwargs) -> float:
+        """The final reward; raises MissingCall."""
         if self._recorded.reward is None:
-            raise MissingCall(f"{self._where}: trajectory {self._recorded.trajectory} was recorded without its reward")
+            raise MissingCall(f"{self._of} was recorded without its reward")
         return self._recorded.reward
 
 
-class _StrictInstance(ReplayedInstance):
-    def __init__(self, index: _StrictIndex, create_kwargs: Kwargs, where: str) -> None:
-        self._index, self._where = index, where
-        self._kwargs, self._history = dict(create_kwargs), ""
-        self.greeting = self._found(index.greetings, digest(self._kwargs), "create", create_kwargs)
+class _StrictInstance:
+    """One tool in one replayed trajectory: its calls by what is asked."""
+
+    def __init__(self, replay: Replay, create_kwargs: Kwargs) -> None:
+        self._replay, self._row, self._history = replay, dict(create_kwargs), ""
+        self.greeting = replay.find("create", create_kwargs, digest("create", self._row), "")
 
     def execute(self, arguments: Kwargs, kwargs: Kwargs) -> ToolResult:
-        key = digest(self._kwargs, dict(kwargs), dict(arguments))
-        self._history = digest(self._history, key)
-        return self._found(self._index.answers, key, "call", arguments)
+        """As `_OrderedInstance.execute`."""
+        question = digest("call", self._row, dict(kwargs), dict(arguments))
+        self._history = digest(self._history, question)
+        answer: ToolResult = self._replay.find("call", arguments, question, self._history)
+        return answer
 
     def calc_reward(self, kwargs: Kwargs) -> float:
-        return self._found(self._index.rewards, digest(self._kwargs, dict(kwargs)), "calc_reward", kwargs)
-
-    def _found(self, index: Mapping[str, _Candidates[T]], key: str, what: str, asked: Kwargs) -> T:
-        candidates = index.get(key)
-        if candidates is None:
-            raise MissingCall(f"{self._where} holds no {what} with {_shown(asked)}: {_HINT}")
-        try:
-            return candidates.after(self._history)
-        except LookupError:
-            raise MissingCall(
-                f"{self._where} holds different answers to the {what} with {_shown(asked)}, and none that was given "
-                f"after the same calls as now: {_HINT}"
-            ) from None
+        """As `_OrderedInstance.calc_reward`."""
+        question = digest("calc_reward", self._row, dict(kwargs))
+        return float(self._replay.find("calc_reward", kwargs, question, self._history))
 
 
-class _Candidates(dict[str, T]):
-    """The recorded answers to one question, keyed by the preceding history; the first one per history is kept."""
-
-    def after(self, history: str) -> T:
-        if history in self:
-            return self[history]
-        first, *others = self.values()
-        if not all(_agree(first, other) for other in others):
-            raise LookupError
-        return first
-
-
-class _StrictIndex:
-    """The recording by question."""
-
-    def __init__(self, instances: list[RecordedInstance]) -> None:
-        self.greetings: dict[str, _Candidates[ToolResponse]] = defaultdict(_Candidates)
-        self.answers: dict[str, _Candidates[ToolResult]] = defaultdict(_Candidates)
-        self.rewards: dict[str, _Candidates[float]] = defaultdict(_Candidates)
-        for instance in instances:
-            history, row = "", dict(instance.kwargs)
-            self.greetings[digest(row)].setdefault("", instance.greeting)
-            for call in instance.in_order():
-                key = digest(row, dict(call.kwargs), dict(call.arguments))
-                history = digest(history, key)
-                self.answers[key].setdefault(history, call.answer)
-            if instance.reward is not None:
-                self.rewards[digest(row, dict(instance.reward_kwargs))].setdefault(history, instance.reward)
+ReplayedInstance = _OrderedInstance | _StrictInstance
 
 
 def _agree(one: object, other: object) -> bool:

@@ -16,6 +16,7 @@ import base64
 import io
 import json
 import logging
+import os
 import socket
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -27,7 +28,6 @@ from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.lifecycle import ToolSession
 from etude.tools.outcome import joined
-from etude.tools.stdio import claimed_stdio
 
 if TYPE_CHECKING:
     from mcp.server.lowlevel import Server
@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 SESSION_IDLE_SECONDS = 1800.0
 MAX_SESSIONS = 1000
 MAX_REQUEST_BYTES = 4 * 1024 * 1024
+MAX_LINE_BYTES = 16 * 1024 * 1024
 _STATE = "etude"  # our key in a connection's scratch state
 
 logger = logging.getLogger(__name__)
@@ -149,7 +150,7 @@ class ToolServer:
         from mcp.server.stdio import stdio_server
 
         self._only = ClientSession(self._tools, self._tools_kwargs)
-        async with claimed_stdio() as (lines, out), stdio_server(lines, out) as (read, write):  # type: ignore[arg-type]
+        async with _claimed_stdin() as lines, stdio_server(lines) as (read, write):  # type: ignore[arg-type]
             await self.server.run(read, write, self.server.create_initialization_options())
 
     async def serve_http(self, listener: socket.socket, *, path: str = "/mcp") -> None:
@@ -253,3 +254,36 @@ def _png(image: Any) -> str | None:
 def _parameters(tool: BaseTool) -> dict[str, Any]:
     schema = tool.get_openai_tool_schema().to_openai()["function"].get("parameters") or {}
     return {"type": "object", **schema}
+
+
+@asynccontextmanager
+async def _claimed_stdin() -> AsyncIterator[AsyncIterator[str]]:
+    """The lines of stdin, read in the event loop: the SDK's own reader is a thread, which no signal ends. Meanwhile file
+    descriptor 0 is empty; stdout is claimed by the SDK."""
+    wire, empty = os.dup(0), os.open(os.devnull, os.O_RDONLY)
+    os.dup2(empty, 0)
+    os.close(empty)
+    try:
+        reader = asyncio.StreamReader(limit=MAX_LINE_BYTES)
+        pipe, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(reader), os.fdopen(os.dup(wire), "rb", buffering=0)
+        )
+        try:
+            yield _lines(reader)
+        finally:
+            pipe.close()
+    finally:
+        os.dup2(wire, 0)
+        os.close(wire)
+
+
+async def _lines(reader: asyncio.StreamReader) -> AsyncIterator[str]:
+    while True:
+        try:
+            line = await reader.readline()
+        except ValueError:
+            logger.warning("a message of more than %d bytes was dropped", MAX_LINE_BYTES)
+            continue
+        if not line:
+            return
+        yield line.decode("utf-8", "replace")

@@ -1,7 +1,8 @@
-"""Truncates a tool's answer to a number of characters or tokens.
+"""Truncates a tool's answer to a number of characters and tokens.
 
-Invariant: the result, mark included, is within the limit, tokens counted as the chat template encodes them; it consists
-of whole characters of the answer, and an answer that fits is returned unchanged. Work is bounded by the limit,
+Invariant: the result, mark included, is within the limits, tokens counted as the chat template encodes them; it consists
+of whole characters of the answer, and an answer that fits is returned unchanged, but for lone surrogates, which tokenizers
+refuse: they are replaced by '?'. Work is bounded by the limit,
 however long the answer is.
 """
 
@@ -10,6 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
+
+from etude.schemas import ToolResponse
+from etude.tools.options import CallPolicy
 
 _MARKS = {"left": "(truncated)...", "right": "...(truncated)", "middle": "...(truncated)..."}
 _CHARACTERS_PER_TOKEN = 64  # above any text's average: text beyond it is never tokenized
@@ -47,6 +51,28 @@ class TokenLimit:
         if _TOKENS_PER_CHARACTER * len(text) <= max_tokens:
             return False
         return len(text) > _CHARACTERS_PER_TOKEN * max_tokens or len(_offsets(self.tokenizer, text)) > max_tokens
+
+
+def bound_text(
+    text: str, tokens: TokenLimit | None, max_chars: int, max_tokens: int | None = None, side: str | None = None
+) -> str:
+    """`text` within these limits and those of `tokens`; `side` (default: of `tokens`) is the part that is cut."""
+    side = side or (tokens.side if tokens else "middle")
+    if tokens is not None and tokens.max_chars is not None:
+        max_chars = min(max_chars, tokens.max_chars)
+    text = shorten_chars(text, max_chars, side)
+    if not text.isascii():
+        text = text.encode("utf-8", "replace").decode("utf-8")
+    return text if tokens is None else tokens.cut(text, max_tokens, side)
+
+
+def bound_response(response: ToolResponse, policy: CallPolicy, tokens: TokenLimit | None) -> ToolResponse:
+    """`response` with its text within the limits of the policy and those of `tokens`."""
+    if not response.text:
+        return response
+    side = policy.tool_response_truncate_side
+    text = bound_text(response.text, tokens, policy.max_response_chars, policy.max_response_tokens, side)
+    return response if text == response.text else response.model_copy(update={"text": text})
 
 
 def shorten_chars(text: str, limit: int, side: str) -> str:

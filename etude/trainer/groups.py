@@ -7,13 +7,14 @@ this version all groups live in this process, and actor and rollout share one mo
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
 from etude.events import EventSink, RolloutProgress
-from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker
+from etude.options.distillation import SELF
+from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker, TeacherWorker
 
 _POLL_SECONDS = 0.5  # between two progress reports
 
@@ -21,12 +22,14 @@ _POLL_SECONDS = 0.5  # between two progress reports
 @dataclass(frozen=True)
 class Groups:
     """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
-    `reward` scores whole batches, unless `rollout` scores each trajectory as it ends."""
+    `reward` scores whole batches, unless `rollout` scores each trajectory as it ends; `teachers` are by folder or server
+    address."""
 
     rollout: WorkerGroup
     actor: WorkerGroup
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
+    teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
 
     def progress(self) -> tuple[int, int]:
         """(finished, total) trajectories of the current rollout; thread-safe."""
@@ -67,7 +70,8 @@ class Groups:
 
     def close(self) -> None:
         """Ends the workers and frees what they hold, models included."""
-        for group in {id(group): group for group in vars(self).values() if group is not None}.values():
+        groups = [self.rollout, self.actor, self.critic, self.reward, *self.teachers.values()]
+        for group in {id(group): group for group in groups if group is not None}.values():
             group.close()
 
 
@@ -76,18 +80,20 @@ def open_groups(options: RoleOptions, *, trains: bool = True, critic: bool = Fal
     start, the others are closed."""
     with ExitStack() as stack:
 
-        def start(worker: type[Worker]) -> WorkerGroup:
-            group = InProcessWorkerGroup(worker, 1, options)
+        def start(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
+            group = InProcessWorkerGroup(worker, 1, its_options)
             stack.callback(group.close)
             return group
 
         rollout = start(ActorRolloutRefWorker if trains else RolloutWorker)
+        teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
         scores_batches = options.rollout.mode == "sync" and options.reward.enable
         groups = Groups(
             rollout,
             actor=rollout,
             critic=start(CriticWorker) if critic else None,
             reward=start(RewardWorker) if scores_batches else None,
+            teachers={teacher: start(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
         )
         stack.pop_all()
     return groups

@@ -63,10 +63,10 @@ def data_metrics(
         max_response_length: what `response_length/clip_ratio` counts as clipped; default the columns' width.
         longest_sequence: likewise, prompt included; None: no other limit.
 
-    `critic/score` and `critic/rewards` are sums per rollout; token columns count where `response_mask` is 1. The actor's
-    log-probs are compared with the engine's, unless meta_info says that an update does it (`compare_rollout`).
-    `response_length` counts all tokens after the prompt, those of tools included. Where a rollout has several rows (column
-    `main_sequence`), its main one stands for it; tokens are those of all rows.
+    `critic/score` and `critic/rewards` are sums per rollout (with meta_info `episodes`, those of its main sequence); token
+    columns count where `response_mask` is 1. The actor's log-probs are compared with the engine's, unless meta_info says
+    that an update does it (`compare_rollout`). `response_length` counts all tokens after the prompt, those of tools too.
+    Where a rollout has several rows (column `main_sequence`), its main one stands for it; tokens are those of all rows.
     """
     assert batch.batch is not None
     columns = dict(batch.batch.items())
@@ -76,7 +76,11 @@ def data_metrics(
     metrics: Metrics = {}
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in columns:
-            metrics |= _spread(f"critic/{name}", columns[key][rollouts].double().sum(-1))
+            totals = columns[key].double().sum(-1)
+            if "main_sequence" in columns and not batch.meta_info.get("episodes"):
+                number = columns["main_sequence"].cumsum(0) - 1
+                totals = torch.zeros_like(totals).index_add(0, number, totals)[number]
+            metrics |= _spread(f"critic/{name}", totals[rollouts])
     for name in ("advantages", "returns", "values"):
         if name in columns:
             metrics |= _spread(f"critic/{name}", columns[name][valid][mask])

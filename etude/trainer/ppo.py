@@ -1,9 +1,9 @@
 """`PPOTrainer`: the synchronous training loop, PPO and GRPO alike.
 
 One step, as `training_step` reads: take a batch, repeat each prompt `rollout.n` times, roll out (each trajectory is
-scored the moment it ends), old log-probs, reference log-probs, values, advantages, update critic, update actor, sync
-weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything
-else through worker groups.
+scored the moment it ends), old log-probs, reference log-probs, values, advantages, correction of what the engine sampled,
+update critic, update actor, sync weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages
+itself and reaches everything else through worker groups.
 
 Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
 """
@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import adapt_kl_coef, apply_kl_penalty
+from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -24,6 +24,8 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.correction import MismatchAlarm, correct_mismatch
+from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
@@ -50,6 +52,7 @@ class PPOTrainer:
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
         self._warn_of_judges(train)
+        check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
         )
@@ -68,6 +71,7 @@ class PPOTrainer:
         self._batches = self.loader.endless()
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def _warn_of_judges(self, train: RLDataset) -> None:
         reward, catalogue = self.setup.roles.reward, self.setup.catalogue
@@ -92,6 +96,8 @@ class PPOTrainer:
         groups.actor.init_model(self.total_steps)
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
+        for teacher in groups.teachers.values():
+            teacher.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         if self.resumption is not None:
             self._restore_weights(self.resumption)
@@ -170,6 +176,7 @@ class PPOTrainer:
         finally:  # the step counts even if its validation failed
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
+        self._alarm.note(metrics, emit)
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
@@ -202,13 +209,20 @@ class PPOTrainer:
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
                     batch = self._with_ref_log_probs(batch)
+                with timings("teacher"):
+                    batch = self._with_teacher_log_probs(batch)
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
-            learned = self._learned(batch)
-            kept = int(main_rows(learned).sum())
+            learned, corrections = correct_mismatch(
+                self._learned(batch),
+                self.algorithm.rollout_correction,
+                episodes=bool(self.setup.estimator.episodes),
+            )
+            metrics |= corrections
+            kept = len({id(rollout) for rollout in rollouts_of(learned)})
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
                 self._updating = True
@@ -246,8 +260,7 @@ class PPOTrainer:
         results: list[Rollout] = []
         baselines: list[Rollout] = []
         engine = []
-        limit = self.algorithm.filter_groups.max_num_gen_batches if self.algorithm.filter_groups.enable else 1
-        for attempt in range(limit):
+        for attempt in range(self.algorithm.max_gen_batches):
             rows, step = next(self._batches), self.global_step + 1
             rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
             results += rollouts_of(rolled)
@@ -280,14 +293,21 @@ class PPOTrainer:
     def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
         return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
+    def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
+        if self.setup.roles.distillation.teachers:
+            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+        return batch
+
     def _with_values(self, batch: DataProto) -> DataProto:
         critic = self.groups.critic
         return batch if critic is None else batch.union(critic.compute_values(batch))
 
     def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward, if any."""
-        columns, algorithm = batch.batch, self.algorithm
-        rewards, metrics = sequence_scores(batch, episodes=bool(self.setup.estimator.episodes)), Metrics()
+        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
+        distillation, if any."""
+        columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
+        batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
+        rewards, metrics = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics()
         if algorithm.use_kl_in_reward:
             coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
             rewards, distance = apply_kl_penalty(
@@ -300,17 +320,25 @@ class PPOTrainer:
                     coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
                 )
             metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
-        columns["token_level_rewards"], columns["advantages"], columns["returns"] = sequence_advantages(
-            algorithm.adv_estimator,
-            batch,
-            rewards,
-            **algorithm.estimator_options(),
+        columns["token_level_rewards"] = rewards
+        columns["advantages"], columns["returns"] = sequence_advantages(
+            algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
         )
+        if distillation.teachers:
+            columns["advantages"], found = distill(
+                columns["advantages"],
+                teacher_log_probs=columns["teacher_log_probs"],
+                old_log_probs=columns["old_log_probs"],
+                response_mask=columns["response_mask"],
+                coef=distillation.coef,
+                task_coef=distillation.task_coef,
+            )
+            metrics |= found
         return metrics
 
     def _learned(self, batch: DataProto) -> DataProto:
         """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
-        if not self.algorithm.filter_groups.enable:
+        if not self.algorithm.drops_equal_groups:
             return batch
         groups = spread_groups(batch)[: self.setup.data.train_batch_size]
         return batch.select_idxs([row for rows in groups for row in rows])

@@ -47,7 +47,7 @@ class Rollouts:
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
         prompts.meta_info["step"] = step
-        prompts.meta_info["least_group"] = self._setup.estimator.min_group
+        prompts.meta_info["least_group"] = self._setup.min_group
         return prompts
 
     def add_baselines(

@@ -3,9 +3,10 @@
 Up to here a rollout is one row: counted, scored, compared with its group and filtered as one. `expand_sequences`
 puts a row for each earlier sequence after its rollout's main one; the column `main_sequence` is 1 for the main ones.
 
-Credit. An estimator that judges whole rollouts sees main rows only; its advantage holds for all sequences of the rollout,
-since they led to the same answer. Where its record says `episodes` (with a critic) every sequence is an episode of its own,
-whose last token carries the rollout's total: values are of contexts, and no context spans two sequences.
+Credit. An estimator that judges rollouts sees one row for each: the sampled tokens of all its sequences in time order, so
+that it makes no difference into how many sequences these were cut. Where its record says `episodes` (with a critic) every
+sequence is an episode of its own, whose last token carries the rollout's total: values are of contexts, and no context spans
+two sequences.
 
 Invariant: every sampled token is in one row; rows of a rollout share its `uid` and are adjacent, the main one first; a batch
 whose rollouts have one sequence each is returned unchanged, the same object.
@@ -22,6 +23,7 @@ from etude.agents import to_batch
 from etude.agents.batch import IMAGES
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
+from etude.trainer.columns import read_column, sampled_earlier
 from etude.trainer.rollouts import MAIN_SEQUENCE, concat_batches, main_rows, rollouts_of
 from etude.trajectory import Rollout
 
@@ -33,7 +35,7 @@ def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
     """
     owners, earlier = [], []
     for row, result in enumerate(rollouts_of(batch)):
-        sampled = [sequence for sequence in result.earlier if any(sequence.response_mask)]
+        sampled = sampled_earlier(result)
         owners += [row] * len(sampled)
         earlier += sampled
     if not earlier:
@@ -60,58 +62,61 @@ def sequence_scores(batch: DataProto, *, episodes: bool) -> Tensor:
     return scores + torch.where(main, 0.0, totals)[:, None] * _at_last_sampled(batch.batch["response_mask"])
 
 
-def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Rewards as the estimator `name` saw them, advantages and returns, each (rows, response_len).
+def sequence_advantages(name: str, batch: DataProto, rewards: Tensor, **options: Any) -> tuple[Tensor, Tensor]:
+    """Advantages and returns by the estimator `name`, each (rows, response_len).
 
     Args:
         batch: with `response_mask`, `uid`, and what the estimator needs.
         rewards: (rows, response_len), penalties included.
         options: of `etude.algorithms.compute_advantage`.
-
-    Where sequences are no episodes, what `rewards` holds in a rollout's earlier ones (the penalties there) counts at the
-    first sampled token of its main one, and earlier ones have the advantage of that token: all rewards came after them.
     """
     estimator = ADVANTAGE_ESTIMATORS.get(name)
-    columns, uids = batch.batch, batch.non_tensor_batch["uid"]
-    mask = columns["response_mask"]
-    needed: dict[str, Any] = {need: _column(batch, need) for need in estimator.needs}
-    if estimator.episodes or MAIN_SEQUENCE not in columns:
-        found = compute_advantage(
-            name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options
-        )
-        return rewards, *found
+    mask, uids = batch.batch["response_mask"], batch.non_tensor_batch["uid"]
+    needed: dict[str, Any] = {need: read_column(batch, need) for need in estimator.needs}
+    if estimator.episodes or MAIN_SEQUENCE not in batch.batch:
+        return compute_advantage(name, token_level_rewards=rewards, response_mask=mask, index=uids, **needed, **options)
     main = main_rows(batch)
-    rollout, first = _rollout_of(main), mask.argmax(dim=1)
-    rewards = torch.where(main[:, None], rewards, 0.0).index_put(
-        (main.nonzero().squeeze(1)[rollout], first[main][rollout]),
-        torch.where(main, 0.0, (rewards * mask).sum(dim=1)),
-        accumulate=True,
-    )
+    places = _joined_places(main, mask)
+    joined = places >= 0
     found = compute_advantage(
         name,
-        token_level_rewards=rewards[main],
-        response_mask=mask[main],
+        token_level_rewards=_join(rewards, places, main),
+        response_mask=joined.long(),
         index=uids[main.numpy()],
-        **{need: column[main] for need, column in needed.items()},
+        **{need: _join(column, places, main) for need, column in needed.items()},
         **options,
     )
-    advantages, returns = (_shared(part, first[main], main, mask) for part in found)
-    return rewards, advantages, returns
+    advantages, returns = (
+        torch.zeros_like(rewards).flatten().index_put((places[joined],), part[joined]).view_as(rewards)
+        for part in found
+    )
+    return advantages, returns
 
 
-def _column(batch: DataProto, name: str) -> Tensor:
-    """A column by name: (rows, response_len), or (rows,) float64 of a column of numbers."""
-    if name in batch.batch:
-        return batch.batch[name]
-    return torch.tensor(batch.non_tensor_batch[name].tolist(), dtype=torch.float64)
-
-
-def _shared(part: Tensor, first: Tensor, main: Tensor, mask: Tensor) -> Tensor:
-    """(rows, width) of (main rows, width): on their sampled tokens, earlier rows get the value at the main row's `first`
-    (main rows,) sampled token."""
+def _joined_places(main: Tensor, mask: Tensor) -> Tensor:
+    """(rollouts, most sampled tokens) the places in the flattened `mask` of each rollout's sampled tokens, in time order
+    (the main row's last); -1 after them."""
     rollout = _rollout_of(main)
-    worth = part.gather(1, first[:, None])[rollout]
-    return torch.where(main[:, None], part[rollout], torch.where(mask > 0, worth, 0.0))
+    in_time = torch.argsort(2 * rollout + main, stable=True)
+    rows, columns = mask[in_time].nonzero(as_tuple=True)
+    counts = torch.bincount(rollout[in_time[rows]], minlength=int(main.sum()))
+    places = torch.full((len(counts), int(counts.max())), -1)
+    places[torch.arange(places.shape[1]) < counts[:, None]] = in_time[rows] * mask.shape[1] + columns
+    return places
+
+
+def _join(column: Any, places: Tensor, main: Tensor) -> Any:
+    """A column of rows as one of rollouts."""
+    if not isinstance(column, Tensor):
+        return {name: _join(part, places, main) for name, part in column.items()}
+    if column.dim() == 1:
+        return column[main]
+    return torch.where(places >= 0, column.flatten()[places.clamp(min=0)], 0)
+
+
+def rollout_numbers(batch: DataProto) -> Tensor:
+    """(rows,) the number of the rollout that each row belongs to."""
+    return _rollout_of(main_rows(batch))
 
 
 def _rollout_of(main: Tensor) -> Tensor:

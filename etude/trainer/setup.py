@@ -59,6 +59,11 @@ class RunSetup:
         return ADVANTAGE_ESTIMATORS.get(self.algorithm.adv_estimator)
 
     @property
+    def min_group(self) -> int:
+        """Surviving answers per prompt below which the prompt is not trained on."""
+        return 1 if self.roles.distillation.alone else self.algorithm.min_group
+
+    @property
     def tokenizer(self) -> Any:
         """The model's tokenizer."""
         return self.bundle.tokenizer
@@ -155,13 +160,15 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         run,
         plain,
         model=policy.model,
-        actor=policy.actor,
+        actor=options.actor,
+        correction=options.algorithm.rollout_correction,
         ref=policy.ref,
         rollout=policy.rollout,
         env=policy.env,
         critic=options.critic,
         reward=_reward_options(options.reward_model),
         custom_reward=options.custom_reward_function,
+        distillation=options.distillation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         needs_ref="ref_log_prob" in options.needs,

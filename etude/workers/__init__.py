@@ -1,4 +1,4 @@
-"""The roles as workers: rollout, actor with its reference, critic, reward; and rollout and actor in one."""
+"""The roles as workers: rollout, actor with its reference, critic, reward, teacher; and rollout and actor in one."""
 
 from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.workers.actor import TrainWorker
@@ -7,6 +7,7 @@ from etude.workers.options import RoleOptions
 from etude.workers.policy import ActorRolloutRefWorker
 from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.rollout import RolloutWorker
+from etude.workers.teacher import TeacherWorker
 
 __all__ = [
     "ActorOptions",
@@ -20,6 +21,7 @@ __all__ = [
     "RewardWorker",
     "RoleOptions",
     "RolloutWorker",
+    "TeacherWorker",
     "TrainWorker",
     "build_scorer",
 ]

@@ -23,6 +23,7 @@ from torch.distributed.checkpoint.metadata import Metadata
 from etude.distributed import Dispatch, register
 from etude.errors import CheckpointError, one_line
 from etude.models import save_pretrained
+from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from etude.training import OptimizerSet
 from etude.workers.role import RoleWorker
 
@@ -67,8 +68,8 @@ class TrainedWorker(RoleWorker):
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_checkpoint(self, folder: str) -> None:
-        """Writes `ROLE/huggingface` (a folder any Hugging Face program loads) and `ROLE/state`, of the moment of
-        `copy_state` if that was called, else of now.
+        """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
+        `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.
 
         Raises:
             CheckpointError: a file cannot be written.
@@ -78,6 +79,8 @@ class TrainedWorker(RoleWorker):
         self._copied = None
         if self.rank == 0:
             self._write_model(target / MODEL, weights)
+            if has_adapters(self.model):
+                save_adapters(self.model, target / ADAPTER_FOLDER, weights)
         if self._group is not None or self.rank == 0:
             write_state(state, target / STATE, self._group)
 

@@ -34,6 +34,7 @@ from etude.inference import (
 from etude.metrics import Max, Metrics
 from etude.models import save_pretrained
 from etude.models.loading import DTYPES
+from etude.models.lora import merged_state
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
@@ -192,7 +193,7 @@ class EngineLink:
         assert self._actor is not None
         model = self._actor.model
         if self._rollout.weight_transfer == "cuda_ipc":
-            return dict(model.state_dict())
+            return merged_state(model)
         base = self._base_folder(model)
         folder = base / f"version-{version}"
         save_pretrained(model, None, folder)

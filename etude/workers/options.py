@@ -14,10 +14,12 @@ from etude.options import (
     ActorOptions,
     CriticOptions,
     CustomRewardOptions,
+    DistillationOptions,
     EnvOptions,
     ModelOptions,
     RefOptions,
     RewardOptions,
+    RolloutCorrectionOptions,
     RolloutOptions,
 )
 
@@ -27,9 +29,9 @@ class RoleOptions:
     """Everything the workers of one run are built from: frozen options, dictionaries and strings, so that it pickles.
 
     `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
-    `needs_ref`: some loss or reward uses the reference policy. `plugins`, `num_threads`, `seed` (None: left alone) and
-    `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers, passed to
-    users' agent loops and reward managers.
+    `needs_ref`: some loss or reward uses the reference policy. `teacher`: the folder or server that a `TeacherWorker` scores
+    with. `plugins`, `num_threads`, `seed` (None: left alone) and `deterministic` are for the worker's process. `config` is
+    the whole resolved configuration as plain containers, passed to users' agent loops and reward managers.
 
     Raises:
         ConfigError: the rollout section does not fit its engine or the device; names the key.
@@ -43,6 +45,9 @@ class RoleOptions:
     reward: RewardOptions = field(default_factory=RewardOptions)
     custom_reward: CustomRewardOptions = field(default_factory=CustomRewardOptions)
     env: EnvOptions = field(default_factory=EnvOptions)
+    distillation: DistillationOptions = field(default_factory=DistillationOptions)
+    teacher: str | None = None
+    correction: RolloutCorrectionOptions = field(default_factory=RolloutCorrectionOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     actor_first_step: int = 0

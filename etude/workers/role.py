@@ -13,9 +13,10 @@ from typing import Any
 
 import torch
 
-from etude.agents.loops import register_agent_loops
+from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
 from etude.models import check_vocabulary, load_causal_lm
+from etude.models.lora import add_adapters
 from etude.options import TrainedModelOptions
 from etude.registry import load_plugins
 from etude.workers.options import RoleOptions
@@ -87,7 +88,14 @@ class RoleWorker(Worker):
         return network
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
-        """Makes `network` train as `options` say."""
+        """Makes `network` train as `options` say.
+
+        Raises:
+            MissingExtraError: a package that they need is not installed.
+            ConfigError: `network` has no modules of the names that LoRA should adapt.
+        """
+        if options.lora_rank:
+            add_adapters(network, options, self.options.seed or 0)
         if options.enable_gradient_checkpointing:
             # The first name is Transformers' new one for the second.
             enable = getattr(network, "activation_checkpointing_enable", None) or network.gradient_checkpointing_enable

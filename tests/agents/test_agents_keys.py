@@ -11,8 +11,8 @@ import yaml
 from agents_stage import QUESTION, SAMPLING, TOKENIZER, Echo, Recorder, call, context, says
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager
+from etude.agents.base import register_agent_loops
 from etude.agents.interactions import load_interactions
-from etude.agents.loops import register_agent_loops
 from etude.chat import ToolParser
 from etude.config import compose
 from etude.errors import ConfigError

@@ -6,10 +6,11 @@ import pytest
 from agents_stage import QUESTION, Recorder, context, says
 
 from etude.agents import AGENT_LOOPS, AgentLoopManager, AgentOptions, Sampling
-from etude.agents.loops import register_agent_loops
+from etude.agents.base import register_agent_loops
 from etude.errors import ConfigError
 
 LOOP = """
+import sys
 from etude.agents import SingleTurnAgentLoop
 class Counting(SingleTurnAgentLoop):
     seen = []
@@ -20,6 +21,12 @@ class Counting(SingleTurnAgentLoop):
         self.seen.append(self.bonus)
         return await super().run(sampling_params, **row)
 class Nothing: ...
+class Leaves(SingleTurnAgentLoop):
+    def __init__(self, trainer_config, *, late=False, **kwargs):
+        super().__init__(trainer_config, **kwargs)
+        self.late = late or sys.exit("no key given")
+    async def run(self, sampling_params, **row):
+        sys.exit("no key given")
 """
 
 
@@ -48,6 +55,14 @@ def test_a_loop_from_a_file_runs_with_its_keywords(file):
     assert register_agent_loops(path) == ["counting"]  # a second run in one process
     assert roll({"agent_name": "counting"}).assistant_turns == 1
     assert AGENT_LOOPS.get("counting").loop_class.seen == [7]
+
+
+@pytest.mark.parametrize("late", ["false", "true"])
+def test_a_loop_that_exits_the_interpreter_is_an_error_that_says_so(file, late):
+    """In its constructor or when it runs: either would end the event loop, and with it the engine and other tools."""
+    register_agent_loops(file(f"- {{name: leaves, _target_: 'loop.py:Leaves', late: {late}}}"))
+    with pytest.raises(RuntimeError, match="SystemExit: no key given"):
+        roll({"agent_name": "leaves"})
 
 
 def test_the_default_loop_is_that_of_rows_without_a_name(file):

@@ -39,9 +39,11 @@ def test_a_built_in_record_says_what_its_function_takes(record):
     named = {p.name for p in parameters if p.kind is not p.VAR_KEYWORD}
     required = {p.name for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD}
     assert record.needs == (required & COLUMNS.keys()) | (record.needs & named)
-    options = set(record.options)
+    options = record.option_names
     assert options <= named
     assert required - record.offered - record.needs <= options
+    stated = {p.name: p.default for p in parameters if p.name in record.defaults and p.default is not p.empty}
+    assert stated.items() <= record.defaults.items()
 
 
 def test_a_plain_function_needs_nothing_and_is_given_what_it_names():

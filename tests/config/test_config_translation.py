@@ -41,7 +41,7 @@ REPLACEMENTS = {
     f"{ACTOR}.use_token_level_loss=false": "loss_agg_mode=seq-mean-token-mean",
     f"{ACTOR}.optim.lr_warmup_steps_ratio=0.285": "optim.lr_warmup_steps=N",
     f"{ACTOR}.fsdp_config.model_dtype=bf16": "model.dtype=bfloat16",
-    "actor_rollout_ref.model.lora_rank=32": "all weights are trained",
+    "actor_rollout_ref.model.lora.rank=32": "write model.lora_rank=N",
     "actor_rollout_ref.model.external_lib=my.module": "plugins=[MODULE]",
     "data.gen_batch_size=1536": "data.train_batch_size",
     "data.custom_cls.path=retool.py": "data.train_files",

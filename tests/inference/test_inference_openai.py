@@ -95,7 +95,7 @@ def test_of_several_models_one_must_be_named(tokenizer):
 )
 def test_an_answer_without_text_is_the_worlds_fault(tokenizer, body):
     app, _ = server(body=body)
-    with pytest.raises(EngineError, match="the answer holds no text"):
+    with pytest.raises(EngineError, match="the answer lacks a part"):
         ask(app, tokenizer, SamplingParams())
 
 

@@ -36,8 +36,7 @@ def answering(raw, path="/x", *, timeout=2.0, call="get", hold=False):
         listener = await asyncio.start_server(handle, "127.0.0.1", 0)
         async with listener:
             server = HttpServer(f"http://127.0.0.1:{listener.sockets[0].getsockname()[1]}", timeout=timeout)
-            body = await (server.get(path) if call == "get" else server.post(path))
-            return server.parsed(path, body)
+            return await (server.ask_for(path) if call == "get" else server.ask(path))
 
     return asyncio.run(main())
 

@@ -26,6 +26,20 @@ class Sequence:
         """Places of the sampled tokens in the whole context."""
         return [len(self.prompt) + place for place, flag in enumerate(self.mask) if flag]
 
+    @property
+    def answered(self) -> list[tuple[int, ...]]:
+        """For each sampled token, what its turn answered: all since the last sampled token before the turn."""
+        found, shown, turn, answer = [], list(self.prompt), None, ()
+        for token, flag, its_turn in zip(self.response, self.mask, self.turns):
+            if not flag:
+                shown.append(token)
+                continue
+            if its_turn != turn:
+                turn, answer = its_turn, tuple(shown)
+            shown = []
+            found.append(answer)
+        return found
+
 
 @dataclass
 class Rollout:
@@ -41,6 +55,7 @@ class Rollout:
     stop_reason: str = ""
     failures: int = 0  # of infrastructure
     attempts_allowed: int = 2
+    baseline: Rollout | None = None  # the greedy answer to the same prompt
 
     @property
     def main(self) -> Sequence:

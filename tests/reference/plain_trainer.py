@@ -7,8 +7,7 @@ weights; its output are weights, advantages and every figure that a step reports
 It imports nothing of what it checks, and knows of the product only what the documentation says. Every vector `(T,)` is
 over the *sampled* tokens of one sequence: what a tool or a template wrote is context, and nowhere else.
 
-    DeepSeekMath  arXiv 2402.03300   GRPO                 PPO         arXiv 1707.06347   the clipped ratio
-    DAPO          arXiv 2503.14476   clip-higher, filter  Dual clip   arXiv 1912.09729   the bound for A < 0
+    DeepSeekMath  arXiv 2402.03300   GRPO                 DAPO        arXiv 2503.14476   filter
     Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
     AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
     KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
@@ -22,6 +21,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from plain_advantages import Story, advantages, are_equal, gae
+from plain_correction import correct, figures_of, loss_weights, mismatch
+from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -42,6 +44,8 @@ class Row:
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
+        self.norms = zero  # of the score function, squared
+        self.weights = zero + 1  # of the policy loss
 
     def __len__(self) -> int:
         return len(self.sampled)
@@ -71,40 +75,8 @@ def kl_estimate(kind, log_probs, ref):
     return value
 
 
-def clipped_surrogate(log_probs, row, actor):
-    """PPO eq. 7 with DAPO's two bounds, and the dual clip where A < 0. Returns losses and two flags, each (T,)."""
-    low = actor["clip_ratio"] if actor["clip_ratio_low"] is None else actor["clip_ratio_low"]
-    high = actor["clip_ratio"] if actor["clip_ratio_high"] is None else actor["clip_ratio_high"]
-    ratio = torch.exp((log_probs - row.old).clamp(-20, 20))
-    unclipped = ratio * row.advantages
-    clipped = ratio.clamp(1 - low, 1 + high) * row.advantages
-    surrogate = torch.minimum(unclipped, clipped)
-    bounded = torch.maximum(surrogate, actor["clip_ratio_c"] * row.advantages)
-    negative = row.advantages < 0
-    return -torch.where(negative, bounded, surrogate), clipped < unclipped, negative & (bounded > surrogate)
-
-
-def token_weights(mode, rows, scale):
-    """The weight of each row's tokens such that Σ weight · loss is the aggregate over the mini-batch `rows`."""
-    tokens, sequences = sum(map(len, rows)), len(rows)
-    return {
-        "token-mean": [1 / tokens for _ in rows],
-        "token-sum": [1.0 for _ in rows],
-        "seq-mean-token-sum": [1 / sequences for _ in rows],
-        "seq-mean-token-sum-norm": [1 / sequences / scale for _ in rows],
-        "seq-mean-token-mean": [1 / sequences / len(row) for row in rows],
-    }[mode]
-
-
-def gae(rewards, values, gamma, lam):
-    """A_t = δ_t + γλ A_{t+1}, δ_t = r_t + γ V_{t+1} − V_t, along the sampled tokens."""
-    advantages = torch.zeros_like(values)
-    following_value = following_advantage = 0.0
-    for t in range(len(values) - 1, -1, -1):
-        delta = rewards[t] + gamma * following_value - values[t]
-        advantages[t] = following_advantage = delta + gamma * lam * following_advantage
-        following_value = values[t]
-    return advantages
+def as_vector(values):
+    return torch.tensor(values, dtype=torch.float64)
 
 
 def newton_schulz(matrix):
@@ -192,10 +164,15 @@ class Critic(nn.Module):
         return self.head(hidden[row.sampled - 1]).squeeze(-1)
 
 
+def log_distributions(model, row, temperature):
+    """(T, vocabulary) log-probs where each sampled token was drawn."""
+    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
+    return torch.log_softmax(logits[row.sampled - 1] / temperature, dim=-1)
+
+
 def log_probs_and_entropy(model, row, temperature):
     """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
-    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
-    log_p = torch.log_softmax(logits[row.sampled - 1] / temperature, dim=-1)
+    log_p = log_distributions(model, row, temperature)
     chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
     return chosen, -(log_p.exp() * log_p).sum(dim=-1)
 
@@ -210,11 +187,17 @@ class PlainTrainer:
         self.config = config
         part = config["actor_rollout_ref"]
         self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
+        self.correction = self.algorithm["rollout_correction"]
+        if self.correction["bypass_mode"] and self.correction["loss_type"] == "reinforce":
+            self.actor = self.actor | {"policy_loss": self.actor["policy_loss"] | {"loss_mode": "reinforce"}}
         self.temperature = part["rollout"]["temperature"]
         self.policy = load_policy(part["model"]["path"])
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
         self.needs_reference = self.actor["use_kl_loss"] or self.algorithm["use_kl_in_reward"]
         self.reference = load_policy(part["model"]["path"]) if self.needs_reference else None
+        self.distillation = config["distillation"]
+        teacher = self.distillation["teachers"].get("default")
+        self.teacher = load_policy(teacher) if teacher else None
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -232,6 +215,11 @@ class PlainTrainer:
         """One training step on all rollouts that were asked for, in order, the dropped ones included; its figures."""
         figures = rollout_figures(asked, self.config)
         rollouts = [r for r in asked if r.sequences and r.main.sampled]
+        if self.algorithm["adv_estimator"] == "remax":
+            greedy = list({r.uid: r.baseline for r in asked}.values())
+            seen = rollout_figures(greedy, self.config).items()
+            figures |= {f"baseline/{name}": value for name, value in seen if not name.startswith("tool/")}
+            rollouts = [r for r in rollouts if r.baseline.sequences]
         rows = [Row(r, s) for r in rollouts for s in reversed(r.sequences) if s.sampled]
         learned = []
         warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]
@@ -242,7 +230,10 @@ class PlainTrainer:
                 figures |= mismatch(rows)
             elif learned and not warming_up:
                 figures |= mismatch(next(self.mini_batches(learned, self.actor)))
-        figures["training/filter_groups/kept"] = sum(row.is_main for row in learned) / max(len(rollouts), 1)
+            if learned and not self.correction["bypass_mode"]:
+                learned, corrected = correct(learned, self.correction, together=not self.has_critic)
+                figures |= corrected
+        figures["training/filter_groups/kept"] = len({id(row.rollout) for row in learned}) / max(len(rollouts), 1)
         if learned and self.has_critic:
             figures |= self.update_critic(learned)
         if learned and not warming_up:
@@ -259,15 +250,25 @@ class PlainTrainer:
             self.actor["ppo_epochs"] > 1
             or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
             or self.algorithm["use_kl_in_reward"]
+            or self.weighs_tokens
+            or self.correction["rollout_is"]
+            or self.correction["rollout_rs"]
+            or name_of(self.actor) in SELECTING
+            or self.teacher is not None
         )
-        return several and not self.algorithm["rollout_correction"]["bypass_mode"]
+        return bool(several and not self.correction["bypass_mode"])
+
+    @property
+    def weighs_tokens(self):
+        """Whether the estimator reads the policy's distributions."""
+        return self.algorithm["adv_estimator"].endswith("optimal_token_baseline")
 
     # -- advantages ----------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def judge(self, rows):
         """Old and reference log-probs, values, rewards, advantages and returns of every row."""
-        bypass = self.algorithm["rollout_correction"]["bypass_mode"]
+        bypass = self.correction["bypass_mode"]
         for row in rows:
             current, _ = log_probs_and_entropy(self.policy, row, self.temperature)
             row.current, row.old = current, row.engine if bypass else current
@@ -275,13 +276,25 @@ class PlainTrainer:
                 row.ref, _ = log_probs_and_entropy(self.reference, row, self.temperature)
             if self.has_critic:
                 row.values = self.critic.values(row)
+            if self.weighs_tokens:
+                squares = (2 * log_distributions(self.policy, row, self.temperature)).exp().sum(dim=-1)
+                row.norms = 1 - 2 * row.old.exp() + squares
             self.place_rewards(row)
         figures = self.charge_kl(rows) if self.algorithm["use_kl_in_reward"] else {}
         if self.has_critic:
             self.gae_advantages(rows)
         else:
-            self.grpo_advantages(rows)
-        return figures
+            self.story_advantages(rows)
+        return figures if self.teacher is None else figures | self.ask_teacher(rows)
+
+    def ask_teacher(self, rows):
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        gains, weights = [], self.distillation
+        for row in rows:
+            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
+            gains.append(taught - row.old)
+            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+        return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
         """Step rewards where their turn ended, the rest on the last sampled token; where sequences are episodes (with a
@@ -312,32 +325,49 @@ class PlainTrainer:
 
     def gae_advantages(self, rows):
         """GAE in each sequence, whitened over all tokens of the batch; returns are those before whitening, plus V."""
-        gamma, lam = self.algorithm["gamma"], self.algorithm["lam"]
-        raw = [gae(row.rewards, row.values, gamma, lam) for row in rows]
+        options = self.algorithm
+        raw = [as_vector(gae(r.rewards.tolist(), r.values.tolist(), r.turns, options)) for r in rows]
         every = torch.cat(raw)
         variance = ((every - every.mean()) ** 2).sum() / max(len(every) - 1, 1)
-        for row, advantages in zip(rows, raw):
-            row.returns = advantages + row.values
-            row.advantages = (advantages - every.mean()) / (variance + 1e-8).sqrt()
+        for row, own in zip(rows, raw):
+            row.returns = own + row.values
+            row.advantages = (own - every.mean()) / (variance + 1e-8).sqrt()
 
-    def grpo_advantages(self, rows):
-        """(R − mean) / (std + ε) within the rollouts of a prompt, for every token of all their sequences."""
-        totals, groups = defaultdict(float), defaultdict(dict)
+    def story_advantages(self, rows):
+        """Where rollouts are judged: for the tokens of all their sequences, in time order."""
+        parts = defaultdict(list)
         for row in rows:
-            totals[id(row.rollout)] += float(row.rewards.sum())
-            groups[row.rollout.uid][id(row.rollout)] = row.rollout
-        for row in rows:
-            scores = [totals[member] for member in groups[row.rollout.uid]]
-            worth = 0.0
-            if len(scores) > 1 and not are_equal(scores):
-                worth = totals[id(row.rollout)] - float(np.mean(scores))
-                if self.algorithm["norm_adv_by_std_in_grpo"]:
-                    worth /= float(np.std(scores, ddof=1)) + 1e-6
-            row.advantages = row.returns = torch.full((len(row),), worth, dtype=torch.float64)
+            parts[id(row.rollout)].append(row)
+        parts = [sorted(part, key=lambda row: row.rollout.sequences.index(row.sequence)) for part in parts.values()]
+        stories = [self.story(part) for part in parts]
+        for part, *found in zip(parts, *advantages(stories, self.algorithm)):
+            for row in part:
+                row.advantages, row.returns = (as_vector(values[: len(row)]) for values in found)
+                found = [values[len(row) :] for values in found]
+
+    def story(self, part):
+        """What an estimator is told of the rollout whose rows are `part`."""
+        rollout, weights = part[0].rollout, self.config["reward_model"]
+        components = {
+            "step": sum(value for *_, value in rollout.step_rewards),
+            "final": sum(rollout.final_rewards.values()),
+            "score": rollout.score,
+        }
+        return Story(
+            rollout.uid,
+            torch.cat([row.rewards for row in part]).tolist(),
+            [(number, turn) for number, row in enumerate(part) for turn in row.turns],
+            [seen for row in part for seen in row.sequence.answered],
+            torch.cat([row.norms for row in part]).tolist(),
+            total_reward(rollout.baseline, weights) if rollout.baseline else 0.0,
+            components,
+        )
 
     def filter(self, rows):
         """Without groups whose scores are all equal, and never more groups than a batch has."""
-        if not self.algorithm["filter_groups"]["enable"]:
+        if self.algorithm["zero_variance"] == "keep":
+            return rows
+        if self.algorithm["zero_variance"] is None and not self.algorithm["filter_groups"]["enable"]:
             return rows
         scores = defaultdict(list)
         for row in rows:
@@ -368,14 +398,18 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter = self.actor, Meter()
+        actor, meter, mode, seen = self.actor, Meter(), aggregation_of(self.actor), []
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = 0.0
-            for row, weight in zip(batch, token_weights(actor["loss_agg_mode"], batch, scale)):
+            select(actor, batch)
+            for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
-                losses, clipped, dual = clipped_surrogate(log_probs, row, actor)
+                losses, flags = plain_policy_loss(actor, log_probs, row)
+                weights, snapshot = loss_weights(log_probs, row, self.correction)
+                losses = weights * losses
+                seen.append(snapshot)
                 self.trained_advantages += row.advantages.tolist()
                 pg_total += weight * float(losses.detach().sum())
                 losses = losses - actor["entropy_coeff"] * entropy
@@ -385,11 +419,11 @@ class PlainTrainer:
                     meter.add(kl_loss=kl)
                 (weight * losses.sum()).backward()
                 total += weight * float(losses.detach().sum())
-                meter.add(pg_clipfrac=clipped, pg_clipfrac_lower=dual, entropy=entropy)
+                meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
-            meter.add(counted_by(actor["loss_agg_mode"], batch), loss=total, pg_loss=pg_total)
-        return meter.means("actor")
+            meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
+        return meter.means("actor") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
         """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
@@ -455,20 +489,3 @@ class Meter:
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
         return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
-
-
-def mismatch(rows):
-    """How far the policy's probabilities of the sampled tokens lie from those that the engine drew them with."""
-    gaps = torch.cat([(row.current.exp() - row.engine.exp()).abs() for row in rows])
-    name = "training/rollout_probs_diff"
-    return {f"{name}_mean": float(gaps.mean()), f"{name}_max": float(gaps.max())}
-
-
-def counted_by(mode, rows):
-    """What a mini-batch's loss was normalised by: tokens, sequences, nothing."""
-    return {"token-mean": sum(map(len, rows)), "token-sum": 1}.get(mode, len(rows))
-
-
-def are_equal(scores):
-    """Whether scores differ by rounding alone."""
-    return max(scores) - min(scores) <= max(1e-6, *(1e-8 * abs(score) for score in scores))

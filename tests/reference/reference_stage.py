@@ -249,12 +249,19 @@ def rollouts_of(step, config):
     found = []
     for attempt in range(1 + max(int(uid.split("-")[0].split(".")[1]) for uid in uids_of(step))):
         for number in range(size * n):
-            key = (f"{step}.{attempt}-{number // n}", number)
-            rollout = LEDGER.asked.get(key, Rollout(key[0]))
-            rollout.attempts_allowed = allowed
-            fill(rollout, LEDGER.returned.get(key, []))
-            found.append(rollout)
+            greedy = size * n + number // n
+            found.append(find_rollout(f"{step}.{attempt}-{number // n}", number, allowed))
+            found[-1].baseline = find_rollout(f"{step}.{attempt}-greedy-{greedy}", greedy, allowed)
     return found
+
+
+def find_rollout(uid, index, attempts_allowed):
+    """What the loop was asked for, with what it returned; an empty one where it was never asked."""
+    rollout = LEDGER.asked.get((uid, index), Rollout(uid))
+    rollout.attempts_allowed = attempts_allowed
+    if not rollout.sequences:
+        fill(rollout, LEDGER.returned.get((uid, index), []))
+    return rollout
 
 
 def uids_of(step):

@@ -50,14 +50,15 @@ def keys_of(root):
 # Drawn, but of the rollouts or of memory: what a step computes from given rollouts does not depend on them.
 NOT_OF_THE_STEP = {
     f"{ACTOR}.ppo_max_token_len_per_gpu",
-    f"{ACTOR}.policy_loss.loss_mode",
     "critic.ppo_max_token_len_per_gpu",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
     "algorithm.filter_groups.max_num_gen_batches",
+    "algorithm.singleton_advantage",
     f"{ROLLOUT}.mode",
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.top_p",
     f"{ROLLOUT}.top_k",
+    f"{ROLLOUT}.dtype",
     "data.train_batch_size",
     "reward_model.enable",
 }
@@ -80,6 +81,7 @@ BUSY = {
     "trainer.total_training_steps": 3,
     "data.train_batch_size": 2,
     f"{ROLLOUT}.n": 2,
+    f"{ROLLOUT}.dtype": "bfloat16",
 }
 
 
@@ -97,7 +99,7 @@ def busy(folder):
     def outcome(changes):
         config = copy.deepcopy(run.config)
         for key, value in changes:
-            put(config, key, value)
+            put(config, key, parse(value))
         trainer = PlainTrainer(config)
         figures = [trainer.step(rollouts) for rollouts in run.rollouts]
         return figures, [float(weight.detach().norm()) for _, weight in trainer.named_weights()]
@@ -114,16 +116,14 @@ def put(config, key, value):
 def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     usual = compose("ppo_trainer", arguments(folder, folder))
     settings = BUSY | NEEDS.get(key, {})
-    if key == "algorithm.filter_groups.enable":
+    if key in ("algorithm.filter_groups.enable", "algorithm.zero_variance"):
         settings["reward_model.tool_reward_weight"] = 0  # few scores, so that some groups have equal ones
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)
+    settings = {other: str(chosen).format(folder=folder) for other, chosen in settings.items()}
     given = str(CHOICES[key][0]).format(folder=folder)
-    outcomes = [
-        busy(tuple((other, parse(str(chosen))) for other, chosen in (settings | {key: value}).items()))
-        for value in (given, OmegaConf.select(usual, key))
-    ]
+    outcomes = [busy(tuple((settings | {key: str(value)}).items())) for value in (given, OmegaConf.select(usual, key))]
     assert outcomes[0] != outcomes[1]
 
 
@@ -173,6 +173,7 @@ MOVED = {
         count,
         GRPO | {"algorithm.filter_groups.enable": "true", f"{ROLLOUT}.n": 2},
     ),
+    "algorithm.singleton_advantage": ("raw", figure("critic/advantages/max"), GRPO | {f"{ROLLOUT}.n": 2}),
     f"{ROLLOUT}.n": (2, count, {}),
     f"{ROLLOUT}.top_p": (0.5, tokens, {}),
     f"{ROLLOUT}.top_k": (3, tokens, {}),
@@ -187,7 +188,6 @@ MOVED = {
     ),
     "reward_model.enable": ("false custom_reward_function.path=null", figure("reward/score/mean"), {}),
     "trainer.seed": (5, tokens, {}),
-    f"{ACTOR}.policy_loss.loss_mode": ("reference_recorded", lambda run: run.advantages, {}),
     f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),

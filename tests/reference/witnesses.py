@@ -34,8 +34,16 @@ WITNESSES = {
         f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
         f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
     },
+    "trainer/test_trainer_correction.py": {
+        "algorithm.rollout_correction.alarm_threshold": "test_an_engine_far_from_the_trainer_raises_the_alarm_once",
+    },
     "trainer/test_trainer_engines.py": {
         f"{ROLLOUT}.name": "test_an_evaluation_by_an_openai_server_is_that_of_the_model",
+    },
+    "trainer/test_trainer_distillation.py": {
+        "distillation.hint": "test_several_teachers_by_data_source_and_the_policy_with_a_hint",
+        "distillation.max_concurrent_requests": "test_requests_to_a_server_are_bounded",
+        "distillation.server_timeout": "test_a_server_that_hangs_is_one_line",
     },
     "trainer/test_trainer_environments.py": {
         "actor_rollout_ref.env.name": "test_a_text_environment_trains",
@@ -60,7 +68,6 @@ WITNESSES = {
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
-        "actor_rollout_ref.actor.policy_loss.loss_kwargs": "test_what_a_record_needs_of_the_policy_is_computed",
     },
     "trainer/test_trainer_tool_calls.py": {
         f"{ROLLOUT}.trace.backend": "test_a_recorded_run_is_repeated_to_the_bit_without_the_tool",
@@ -70,6 +77,14 @@ WITNESSES = {
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
         "trainer.validation_data_dir": "test_validation_dumps_and_repeated_answers",
+    },
+    "workers/test_workers_lora.py": {
+        f"{section}.{name}": test
+        for section, test in {
+            "actor_rollout_ref.model": "test_the_keys_choose_rank_scale_and_layers",
+            "critic.model": "test_the_critics_keys_are_its_own",
+        }.items()
+        for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",

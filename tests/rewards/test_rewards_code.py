@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, DataError, InfrastructureError, is_infrastructure
 from etude.rewards import SCORERS, code, compute_score, load_compute_score
 from etude.rewards.code import MAX_TIMEOUTS, extract_code, score_code
-from etude.rewards.code_cases import AssertCase, CallCase, StdioCase, read_cases
-from etude.rewards.code_judge import same_output, same_value
+from etude.rewards.code_judge import AssertCase, CallCase, StdioCase, read_cases, same_output, same_value
 from etude.sandbox import RunResult, RunStatus, SandboxClient, SandboxError
 
 pytestmark = pytest.mark.usefixtures("isolation")

@@ -174,7 +174,7 @@ def test_a_users_async_function(tmp_path):
         (
             "def compute_score(solution_str): pass",
             {"metod": 1},
-            r"cannot take custom_reward_function.reward_kwargs.metod",
+            r"has no custom_reward_function.reward_kwargs.metod",
         ),
         ("raise KeyError('x')", None, "cannot import"),
     ],

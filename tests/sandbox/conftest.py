@@ -39,7 +39,7 @@ def open_box(mode, **options):
 )
 def box(request):
     """Every mode; programs here are friendly."""
-    box = open_box(request.param, spare=1)
+    box = open_box(request.param)
     yield box
     box.close()
 
@@ -47,6 +47,6 @@ def box(request):
 @pytest.fixture(scope="module")
 def isolated_box():
     """The best isolated mode of this machine."""
-    box = open_box(Isolation.AUTO, spare=1)
+    box = open_box(Isolation.AUTO)
     yield box
     box.close()

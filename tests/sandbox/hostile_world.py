@@ -22,9 +22,9 @@ from pathlib import Path
 
 import psutil
 
-from etude.sandbox import Executor, ExecutorOptions, Isolation, Language, Limits, RunRequest, RunStatus
-from etude.sandbox.launch import UNPRIVILEGED_ID
-from etude.sandbox.probe_programs import GUARD
+from etude.sandbox import Executor, Isolation, Language, Limits, RunRequest, RunStatus
+from etude.sandbox.jail import UNPRIVILEGED_ID
+from etude.sandbox.probes import GUARD
 
 ATTACKS = Path(__file__).parent / "attacks"
 PRELUDE = GUARD + (ATTACKS / "_prelude.py").read_text(encoding="utf-8")
@@ -220,7 +220,7 @@ class World:
         return result.stdout
 
     def _settled(self) -> int:
-        """How many processes the executor has once its waiting boxes are ready again: a moment with no change."""
+        """How many processes the executor has once the boxes of its runs are gone: a moment with no change."""
         deadline = time.monotonic() + self.patience
         counts: list[int] = []
         while time.monotonic() < deadline:
@@ -265,8 +265,7 @@ def open_world(mode: Isolation) -> World:
     loop = asyncio.new_event_loop()
     os.environ["ETUDE_CANARY"] = "1"
     try:
-        options = ExecutorOptions(spare=1)
-        return World(loop.run_until_complete(Executor.open(mode, workers=2, options=options)), loop)
+        return World(loop.run_until_complete(Executor.open(mode, workers=2)), loop)
     except BaseException:
         loop.close()
         raise

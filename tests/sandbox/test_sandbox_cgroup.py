@@ -101,7 +101,7 @@ def test_a_delegation_that_does_not_work_is_told_and_not_used(folder, lives_in, 
 
 def test_boxes_use_the_delegation_that_was_found(folder, lives_in):
     async def run():
-        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open("none", workers=1) as executor:
             return (await executor.run(RunRequest("print(1)"))).stdout
 
     assert asyncio.run(run()) == "1\n"
@@ -143,7 +143,7 @@ def children_of(pid):
 
 def test_each_box_is_admitted_before_it_forks_and_limited_before_it_runs(folder):
     async def run():
-        options = ExecutorOptions(cgroup=str(folder), cpus=2, spare=0)
+        options = ExecutorOptions(cgroup=str(folder), cpus=2)
         async with await Executor.open(workers=1, options=options) as executor:
             for old in folder.glob("etude-*"):
                 for file in old.iterdir():
@@ -169,7 +169,7 @@ def test_each_box_is_admitted_before_it_forks_and_limited_before_it_runs(folder)
 
 def test_a_session_is_limited_as_well(folder):
     async def run():
-        options = ExecutorOptions(cgroup=str(folder), spare=0)
+        options = ExecutorOptions(cgroup=str(folder))
         async with await Executor.open(workers=1, options=options) as executor:
             before = set(os.listdir(folder))
             session = await executor.session(limits=Limits(memory_mb=77))

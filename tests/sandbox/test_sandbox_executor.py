@@ -217,7 +217,7 @@ def test_a_killed_fork_server_is_replaced(isolated_box):
     async def kill():
         running = asyncio.ensure_future(isolated_box.executor.run(RunRequest("import time; time.sleep(30)")))
         await asyncio.sleep(0.3)
-        fork_server = isolated_box.executor._pool._fork_server
+        fork_server = isolated_box.executor._fork_server
         signal.pidfd_send_signal(fork_server._pidfd, signal.SIGKILL)
         return await running
 

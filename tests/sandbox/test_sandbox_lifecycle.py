@@ -5,7 +5,6 @@ import contextlib
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -22,8 +21,7 @@ from etude.sandbox import (
     SandboxError,
     SandboxUnavailableError,
     fork_server,
-    launch,
-    places,
+    jail,
 )
 
 
@@ -59,16 +57,13 @@ def test_closing_leaves_nothing(tmp_path, monkeypatch):
 
 
 def test_without_any_isolation_it_refuses_and_says_what_to_install(monkeypatch):
-    monkeypatch.setattr(launch, "_bubblewrap", lambda *_: ["/bin/false"])
-    monkeypatch.setattr(launch, "_as_nobody", lambda plan, kind, arguments: ["/bin/false"])
-    monkeypatch.setattr(launch, "_interpreted", lambda *_: ["/bin/false"])
-
+    monkeypatch.setattr(jail, "command_line", lambda *_: ["/bin/false"])
     with pytest.raises(SandboxUnavailableError, match="apt install bubblewrap"):
         asyncio.run(Executor.open())
 
 
 def test_a_missing_bubblewrap_is_named(monkeypatch):
-    monkeypatch.setattr(launch.shutil, "which", lambda name, path=None: None)
+    monkeypatch.setattr(jail.shutil, "which", lambda name, path=None: None)
     with pytest.raises(SandboxUnavailableError, match=r"'bwrap' is not installed.*apt install bubblewrap"):
         asyncio.run(Executor.open("bubblewrap"))
 
@@ -80,7 +75,7 @@ def test_a_missing_bubblewrap_is_named(monkeypatch):
 
 
 def test_a_bubblewrap_that_cannot_be_executed_is_named(monkeypatch):
-    monkeypatch.setattr(launch, "bubblewrap", lambda *_: ["/nowhere/bwrap"])
+    monkeypatch.setattr(jail, "command_line", lambda *_: ["/nowhere/bwrap"])
     with pytest.raises(SandboxUnavailableError, match="nowhere"):
         asyncio.run(Executor.open("bubblewrap"))
 
@@ -96,7 +91,7 @@ def test_no_isolation_must_be_asked_for_and_warns(caplog):
 
 def test_a_jail_that_does_not_start_in_time(monkeypatch):
     monkeypatch.setattr(fork_server, "START_SECONDS", 0.2)
-    monkeypatch.setattr(launch, "bare", lambda *_: ["/bin/sleep", "60"])
+    monkeypatch.setattr(jail, "command_line", lambda *_: ["/bin/sleep", "60"])
 
     async def run():
         async with await Executor.open("none", workers=1) as executor:
@@ -106,32 +101,41 @@ def test_a_jail_that_does_not_start_in_time(monkeypatch):
         asyncio.run(run())
 
 
-def test_a_box_that_nobody_waits_for_and_that_has_ended_leaves_no_descriptor(monkeypatch):
-    ended = subprocess.Popen(["true"])
-    pidfd = os.pidfd_open(ended.pid)
-    ended.wait()
+def test_boxes_that_nobody_waits_for_any_more_leave_nothing():
+    """Their requests are cancelled at every moment of the way into a box."""
 
     async def run():
-        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open("none", workers=4) as executor:
             await executor.run(RunRequest("print(1)"))
-            message = b'{"id": 4711}', [pidfd], 0, None
-            monkeypatch.setattr(socket, "recv_fds", lambda *_: message)
-            executor._pool._fork_server._hear()
-            monkeypatch.undo()
+            await asyncio.sleep(0.1)
+            before = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
+            for moment in range(40):
+                task = asyncio.ensure_future(executor.run(RunRequest("import time\ntime.sleep(60)")))
+                for _ in range(moment % 20):
+                    await asyncio.sleep(0)
+                await asyncio.sleep(0.0005 * (moment // 20) * (moment % 20))
+                task.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await task
+            for _ in range(1000):
+                await asyncio.sleep(0.01)
+                after = len(os.listdir("/proc/self/fd")), len(psutil.Process().children(recursive=True))
+                if after == before:
+                    break
+            return before, after
 
-    asyncio.run(run())
-    with pytest.raises(OSError, match="descriptor"):
-        os.fstat(pidfd)
+    before, after = asyncio.run(run())
+    assert after == before
 
 
 def test_a_stopped_fork_server_is_replaced(monkeypatch):
     async def run():
-        async with await Executor.open(workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open(workers=1) as executor:
             monkeypatch.setattr(fork_server, "FORK_SECONDS", 1.0)
-            stopped = executor._pool._fork_server
+            stopped = executor._fork_server
             signal.pidfd_send_signal(stopped._pidfd, signal.SIGSTOP)
             result = await executor.run(RunRequest("print(1)"))
-            return result.stdout, executor._pool._fork_server is not stopped, stopped._process.poll()
+            return result.stdout, executor._fork_server is not stopped, stopped._process.poll()
 
     output, replaced, ending = asyncio.run(run())
     assert (output, replaced) == ("1\n", True)
@@ -140,7 +144,7 @@ def test_a_stopped_fork_server_is_replaced(monkeypatch):
 
 def test_the_hosts_own_privileges_of_scheduling_are_not_inherited():
     async def run():
-        async with await Executor.open(workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open(workers=1) as executor:
             code = """
 import os
 for attempt in (lambda: os.nice(-10), lambda: os.sched_setscheduler(0, os.SCHED_RR, os.sched_param(1))):
@@ -180,7 +184,7 @@ def test_options_reach_the_programs():
 
 def test_no_descriptors_left_is_the_sandboxs_failure_and_passes():
     async def run():
-        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open("none", workers=1) as executor:
             assert (await executor.run(RunRequest("print(1)"))).stdout == "1\n"
             limits = resource.getrlimit(resource.RLIMIT_NOFILE)
             holes = [os.dup(0) for _ in range(64)]  # the limit is one of numbers, not of how many are open
@@ -213,12 +217,12 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
                 process.kill()
 
     async def run():
-        async with await Executor.open(mode, workers=4, options=ExecutorOptions(spare=4)) as executor:
+        async with await Executor.open(mode, workers=4) as executor:
             descriptors = set()
             for turn in range(4):
                 await executor.run(RunRequest("print(1)"))
-                await executor._pool._refill  # until all spare boxes wait
                 descriptors.add(len(os.listdir("/proc/self/fd")))
+                lost = [await executor.session() for _ in range(4)]
                 kill_boxes()  # and no turn of the event loop: nobody has noticed when the next request comes
                 if turn % 2:
                     session = await executor.session()
@@ -226,6 +230,8 @@ def test_after_the_death_of_all_boxes_every_run_and_session_succeeds(mode, victi
                     await executor.close_session(session)
                 runs = [executor.run(RunRequest(f"print({i})")) for i in range(12)]
                 assert [result.stdout for result in await asyncio.gather(*runs)] == [f"{i}\n" for i in range(12)]
+                for session in lost:
+                    await executor.close_session(session)
             assert len(descriptors) == 1
 
     try:
@@ -243,7 +249,7 @@ def test_a_sandbox_whose_boxes_keep_dying_is_given_up(monkeypatch):
         return forks[-1]
 
     async def run():
-        async with await Executor.open("none", workers=1, options=ExecutorOptions(spare=0)) as executor:
+        async with await Executor.open("none", workers=1) as executor:
             await executor.run(RunRequest("print(1)"))
             with monkeypatch.context() as patch:
                 patch.setattr(fork_server.ForkServer, "fork", stillborn)
@@ -296,7 +302,7 @@ def test_a_killed_host_leaves_nothing(mode, seconds):
 
 
 def test_a_root_host_needs_a_folder_that_others_can_pass(monkeypatch):
-    monkeypatch.setattr(places, "_passable", lambda folder: False)
+    monkeypatch.setattr(jail, "_passable", lambda folder: False)
     monkeypatch.setattr(os, "geteuid", lambda: 0)
     with pytest.raises(SandboxError, match="TMPDIR"):
-        places.jail_scratch()
+        jail.jail_scratch()

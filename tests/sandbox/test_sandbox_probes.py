@@ -1,147 +1,108 @@
 """The start-up probes notice each guarantee that does not hold. Their hostile programs never run outside a box."""
 
 import asyncio
+import json
 import os
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
-from etude.sandbox import RunResult, RunStatus, SandboxError, probe_programs, probes
-
-CONFINED = {
-    "user": 1000,
-    "system_owner": 65534,
-    "capabilities": 0,
-    "no_new_privileges": 1,
-    "filter": 2,
-    "parent": 1,
-    "host_name": "sandbox",
-    "environment": ["PATH", "HOME"],
-}
-
-CONTAINED = {
-    "readable": [],
-    "written": [],
-    "private": [True, True],
-    "processes": 2,
-    "signalled": False,
-    "connected": [],
-    "interfaces": ["lo"],
-    "families": [],
-    "calls": [],
-    "forks": 14,
-    "file_bytes": 1 << 20,
-    "disk_bytes": 4 << 20,
-    "open_files": 29,
-}
+from etude.sandbox import Limits, RunResult, RunStatus, SandboxError, probes
 
 
-def test_a_confined_and_contained_box_passes():
-    probes.judge_look(CONFINED)
-    probes.judge_attempts(CONTAINED, 0)
+def answering(output, **fields):
+    async def run(request):
+        return RunResult(**{"status": RunStatus.FINISHED, "return_code": 0, "stdout": output, "stderr": "", **fields})
+
+    return run
 
 
-@pytest.mark.parametrize(
-    "difference",
-    [
-        {"user": 0},
-        {"system_owner": 1000},
-        {"capabilities": 1 << 21},
-        {"no_new_privileges": 0},
-        {"filter": 0},
-        {"parent": 4711},
-        {"host_name": "server"},
-        {"environment": ["PATH", "ETUDE_TEST_TOKEN"]},
-    ],
-    ids=lambda difference: next(iter(difference)),
-)
-def test_a_box_that_does_not_confine_is_noticed_by_looking(difference, monkeypatch):
-    monkeypatch.setenv("ETUDE_TEST_TOKEN", "secret")
-    with pytest.raises(probes.GuaranteeBroken, match="not kept here"):
-        probes.judge_look({**CONFINED, **difference})
+@pytest.mark.parametrize("expected", [probes.CONFINED, probes.CONTAINED], ids=["look", "attempts"])
+def test_each_difference_is_noticed(expected):
+    asyncio.run(probes.report(answering(json.dumps(expected)), "", expected))
+    for guarantee, value in expected.items():
+        for other in (None, 4711, [] if value else ["more"], ["/etc/shadow"], not value):
+            seen = json.dumps({**expected, guarantee: other})
+            with pytest.raises(probes.GuaranteeBroken, match=f"{guarantee}: not kept here"):
+                asyncio.run(probes.report(answering(seen), "", expected))
 
 
-@pytest.mark.parametrize(
-    "difference",
-    [
-        {"readable": ["/etc/shadow"]},
-        {"written": ["/usr/x"]},
-        {"private": [True, False]},
-        {"processes": 90},
-        {"signalled": True},
-        {"connected": ["loopback"]},
-        {"interfaces": ["lo", "eth0"]},
-        {"families": ["vsock"]},
-        {"calls": ["mount"]},
-        {"forks": 200},
-        {"file_bytes": 3 << 20},
-        {"disk_bytes": 8 << 20},
-        {"open_files": 1024},
-    ],
-    ids=lambda difference: next(iter(difference)),
-)
-def test_an_attempt_that_succeeds_is_noticed(difference):
-    with pytest.raises(probes.GuaranteeBroken, match="not kept here"):
-        probes.judge_attempts({**CONTAINED, **difference}, 0)
+def test_a_box_that_keeps_less_reports_it(isolated_box):
+    """The attempts themselves: what is allowed more than they expect says so."""
+    goals = {"paths": ["/usr"], "pid": 2, "port": 9, "abstract": "x", "limits": vars(probes.SMALL)}
+    wide = Limits(memory_mb=512, processes=64, file_size_mb=16, disk_mb=64, open_files=128)
+    result = isolated_box.run(probes.GUARD + probes.ATTEMPTS, args=[json.dumps(goals)], files={"a": b""}, limits=wide)
+    seen = json.loads(result.stdout)
+    different = {guarantee for guarantee, value in probes.CONTAINED.items() if seen[guarantee] != value}
+    assert different == {
+        "no files of the host",
+        "a private work directory and /tmp",
+        "a PID namespace of its own",
+        *("a limit of processes", "a limit of open files", "a limit of a file's size", "a limit of disk"),
+    }
 
 
-def test_a_listener_that_was_reached_is_noticed():
+def test_a_variable_that_came_along_is_noticed(isolated_box):
+    run = isolated_box.executor.run
+    with pytest.raises(probes.GuaranteeBroken, match="a scrubbed environment"):
+        isolated_box.do(probes.report(run, probes.LOOK, probes.CONFINED, "PATH"))
+
+
+def test_a_listener_that_was_reached_is_noticed(isolated_box, monkeypatch):
+    """By what the host sees, whatever the programs report."""
+    accept = SimpleNamespace(accept=lambda: [SimpleNamespace(close=lambda: None)])
+    real = probes._host
+
+    @probes.contextlib.contextmanager
+    def reached():
+        with real() as (goals, _):
+            yield goals, (accept,)
+
+    monkeypatch.setattr(probes, "_host", reached)
     with pytest.raises(probes.GuaranteeBroken, match="no network"):
-        probes.judge_attempts(CONTAINED, 1)
+        isolated_box.do(probes.prove(isolated_box.executor.run))
 
 
 @pytest.mark.parametrize(
-    ("probe", "result"),
+    ("guarantee", "fields"),
     [
-        (probes._wall_time, RunResult(RunStatus.FINISHED, 0, "", "")),
-        (probes._cpu_time, RunResult(RunStatus.FINISHED, 0, "", "")),
-        (probes._cpu_time, RunResult(RunStatus.TIME_LIMIT, None, "", "", wall_seconds=30)),
-        (probes._memory, RunResult(RunStatus.FINISHED, 0, "", "")),
-        (probes._memory, RunResult(RunStatus.FINISHED, 1, "", "MemoryError")),
-        (probes._output, RunResult(RunStatus.FINISHED, 0, "x" * 10**6, "")),
-        (probes._output, RunResult(RunStatus.TIME_LIMIT, None, "x", "", stdout_truncated=True)),
-        (probes._process_tree, RunResult(RunStatus.FINISHED, 1, "", "no")),
-        (probes._next_run, RunResult(RunStatus.FINISHED, 0, "['/tmp']\n", "")),
+        ("a limit of wall time", {}),
+        ("a limit of CPU time", {}),
+        ("a limit of CPU time", {"status": RunStatus.TIME_LIMIT, "wall_seconds": 30}),
+        ("a limit of one process's memory", {}),
+        ("a limit of all processes' memory", {"stderr": "MemoryError"}),
+        ("a limit of sockets' memory", {"status": RunStatus.TIME_LIMIT}),
+        ("bounded output", {}),
+        ("bounded output", {"status": RunStatus.TIME_LIMIT, "stdout": "x", "stdout_truncated": True}),
     ],
 )
-def test_a_limit_that_does_not_hold_is_noticed(probe, result):
-    async def run(request):
-        return result
-
-    with pytest.raises(probes.GuaranteeBroken):
-        asyncio.run(probe(run))
+def test_a_limit_that_does_not_hold_is_noticed(guarantee, fields):
+    run = answering(**{"output": "x" * 10**6, **fields} if "stdout" not in fields else {"output": "", **fields})
+    with pytest.raises(probes.GuaranteeBroken, match=guarantee):
+        asyncio.run(probes.check_limit(run, guarantee))
 
 
-def test_sockets_that_are_not_counted_are_noticed():
-    async def run(request):
-        if "socket.socket" in request.code.removeprefix(probe_programs.GUARD):
-            return RunResult(RunStatus.TIME_LIMIT, None, "", "")
-        return RunResult(RunStatus.MEMORY_LIMIT, 1, "", "MemoryError")
-
-    with pytest.raises(probes.GuaranteeBroken, match="sockets' memory"):
-        asyncio.run(probes._memory(run))
-
-
-def test_a_daemon_that_survives_is_noticed(monkeypatch):
-    async def run(request):
-        return RunResult(RunStatus.FINISHED, 0, "left\n", "")
-
-    monkeypatch.setattr(probes, "_processes_with", lambda marker: [4711])
+def test_what_is_left_of_a_run_is_noticed(monkeypatch):
+    with pytest.raises(probes.GuaranteeBroken, match="fresh state"):
+        asyncio.run(probes.check_next_run(answering("['/tmp']\n")))
     with pytest.raises(probes.GuaranteeBroken, match="process tree"):
-        asyncio.run(probes._process_tree(run))
+        asyncio.run(probes.check_process_tree(answering("", return_code=1, stderr="no")))
+    monkeypatch.setattr(probes, "processes_with", lambda marker: [4711])
+    with pytest.raises(probes.GuaranteeBroken, match="process tree"):
+        asyncio.run(probes.check_process_tree(answering("left\n")))
 
 
 def test_what_a_killed_host_leaves_of_its_probes_is_removed():
-    program = (
-        "import os\nfrom etude.sandbox import probes\nwith probes._host() as h: print(h.file, flush=True); os._exit(9)"
-    )
+    program = "import os\nfrom etude.sandbox import probes\nwith probes._host() as (goals, _):"
+    program += " print(goals['paths'][0], flush=True); os._exit(9)"
     left = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True).stdout.strip()
     assert os.path.exists(left)
-    with probes._host() as host:
-        assert os.path.exists(host.file)
+    with probes._host() as (goals, _):
+        assert os.path.exists(goals["paths"][0])
         assert not os.path.exists(left)
-    assert not os.path.exists(os.path.dirname(host.file))
+    assert not os.path.exists(os.path.dirname(goals["paths"][0]))
 
 
 def test_processes_are_found_by_their_command_line():
@@ -149,7 +110,7 @@ def test_processes_are_found_by_their_command_line():
     if pid == 0:
         os.execvp("sleep", ["sleep", "633.75"])
     try:
-        while probes._processes_with("633.75") != [pid]:
+        while probes.processes_with("633.75") != [pid]:
             pass
     finally:
         os.kill(pid, 9)
@@ -162,11 +123,11 @@ def test_where_the_look_fails_no_attempt_is_made():
 
     async def run(request):
         programs.append(request.code)
-        return RunResult(RunStatus.FINISHED, 0, '{"user": 0, "system_owner": 0}', "")
+        return RunResult(RunStatus.FINISHED, 0, '{"a user of its own": [0, true]}', "")
 
     with pytest.raises(probes.GuaranteeBroken, match="a user of its own"):
         asyncio.run(probes.prove(run))
-    assert programs == [probe_programs.LOOK]
+    assert programs == [probes.LOOK]
 
 
 def test_a_box_that_runs_nothing_is_named():
@@ -179,4 +140,4 @@ def test_a_box_that_runs_nothing_is_named():
 
 def test_the_guard_refuses_to_run_outside():
     with pytest.raises(SystemExit, match="not inside a sandbox"):
-        exec(probe_programs.GUARD, {})
+        exec(probes.GUARD, {})

@@ -188,9 +188,7 @@ def test_cells_wait_for_each_other_and_sessions_do_not(isolated_box):
 def test_files_of_a_session(isolated_box):
     async def run():
         executor = isolated_box.executor
-        session = await executor.session("named", Limits(disk_mb=8), {"a.txt": b"1"})
-        with pytest.raises(SandboxRequestError, match="open already"):
-            await executor.session("named")
+        session = await executor.session(Limits(disk_mb=8), {"a.txt": b"1"})
         text = (await executor.run_cell(session, "open('a.txt').read()")).text
         await executor.write_files(session, {"b/c.txt": b"2"})
         await executor.run_cell(session, "open('d.txt', 'w').write(open('b/c.txt').read() * 2)")
@@ -226,7 +224,7 @@ def test_a_cancelled_cell_ends_its_session(isolated_box):
 
 def test_idle_sessions_expire_and_busy_ones_do_not():
     async def run():
-        options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2, spare=1)
+        options = ExecutorOptions(session_idle_seconds=0.4, max_sessions=2)
         async with await Executor.open(workers=1, options=options) as executor:
             idle, busy = await executor.session(), await executor.session()
             with pytest.raises(SandboxError, match="which is the maximum"):

@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 from etude.sandbox import (
     CellError,
     CellResult,
-    CompileResult,
     Language,
     Limits,
     RunRequest,
@@ -53,7 +52,7 @@ def test_a_request_survives_the_wire(request):
     )
 
 
-compiled = CompileResult(RunStatus.FINISHED, 0, "", "warning", 0.5)
+compiled = RunResult(RunStatus.FINISHED, 0, "", "warning", wall_seconds=0.5)
 
 
 @pytest.mark.parametrize(
@@ -83,7 +82,11 @@ compiled = CompileResult(RunStatus.FINISHED, 0, "", "warning", 0.5)
         ),
         (
             RunResult(
-                RunStatus.COMPILE_FAILED, None, "", "", compile=CompileResult(RunStatus.FINISHED, 1, "", "no", 1)
+                RunStatus.COMPILE_FAILED,
+                None,
+                "",
+                "",
+                compile=RunResult(RunStatus.FINISHED, 1, "", "no", wall_seconds=1),
             ),
             "Failed",
             ("Finished", 1),
@@ -91,7 +94,11 @@ compiled = CompileResult(RunStatus.FINISHED, 0, "", "warning", 0.5)
         ),
         (
             RunResult(
-                RunStatus.COMPILE_FAILED, None, "", "", compile=CompileResult(RunStatus.TIME_LIMIT, None, "", "", 1)
+                RunStatus.COMPILE_FAILED,
+                None,
+                "",
+                "",
+                compile=RunResult(RunStatus.TIME_LIMIT, None, "", "", wall_seconds=1),
             ),
             "Failed",
             ("TimeLimitExceeded", None),

@@ -16,10 +16,9 @@ from session_stage import call, run, schema
 from etude.errors import ConfigError, ToolError
 from etude.schemas import ToolResponse
 from etude.tools import BaseTool, BrokenCall, FunctionTool, ToolRuntime, ToolSession
-from etude.tools.cache import ResultCache
+from etude.tools.cache import ResultCache, ResultStore
 from etude.tools.options import CachePolicy
 from etude.tools.outcome import Source, ToolResult
-from etude.tools.store import ResultStore
 
 
 class Oracle(BaseTool):
@@ -269,7 +268,7 @@ def test_processes_share_a_file(tmp_path):
 
 def test_age_and_number_are_limited_on_disk(tmp_path, monkeypatch):
     now = [1000.0]
-    monkeypatch.setattr("etude.tools.store.time.time", lambda: now[0])
+    monkeypatch.setattr("etude.tools.cache.time.time", lambda: now[0])
 
     async def main():
         store = ResultStore(tmp_path / "a.db", max_entries=3, ttl=10)

@@ -409,7 +409,7 @@ def test_a_schema_of_ones_own_still_converts_by_the_hints():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"timeot": 3}, "function tool 'search': unknown key config.timeot; did you mean 'timeout'"),
+        ({"timeot": 3}, "tool 'search': unknown key config.timeot; did you mean 'timeout'"),
         ({"timeout": "soon"}, "config.timeout"),
     ],
 )

@@ -145,7 +145,7 @@ def test_nobody_listens():
     ("config", "message"),
     [
         ({}, "config.url is missing"),
-        ({"url": "host/x"}, "must begin with http"),
+        ({"url": "host/x"}, "config.url: must be an address such as"),
         ({"url": "http://{a}/x"}, "the host must not depend"),
         ({"url": "http://h/{c}"}, "config.url needs 'c', which the schema does not have"),
         ({"url": "http://h", "methd": "GET"}, "unknown key config.methd; did you mean 'method'"),

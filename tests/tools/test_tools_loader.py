@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError
 from etude.registry import import_object
 from etude.tools import FUNCTION_TOOLS, FunctionTool, QwenTool, builtin_config, initialize_tools_from_config, load_tools
-from etude.tools.entry import _MOVED
+from etude.tools.loader import _MOVED
 
 TOOL_FILE = '''
 from etude.tools import BaseTool, function_tool
@@ -140,7 +140,7 @@ WRONG = {
     "mcp key": ("tools:\n" + entry(extra="    mcp: {}\n"), "the key 'mcp' belongs to an entry with config.type 'mcp'"),
     "mcp with an unknown option": (
         "tools: [{config: {type: mcp}, mcp: {mcpServers: {a: {command: x}}, tool_selected: []}}]",
-        "unknown key 'tool_selected'; did you mean 'tool_selected_list'",
+        "unknown key tool_selected; did you mean 'tool_selected_list'",
     ),
     "http without a schema": ("tools: [{config: {type: http, url: 'http://h'}}]", "needs a tool_schema"),
     "type": ("tools:\n" + entry(config="{type: natve}"), "unknown config.type 'natve'; did you mean 'native'"),
@@ -281,7 +281,7 @@ contents = st.recursive(
 @settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(entry=st.dictionaries(keys, contents, max_size=5), shape=st.sampled_from(["entry", "list", "bare"]))
 def test_whatever_a_file_says_is_tools_or_one_line(write, monkeypatch, entry, shape):
-    monkeypatch.setattr("etude.tools.entry.discover_tools", lambda selection, where: [])
+    monkeypatch.setattr("etude.tools.loader.discover_tools", lambda *details: [])
     content = {"entry": {"tools": [entry]}, "list": [entry], "bare": entry}[shape]
     path = write(json.dumps(content), "any.json")
     try:

@@ -3,11 +3,13 @@
 from collections import Counter
 
 import numpy as np
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.options import ActorOptions
+from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto
 from etude.trainer.minibatches import mini_batches, rank_parts, update_batches
 from etude.trainer.rollouts import rollout_batch
@@ -87,6 +89,38 @@ def test_every_row_is_some_ranks_and_each_part_knows_the_whole(members, ranks):
     if len(set(uids)) >= 4 * ranks:
         homes = Counter(uid for part in rows(parts) for uid in {uids[row] for row in part})
         assert set(homes.values()) == {1}
+
+
+def test_rollouts_count_once_however_many_sequences_they_have():
+    data = uneven(list("aaabb"), [4, 2, 3, 5, 1], [1, 1, 1, 0, 1])
+    data.batch["main_sequence"] = torch.tensor([1, 0, 1, 1, 0])  # two rollouts of a, one of b
+    for part in rank_parts(data, 2):
+        assert part.meta_info["global_batch_size"] == 3
+        expected = {0: 6, 1: 6, 2: 3, 3: 1, 4: 1}
+        assert part.batch["rollout_tokens"].tolist() == [expected[row] for row in rows([part])[0]]
+
+
+COLUMNS = {"old_log_probs", "ref_log_prob", "rollout_log_probs", "values", "entropys", "token_level_scores"}
+
+
+@pytest.mark.parametrize(
+    ("options", "kept"),
+    [
+        ({}, {"old_log_probs"}),
+        ({"use_kl_loss": True}, {"old_log_probs", "ref_log_prob"}),
+        ({"policy_loss": PolicyLossOptions(loss_mode="kl_cov")}, {"old_log_probs", "selected_tokens"}),
+    ],
+)
+def test_only_columns_that_the_update_reads_are_sent(options, kept):
+    data = uneven(list("aabb"), [3] * 4, [1] * 4)
+    for name in (*COLUMNS, "advantages"):
+        data.batch[name] = torch.rand(4, 3)
+    data.meta_info |= {"global_step": 0, "compare_rollout": True}
+    chosen = ActorOptions(ppo_mini_batch_size=1, **options)
+    (first,), (second,) = update_batches(data, chosen, shuffle=False, seed=0, ranks=1)
+    sent = (COLUMNS | {"selected_tokens"}) & set(second.batch.keys())
+    assert sent == kept
+    assert (COLUMNS | {"selected_tokens"}) & set(first.batch.keys()) == kept | {"rollout_log_probs"}  # compared once
 
 
 def test_ranks_have_about_as_many_tokens_each():

@@ -14,6 +14,7 @@ from workers_stage import learnable, objects, roles, started, update, weights_of
 from etude.chat import ParsedResponse, ToolParser
 from etude.images import ImageInput
 from etude.models import ImageReader
+from etude.options.training import ModelOptions
 from etude.protocol import DataProto
 from etude.schemas import FunctionCall
 from etude.tools.builtin.image_zoom import ImageZoomInTool, crop_box
@@ -43,9 +44,10 @@ class Zooming(ToolParser):
         return ParsedResponse(text, [call], [])
 
 
-def policy(folder, kind):
+def policy(folder, kind, **model):
     """(group, its only worker) with a vision model and the zoom tool."""
-    options = roles(str(save_vision_model(kind, folder)))
+    path = str(save_vision_model(kind, folder))
+    options = replace(roles(path), model=ModelOptions(path=path, **model))
     multi_turn = replace(options.rollout.multi_turn, format="zooming", max_assistant_turns=4)
     rollout = replace(options.rollout, prompt_length=600, response_length=300, multi_turn=multi_turn)
     tool = ImageZoomInTool({"min_dimension": 8})
@@ -153,6 +155,21 @@ def test_the_trainers_log_probs_are_the_engines_and_an_update_changes_the_vision
     assert any("language_model.layers" in name for name in moved)
     worker.model.load_state_dict(before)
     group.update_weights(0)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_5_vl", "qwen3_vl"])
+def test_adapters_learn_from_images(kind, tmp_path):
+    pytest.importorskip("peft")
+    group, worker = policy(tmp_path, kind, lora_rank=4)
+    before = weights_of(worker.model)
+    for version in (1, 2):
+        update(group, learnable(group, prompts(n=1)), version)
+    moved = {name for name, value in worker.model.state_dict().items() if not torch.equal(value, before[name])}
+    assert all(".lora_" in name for name in moved)
+    assert any("visual.blocks" in name for name in moved)
+    columns = learnable(group, prompts(n=1)).batch
+    mask = columns["response_mask"].bool()
+    torch.testing.assert_close(columns["old_log_probs"][mask], columns["rollout_log_probs"][mask], atol=1e-4, rtol=0)
 
 
 def test_ranks_make_one_update_of_rows_with_images_and_without(rolled, monkeypatch):

@@ -8,8 +8,9 @@ import torch
 from ranks_stage import World, assert_alike, uneven_batch
 from workers_stage import roles, save_model
 
+from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
-from etude.options.training import KLLossKind, LossAggMode
+from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
 from etude.trainer.minibatches import update_batches
 from etude.workers import CriticWorker, TrainWorker
 
@@ -52,6 +53,21 @@ def test_ranks_make_one_update_with_every_kl(monkeypatch, actors, kind):
     changed = {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": kind, "ppo_mini_batch_size": 3}
     figures, _, _ = agree(monkeypatch, actors, uneven_batch(1), **changed)
     assert "actor/kl_loss" in figures
+
+
+SELECTS = {"clip_cov_lb": 0.001, "clip_cov_ratio": 0.3}
+OF_LOSSES = {"dro": {"dro_beta": 0.5}, "clip_cov": SELECTS, "kl_cov": {"kl_cov_ratio": 0.3}}
+
+
+@pytest.mark.parametrize("loss", POLICY_LOSSES.built_in)
+@pytest.mark.parametrize("mode", [None, "seq-mean-token-mean"])
+def test_ranks_make_one_update_with_every_loss(monkeypatch, actors, loss, mode):
+    """With its own aggregation, and with one that divides by a rollout's tokens, which are spread over ranks."""
+    chosen = PolicyLossOptions(loss_mode=loss, **OF_LOSSES.get(loss, {}))
+    figures, *_ = agree(
+        monkeypatch, actors, uneven_batch(2), policy_loss=chosen, loss_agg_mode=mode, ppo_mini_batch_size=2
+    )
+    assert "actor/ppo_kl" in figures
 
 
 @pytest.mark.parametrize("mode", MODES)

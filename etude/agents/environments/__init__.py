@@ -1,8 +1,7 @@
 """Environments: RL-Factory's `Env` and `ToolManager`, and Gymnasium-style environments, as one agent loop."""
 
-from etude.agents.environments.env import ENVIRONMENTS, Env, register_env
-from etude.agents.environments.gym import TextEnv
-from etude.agents.environments.setup import EnvOptions, load_environment
+from etude.agents.environments.env import ENVIRONMENTS, Env, TextEnv, register_env
+from etude.agents.environments.loop import load_environment
 from etude.agents.environments.tool_manager import (
     TOOL_MANAGERS,
     QwenManager,
@@ -10,6 +9,7 @@ from etude.agents.environments.tool_manager import (
     ToolManager,
     register_tool_manager,
 )
+from etude.options import EnvOptions
 
 __all__ = [
     "ENVIRONMENTS",

@@ -154,3 +154,34 @@ class Env:
 ENVIRONMENTS: Registry[Any] = Registry("environment")
 register_env = ENVIRONMENTS.register
 register_env("base")(Env)
+
+
+class TextEnv:
+    """A Gymnasium-style environment with text observations and actions, one object per trajectory.
+
+        class Guess(TextEnv):
+            def reset(self, *, seed=None, options=None): ...     -> (observation, info)
+            def step(self, action): ...                          -> (observation, reward, terminated, truncated, info)
+            def close(self): ...
+
+    Register the class with `@register_env("name")`, like an `Env`. `options` of `reset` is the row's `extra_info`, `action`
+    the model's text. Methods may be sync (they run in a thread) or async; any class with these three will do, including one
+    of Gymnasium's own if it uses text. There is one `reset`, then steps until one ends the episode, and `close` in every
+    ending.
+    """
+
+    def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[str, dict[str, Any]]:
+        """Begins an episode; a non-empty observation is appended to the prompt's last user message."""
+        return "", {}
+
+    def step(self, action: str) -> tuple[str, float, bool, bool, dict[str, Any]]:
+        """The answer to the model's turn: observation, reward of the turn, terminated, truncated, info."""
+        raise NotImplementedError
+
+    def close(self) -> None:
+        """Releases the episode's resources."""
+
+
+def is_gym_shaped(environment: object) -> bool:
+    """Whether `environment` is a class (or factory function) with `reset` and `step`, and not an `Env`."""
+    return callable(getattr(environment, "reset", None)) and callable(getattr(environment, "step", None))

@@ -18,22 +18,25 @@ import math
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any, Protocol
+
+import torch
 
 from etude.agents.base import register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end, record
-from etude.agents.environments.env import Env
+from etude.agents.environments.env import ENVIRONMENTS, Env, is_gym_shaped
 from etude.agents.environments.lockstep import LockStep
-from etude.agents.environments.scores import environment_score
 from etude.agents.environments.tool_manager import RenderedPrompt, ToolManager, Turn, bound
 from etude.agents.tool_agent import ToolAgentLoop
 from etude.bounded import BlockingCalls, uninterrupted, within
-from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
+from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
+from etude.options import EnvOptions
+from etude.protocol import DataProto
 from etude.rewards.number import as_reward
 from etude.seeds import environment_seed
 from etude.tools import BaseTool
-from etude.trajectory import StopReason
+from etude.trajectory import StopReason, Trajectory
 
 SOURCE = "env"  # of the rewards
 
@@ -314,3 +317,68 @@ async def _called(
         if isinstance(error, EtudeError):
             raise
         raise EtudeError(line) from error
+
+
+def environment_score(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> float:
+    """The last score that `env.compute_score` returns for the trajectory.
+
+    Raises:
+        EtudeError: it returns none.
+    """
+    row = dict(row)
+    if env.use_verify_tool:
+        row["reward_model"] = _verified(env, trajectory, row, tokenizer)
+    data = _one_row(trajectory, row)
+    scores = env.compute_score(None, None, tokenizer, data, bool(row.get("validate")), False)
+    try:
+        return as_reward(scores[0][-1], f"{type(env).__name__}.compute_score")
+    except (TypeError, IndexError, KeyError) as error:
+        raise EtudeError(f"{type(env).__name__}.compute_score must return a list of scores for each row") from error
+
+
+def _verified(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+    reward_model = dict(row.get("reward_model") or {})
+    truth = reward_model.get("ground_truth")
+    solution = tokenizer.decode(trajectory.response_ids)
+    found = env.verify_tool(str(row.get("data_source")), solution, truth, row.get("extra_info"))
+    known = dict(truth) if isinstance(truth, Mapping) else {"target": truth}
+    return reward_model | {"ground_truth": known | {"verified_results": found}}
+
+
+def _one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
+    prompts, responses = torch.tensor([trajectory.prompt_ids]), torch.tensor([trajectory.response_ids])
+    columns: dict[str, Any] = {
+        "prompts": prompts,
+        "responses": responses,
+        "response_mask": torch.tensor([trajectory.response_mask]),
+        "attention_mask": torch.ones(1, prompts.shape[1] + responses.shape[1], dtype=torch.long),
+    }
+    scores: dict[int, float] = {}
+    for turn, _, value in trajectory.rewards.steps:
+        scores[turn] = scores.get(turn, 0.0) + value
+    for name, value in {**row, "tool_use_scores": [scores[turn] for turn in sorted(scores)]}.items():
+        columns[name] = [value]
+    return DataProto.from_single_dict(columns)
+
+
+def load_environment(options: EnvOptions, tools: Mapping[str, BaseTool], *, lockstep: bool) -> Environment | None:
+    """The environment that `options` name, with the run's configured `tools`; None without a name.
+
+    Raises:
+        ConfigError: there is none with that name, or it cannot be created.
+    """
+    if not options.chosen:
+        return None
+    name = options.name or "base"
+    found = ENVIRONMENTS.get(name)
+    if isinstance(found, type) and issubclass(found, Env):
+        try:
+            env = found({**asdict(options), "_tools": tools})
+        except ConfigError:
+            raise
+        except Exception as error:  # a user's constructor may raise anything
+            raise ConfigError(f"environment '{name}': {type(error).__name__}: {one_line(error)}") from error
+        return Environment(name, env, options.timeout, LockStep() if lockstep else None)
+    if not is_gym_shaped(found):
+        raise ConfigError(f"environment '{name}' is neither an Env nor a class with the methods reset and step")
+    return Environment(name, found, options.timeout)

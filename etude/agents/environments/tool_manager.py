@@ -278,13 +278,10 @@ def _json_text(args: Any) -> str:
 
 
 def _described(item: str | Mapping[str, Any]) -> list[BaseTool]:
-    from etude.tools.entry import load_servers
-    from etude.tools.registered import registered_tools
+    from etude.tools.loader import load_entry
 
-    if isinstance(item, Mapping) and "mcpServers" in item:
-        return load_servers(item, Path.cwd(), "mcpServers")
-    config = {key: value for key, value in item.items() if key != "name"} if isinstance(item, Mapping) else {}
-    return registered_tools(item["name"] if isinstance(item, Mapping) else item, config, "tool")
+    where = "mcpServers" if isinstance(item, Mapping) and "mcpServers" in item else "tool"
+    return load_entry(item, Path.cwd() / "tools", where)
 
 
 def _messages(data: str | Mapping[str, Any] | Sequence[Mapping[str, Any]], role: str) -> list[dict[str, Any]]:

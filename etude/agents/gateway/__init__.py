@@ -5,13 +5,11 @@ The server is in `etude.agents.gateway.server`, apart, because importing FastAPI
 
 from etude.agents.gateway.loop import OpenAIAgentLoop, check_openai_agent, openai_agent
 from etude.agents.gateway.session import GatewaySession, SessionRules
-from etude.agents.gateway.store import SessionStore
 
 __all__ = [
     "GatewaySession",
     "OpenAIAgentLoop",
     "SessionRules",
-    "SessionStore",
     "check_openai_agent",
     "openai_agent",
 ]

@@ -16,7 +16,7 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.wire import GatewayError
 
 _ROLES = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant", "tool": "tool"}
 Message = dict[str, Any]

@@ -1,31 +1,36 @@
 """The gateway's HTTP interface: OpenAI's chat completions under `/s/<session>/v1`, one session a trajectory.
 
 Invariant: every error is answered in OpenAI's error format, in one line. A client that disconnects ends its request. The
-size and read time of a body and the number of sessions and choices are bounded.
+size and read time of a body and the number of sessions and choices are bounded. A stream is sent once the turn is complete,
+since engines return whole turns: its deltas joined are the message that is sent otherwise.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import hmac
 import json
 import logging
-from collections.abc import AsyncIterator, Callable, Iterable
+import re
+import time
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
-from etude.agents.gateway.answer import as_events, as_object
-from etude.agents.gateway.errors import TOO_LONG, GatewayError, error_body
-from etude.agents.gateway.session import GatewaySession
-from etude.agents.gateway.store import SessionStore
-from etude.agents.gateway.wire import ChatRequest, decode_body
+from etude.agents.gateway.recording import Turn
+from etude.agents.gateway.session import Completion, GatewaySession
+from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle
 from etude.errors import one_line
 from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
 
 logger = logging.getLogger(__name__)
 
@@ -33,20 +38,19 @@ _ABANDONED = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """A server's limits. `token` authorises all requests; sessions with a secret require that instead."""
-
-    model: str = "policy"
-    token: str | None = None
-    max_request_mb: int = 32
-
-
 def create_app(
-    store: SessionStore, tokenizer: Any, options: ServerOptions | None = None, export: Export | None = None
+    store: SessionStore,
+    tokenizer: Any,
+    export: Export | None = None,
+    *,
+    model: str = "policy",
+    token: str | None = None,
+    max_request_mb: int = 32,
 ) -> FastAPI:
-    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines."""
-    options = options or ServerOptions()
+    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines.
+
+    `token` authorises all requests; sessions with a secret require that instead.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -60,11 +64,11 @@ def create_app(
         description="OpenAI's chat completions over a policy, recorded token by token.",
         lifespan=lifespan,
     )
-    app.add_middleware(BodyLimit, max_bytes=options.max_request_mb << 20, error_body=error_body)
-    if options.token is not None:
-        app.add_middleware(BearerToken, token=options.token, error_body=error_body)
+    app.add_middleware(BodyLimit, max_bytes=max_request_mb << 20, error_body=error_body)
+    if token is not None:
+        app.add_middleware(BearerToken, token=token, error_body=error_body)
     _add_chat(app, store, tokenizer)
-    _add_models(app, options.model)
+    _add_models(app, model)
     _add_sessions(app, store, export)
     _add_errors(app)
     return app
@@ -186,3 +190,178 @@ def _add_errors(app: FastAPI) -> None:
 
 def _key(request: Request) -> str:
     return request.headers.get("authorization", "").removeprefix("Bearer ")
+
+
+Json = dict[str, Any]
+_PIECES = re.compile(r"\s*\S+\s*|\s+")
+
+
+def as_object(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
+    """The body of a response that is not streamed."""
+    request = completion.request
+    choices = []
+    for index, turn in enumerate(completion.turns):
+        message = {"refusal": None, **turn.message, "content": turn.message["content"] or None}
+        choices.append({"index": index, "message": message, **_ending(completion, turn, tokenizer)})
+    prompt_ids = {"prompt_token_ids": completion.prompt_ids} if request.return_token_ids else {}
+    return {**_head(completion, "chat.completion"), "choices": choices, "usage": _usage(completion), **prompt_ids}
+
+
+def as_events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """The body of a streamed response: server-sent events."""
+    with_usage = completion.request.stream_options is not None and completion.request.stream_options.include_usage
+    head = _head(completion, "chat.completion.chunk")
+    last = {"usage": None} if with_usage else {}
+    events: list[Json] = []
+    for index, turn in enumerate(completion.turns):
+        for delta in _deltas(turn):
+            events.append({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}], **last})
+        ending = {"index": index, "delta": {}, **_ending(completion, turn, tokenizer)}
+        events.append({**head, "choices": [ending], **last})
+    if with_usage:
+        events.append({**head, "choices": [], "usage": _usage(completion)})
+    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
+    return "".join([*lines, "data: [DONE]\n\n"]).encode()
+
+
+def _head(completion: Completion, kind: str) -> Json:
+    versions = {v for turn in completion.turns for v in turn.read.output.weight_versions}
+    return {
+        "id": f"chatcmpl-{completion.name}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": completion.request.model,
+        "system_fingerprint": f"weights-{'-'.join(map(str, sorted(versions)))}",
+    }
+
+
+def _usage(completion: Completion) -> Json:
+    prompt, sampled = len(completion.prompt_ids), sum(len(t.read.output.token_ids) for t in completion.turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Json:
+    """A choice's finish reason, log-probs and ids; every sampled token counts, including the end of the turn."""
+    request, output = completion.request, turn.read.output
+    ending: Json = {"finish_reason": turn.read.finish_reason, "logprobs": None}
+    if request.logprobs:
+        content = []
+        for token, log_prob in zip(output.token_ids, output.log_probs):
+            text = tokenizer.decode([token])
+            content.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
+        ending["logprobs"] = {"content": content, "refusal": None}
+    if request.return_token_ids:
+        ending["token_ids"] = output.token_ids
+    return ending
+
+
+def _deltas(turn: Turn) -> Iterator[Json]:
+    message = turn.message
+    yield {"role": "assistant", "content": ""}
+    for name in ("reasoning_content", "content"):
+        for piece in _PIECES.findall(message.get(name, "")):
+            yield {name: piece}
+    for index, call in enumerate(message.get("tool_calls", ())):
+        function = call["function"]
+        opening = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
+        yield {"tool_calls": [opening]}
+        for piece in _PIECES.findall(function["arguments"]):
+            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+
+
+_NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")
+
+
+@dataclass(frozen=True)
+class _Entry:
+    session: GatewaySession
+    secret: str | None
+
+
+class SessionStore:
+    """The sessions of a server by name, and who may use them: added, or created by `make(name)` on their first request.
+
+    Invariant: at most `max_sessions` at once, including those of a single request. A session created here ends once: when
+    asked to, after `idle_seconds` idle, or at server shutdown; then `on_end` gets it.
+    """
+
+    def __init__(
+        self,
+        *,
+        max_sessions: int = 4096,
+        idle_seconds: float | None = None,
+        make: Callable[[str], GatewaySession] | None = None,
+        on_end: Callable[[GatewaySession], None] | None = None,
+    ) -> None:
+        self.max_sessions, self.idle_seconds = max_sessions, idle_seconds
+        self._make, self._on_end = make, on_end
+        self._entries: dict[str, _Entry] = {}
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def makes(self, name: str) -> bool:
+        """Whether a request would now create the session `name`."""
+        return self._make is not None and name not in self._entries
+
+    def add(self, session: GatewaySession, secret: str | None) -> None:
+        """Adds a session, whose requests must carry `secret`."""
+        self._entries[session.name] = _Entry(session, secret)
+
+    def remove(self, name: str) -> None:
+        """Rejects its requests from now on; does not end it."""
+        self._entries.pop(name, None)
+
+    def get(self, name: str, key: str) -> GatewaySession:
+        """The session `name` for a request that carries `key`.
+
+        Raises:
+            GatewayError: the session does not exist, or the key is not its own.
+        """
+        entry = self._entries.get(name)
+        if entry is None:
+            raise GatewayError(404, f"there is no session '{name[:128]}' (any more)", code="session_not_found")
+        if entry.secret is not None and not hmac.compare_digest(key.encode(), entry.secret.encode()):
+            raise GatewayError(401, "the API key is not this session's", code="invalid_api_key")
+        return entry.session
+
+    def get_or_make(self, name: str, key: str) -> GatewaySession:
+        """As `get`, or a new session, if the store creates them.
+
+        Raises:
+            GatewayError: as `get`, or the name is invalid, or there are too many sessions.
+        """
+        if self._make is None or name in self._entries:
+            return self.get(name, key)
+        if not _NAME.fullmatch(name):
+            raise GatewayError(400, "a session's name has up to 128 letters, digits and . _ ~ -", param="session")
+        if len(self) >= self.max_sessions:
+            raise GatewayError(429, f"all {self.max_sessions} sessions are in use: end some", again=True)
+        session = self._make(name)
+        self.add(session, None)
+        return session
+
+    def end(self, session: GatewaySession) -> None:
+        """Ends a session that was created here, unless it has ended."""
+        entry = self._entries.get(session.name)
+        if entry is None or entry.session is not session:
+            return
+        self.remove(session.name)
+        session.end()
+        if self._on_end is not None:
+            self._on_end(session)
+
+    def end_all(self) -> None:
+        """Ends all of them."""
+        for entry in list(self._entries.values()):
+            self.end(entry.session)
+
+    async def end_idle(self) -> None:
+        """Ends sessions idle for `idle_seconds`, until cancelled."""
+        assert self.idle_seconds is not None
+        while True:
+            await asyncio.sleep(min(self.idle_seconds / 4, 10.0))
+            before = time.monotonic() - self.idle_seconds
+            for session in [entry.session for entry in self._entries.values()]:
+                if not session.under_way and session.last_used < before:
+                    self.end(session)

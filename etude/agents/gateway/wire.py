@@ -1,9 +1,10 @@
-"""The request of `/v1/chat/completions`, as far as it is supported.
+"""The request of `/v1/chat/completions`, as far as it is supported, and the error that answers one.
 
 Invariant: each parameter is honoured or rejected by name. Hints (`user`, `store` …) are accepted and have no effect; a
 parameter that would change the output and is not supported is rejected unless it is set to do nothing. One parameter is a
 hint only here: `strict` of a tool, since the policy is there to learn its arguments. And `parallel_tool_calls=false` cannot
-be honoured if the model's format writes several calls as one list: see `reading`.
+be honoured if the model's format writes several calls as one list: see `reading`. A rejection is one line with a status, a
+`type`, and where it helps the `param` to change and a `code` that a program can test; it says whether to retry.
 """
 
 from __future__ import annotations
@@ -15,9 +16,40 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
-from etude.agents.gateway.errors import GatewayError
 from etude.errors import one_line
 from etude.registry import did_you_mean
+
+TOO_LONG = "context_length_exceeded"
+
+
+class GatewayError(Exception):
+    """A request is answered with `status` and this message.
+
+    `again`: whether the same request may succeed later; if so, OpenAI's clients retry it by themselves.
+    """
+
+    def __init__(
+        self, status: int, message: str, *, code: str | None = None, param: str | None = None, again: bool = False
+    ) -> None:
+        super().__init__(message)
+        self.status, self.code, self.param, self.again = status, code, param, again
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The response's headers."""
+        return {"x-should-retry": "true" if self.again else "false"}
+
+    def body(self) -> dict[str, Any]:
+        """OpenAI's error object."""
+        return error_body(self.status, str(self), code=self.code, param=self.param)
+
+
+def error_body(status: int, message: str, *, code: str | None = None, param: str | None = None) -> dict[str, Any]:
+    """OpenAI's error object for a response with `status`."""
+    kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+    kind = "server_error" if status >= 500 else kinds.get(status, "invalid_request_error")
+    return {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
 
 CHARACTERS_PER_TOKEN = 32
 """Requests with more than this per token of the context are rejected unread: real text has three or four."""

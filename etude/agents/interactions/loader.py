@@ -18,14 +18,13 @@ from typing import Any
 from etude.agents.interactions.base import BaseInteraction
 from etude.agents.interactions.session import InteractionLimits
 from etude.errors import ConfigError, one_line
-from etude.registry import did_you_mean, import_beside
-from etude.tools.config_file import read_data_file
-from etude.tools.environment import filled
+from etude.registry import did_you_mean
+from etude.tools.config_file import filled, import_class, read_data_file
 
 _KEYS = ("name", "class_name", "config")
 _MOVED = {
-    "Gsm8kInteraction": "here this class is etude.agents.interactions.gsm8k.Gsm8kInteraction",
-    "BaseInteraction": "here this class is etude.agents.interactions.BaseInteraction",
+    "Gsm8kInteraction": "etude.agents.interactions.gsm8k.Gsm8kInteraction",
+    "BaseInteraction": "etude.agents.interactions.BaseInteraction",
 }
 _NOT_HERE = (
     "modules of verl.interactions are not used; derive your class from etude.agents.interactions.BaseInteraction "
@@ -78,12 +77,7 @@ def _interaction(entry: object, file: Path, where: str) -> BaseInteraction:
 
 
 def _class(name: str, file: Path, where: str) -> type[BaseInteraction]:
-    if name.startswith("verl."):
-        raise ConfigError(f"{where}: {_MOVED.get(name.rpartition('.')[2], _NOT_HERE)}")
-    try:
-        found = import_beside(name, file)
-    except ConfigError as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from error
+    found = import_class(name, file, where, _MOVED, _NOT_HERE)
     if not (isinstance(found, type) and issubclass(found, BaseInteraction)):
         raise ConfigError(f"{where}: '{name}' is no subclass of etude.agents.interactions.BaseInteraction")
     return found

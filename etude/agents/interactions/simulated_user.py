@@ -74,12 +74,6 @@ class SimulatedUser(BaseInteraction):
             url.rstrip("/") + "/chat/completions", connections=int(config.get("connections", 100)), headers=headers
         )
 
-    async def start_interaction(self, instance_id: str | None = None, **kwargs: Any) -> str:
-        """Opens the connection to the endpoint."""
-        instance_id = await super().start_interaction(instance_id)
-        self._service.hold(instance_id)
-        return instance_id
-
     async def generate_response(
         self, instance_id: str, messages: list[dict[str, Any]], **kwargs: Any
     ) -> tuple[bool, str, float, dict[str, Any]]:
@@ -89,10 +83,6 @@ class SimulatedUser(BaseInteraction):
         answer = await self._service.request("POST", seconds=self._seconds, body={**self._options, "messages": asked})
         text = _text_of(answer)
         return self._stop in text, text.replace(self._stop, "").strip(), 0.0, {}
-
-    async def finalize_interaction(self, instance_id: str, **kwargs: Any) -> None:
-        """Releases the connection."""
-        await self._service.drop(instance_id)
 
 
 def _seen_by_the_user(messages: list[dict[str, Any]]) -> list[dict[str, str]]:

@@ -22,10 +22,10 @@ from typing import Any
 
 from etude.errors import ConfigError, EngineError, MissingExtraError, one_line
 from etude.inference.engine_setup import KEY, EngineSetup
-from etude.inference.router import one_or_routed
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
+from etude.inference.router import connect
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
-from etude.inference.vllm.server import VLLMServerEngine, check_loaded, sampling_fields, version_spans
+from etude.inference.vllm.server import VLLMServerEngine, check_loaded, sampling_fields
 from etude.registry import did_you_mean
 
 _RECEIVER = "etude.inference.vllm.worker.SharedWeightReceiver"
@@ -49,10 +49,8 @@ class VLLMEngine(ServedEngine):
     @classmethod
     def from_setup(cls, setup: EngineSetup) -> Engine:
         """Servers if addresses are given (a router over several), else vLLM in this process."""
-        servers = setup.servers()
-        if servers:
-            made = {s.url: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout) for s in servers}
-            return one_or_routed(made, setup)
+        if setup.server_urls:
+            return connect(setup, lambda s: VLLMServerEngine(s, setup.max_model_len, setup.weight_sync_timeout))
         arguments = {
             "model": setup.model_path,
             "dtype": setup.dtype,

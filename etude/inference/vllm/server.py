@@ -18,12 +18,11 @@ from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
 from etude.inference.http import HttpServer, StatusError
-from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder
+from etude.inference.served import Answer, ServedEngine, checked_output, checkpoint_folder, version_spans
 from etude.inference.types import SamplingParams, TokenOutput
 
 RECEIVER = "etude.inference.vllm.worker.WeightReceiver"
 COMPLETIONS, GENERATE = "/v1/completions", "/inference/v1/generate"
-_RPC = "/collective_rpc"
 _CONTROL_SECONDS = 60.0  # for pausing and the like, which wait for the current model step
 
 
@@ -89,13 +88,9 @@ class VLLMServerEngine(ServedEngine):
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
         route, version = await self._connect(), self._version
         body = _generate_body if route == GENERATE else _completions_body
-        answer = self._server.parsed(route, await self._server.post(route, body(name, prompt, params)))
-        try:
+        answer = await self._server.ask(route, body(name, prompt, params))
+        with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
-        except (KeyError, TypeError, IndexError) as error:
-            raise EngineError(
-                f"{self._server.url}{route}: the answer lacks a part: {type(error).__name__} {error}"
-            ) from error
         return checked_output(read, params, version, self._server.url)
 
     async def _abort(self, name: str) -> None:
@@ -114,22 +109,20 @@ class VLLMServerEngine(ServedEngine):
         await self._control("/resume")
 
     async def _load(self, source: Any, version: int) -> None:
-        answer = self._server.parsed(_RPC, await self._call_workers(checkpoint_folder(source, "vllm")))
-        check_loaded(answer.get("results"), self._server.url)
-        reset = "/reset_prefix_cache"
-        body = await self._server.post(reset, query={"reset_running_requests": "true"}, timeout=_CONTROL_SECONDS)
-        if self._server.parsed(reset, body).get("success") is not True:
-            raise EngineError(f"{self._server.url}{reset}: the old weights' keys and values could not be dropped")
-        await self._server.post("/update_weight_version", {"new_version": str(version)}, timeout=_CONTROL_SECONDS)
-
-    async def _call_workers(self, folder: str) -> bytes:
+        folder = checkpoint_folder(source, "vllm")
         call = {"method": "etude_load_folder", "args": [folder], "timeout": self._sync_timeout}
         try:
-            return await self._server.post(_RPC, call, timeout=self._sync_timeout)
+            answer = await self._server.ask("/collective_rpc", call, timeout=self._sync_timeout)
         except StatusError as error:
             raise EngineError(
                 f"{one_line(error)}: does it run with --worker-extension-cls {RECEIVER}, and can it read {folder}?"
             ) from error
+        check_loaded(answer.get("results"), self._server.url)
+        reset = "/reset_prefix_cache"
+        answer = await self._server.ask(reset, query={"reset_running_requests": "true"}, timeout=_CONTROL_SECONDS)
+        if answer.get("success") is not True:
+            raise EngineError(f"{self._server.url}{reset}: the old weights' keys and values could not be dropped")
+        await self._server.post("/update_weight_version", {"new_version": str(version)}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the cache (the server needs --enable-sleep-mode)."""
@@ -168,9 +161,3 @@ def _read_generate(answer: dict[str, Any]) -> Answer:
     choice = answer["choices"][0]
     log_probs = [entry["logprob"] for entry in choice["logprobs"]["content"]]
     return Answer(choice["token_ids"], log_probs, choice["finish_reason"], version_spans(choice["weight_versions"]))
-
-
-def version_spans(spans: Any) -> list[tuple[int, int, int]]:
-    """vLLM's spans; weights without a version of ours ("default", before the first update) are left out."""
-    named = [(str(span["version"]), span["start"], span["end"]) for span in spans or ()]
-    return [(int(version), start, end) for version, start, end in named if version.isdecimal()]

@@ -19,7 +19,6 @@ from . import kernel
 from .settings import BOX, SHM, TMP, WORK, Settings
 
 _INODES = 20_000
-_WRITTEN = ("meminfo", "stat")
 _TCP_BUFFER = 106_496  # bytes: half of Linux's default for other sockets
 _SIOCSIFFLAGS, _IFF_UP = 0x8914, 1
 
@@ -32,8 +31,6 @@ class Box:
     tmp: str
     folder: str
     """What to remove at the end; empty if the kernel does it."""
-    written: int = -1
-    """The open folder that `show_limits` writes to."""
 
     def close(self) -> None:
         """Removes what the kernel does not."""
@@ -41,8 +38,8 @@ class Box:
             shutil.rmtree(self.folder, ignore_errors=True)
 
 
-def open_box(settings: Settings) -> Box:
-    """Creates a box without any space yet; see `limit_disk`."""
+def open_box(settings: Settings, disk_mb: int, memory_mb: int) -> Box:
+    """Creates a box with room for `disk_mb`, whose `/proc` shows `memory_mb`; without isolation it has neither."""
     if not settings.isolated:
         folder = tempfile.mkdtemp(prefix="run-", dir=settings.scratch)
         work, tmp = os.path.join(folder, "work"), os.path.join(folder, "tmp")
@@ -50,63 +47,51 @@ def open_box(settings: Settings) -> Box:
         os.mkdir(tmp)
         return Box(work, tmp, folder)
     kernel.unshare(kernel.CLONE_NEWNS | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWUTS)
-    kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, f"size=1m,nr_inodes={_INODES},mode=700")
+    size = f"size={disk_mb}m,nr_inodes={_INODES},mode=700"
+    kernel.mount("tmpfs", BOX, "tmpfs", kernel.MS_NOSUID | kernel.MS_NODEV, size)
     for target in (WORK, TMP, SHM):
         source = f"{BOX}/{os.path.basename(target)}"
         os.mkdir(source, 0o700)
         kernel.mount(source, target, "", kernel.MS_BIND)
     _limit_tcp_buffers()
-    written = _mount_proc()
+    _mount_proc(memory_mb)
     _raise_loopback()
     socket.sethostname("sandbox")
-    return Box(WORK, TMP, "", written)
+    return Box(WORK, TMP, "")
 
 
-def limit_disk(settings: Settings, size_mb: int) -> None:
-    """Gives the box its size, in MiB; without isolation there is no such limit."""
-    if settings.isolated:
-        flags = kernel.MS_REMOUNT | kernel.MS_NOSUID | kernel.MS_NODEV
-        kernel.mount("tmpfs", WORK, "tmpfs", flags, f"size={size_mb}m,nr_inodes={_INODES}")
-
-
-def show_limits(box: Box, memory_mb: int) -> None:
-    """Shows the program its memory limit in `/proc`, and no more of the machine than it could measure."""
-    if box.written < 0:
-        return
-    amounts = {"MemTotal": memory_mb, "MemFree": memory_mb, "MemAvailable": memory_mb}
-    amounts |= dict.fromkeys(("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SwapTotal", "SwapFree"), 0)
-    cpus = ("cpu", *(f"cpu{i}" for i in range(len(os.sched_getaffinity(0)))))
-    booted = int(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
-    texts = {
-        "meminfo": "".join(f"{name + ':':<16}{amount << 10:>8} kB\n" for name, amount in amounts.items()),
-        "stat": "".join(f"{cpu} 0 0 0 0 0 0 0 0 0 0\n" for cpu in cpus) + f"btime {booted}\n",
-    }
-    for name in _WRITTEN:
-        with open(os.open(name, os.O_WRONLY | os.O_TRUNC, dir_fd=box.written), "w", encoding="ascii") as file:
-            file.write(texts[name])
-
-
-def _mount_proc() -> int:
-    """A `/proc` that shows the processes of the run, the files of `show_limits`, and unreadable mounts over all else.
-
-    Returns the folder of those files, which has no path in the box: the read-only mounts cover it.
-    """
+def _mount_proc(memory_mb: int) -> None:
+    """A `/proc` that shows the processes of the run, two files of our own, and unreadable mounts over all else."""
     kernel.mount("proc", "/proc", "proc", kernel.MS_NOSUID | kernel.MS_NODEV | kernel.MS_NOEXEC)
     doors = f"{BOX}/proc"
     os.mkdir(doors)
     os.mkdir(f"{doors}/folder", 0)
-    for name in ("file", *_WRITTEN):
-        os.close(os.open(f"{doors}/{name}", os.O_CREAT | os.O_WRONLY, 0o444 if name in _WRITTEN else 0))
-    written = os.open(doors, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    written = _proc_files(memory_mb)
+    for name, text in {"file": "", **written}.items():
+        with open(
+            os.open(f"{doors}/{name}", os.O_CREAT | os.O_WRONLY, 0o444 if text else 0), "w", encoding="ascii"
+        ) as file:
+            file.write(text)
     kernel.mount(doors, BOX, "", kernel.MS_BIND)
     flags = kernel.MS_REMOUNT | kernel.MS_BIND | kernel.MS_RDONLY | kernel.MS_NOSUID | kernel.MS_NODEV
     kernel.mount("", BOX, "", flags)
     for entry in list(os.scandir("/proc")):
         if entry.is_symlink() or entry.name.isdigit():
             continue
-        door = entry.name if entry.name in _WRITTEN else "folder" if entry.is_dir() else "file"
+        door = entry.name if entry.name in written else "folder" if entry.is_dir() else "file"
         kernel.mount(f"{BOX}/{door}", entry.path, "", kernel.MS_BIND)
-    return written
+
+
+def _proc_files(memory_mb: int) -> dict[str, str]:
+    """Files of `/proc` that show the program its memory limit, and no more of the machine than it could measure."""
+    amounts = {"MemTotal": memory_mb, "MemFree": memory_mb, "MemAvailable": memory_mb}
+    amounts |= dict.fromkeys(("Buffers", "Cached", "Active", "Inactive", "Shmem", "Slab", "SwapTotal", "SwapFree"), 0)
+    cpus = ("cpu", *(f"cpu{i}" for i in range(len(os.sched_getaffinity(0)))))
+    booted = int(time.time() - time.clock_gettime(time.CLOCK_BOOTTIME))
+    return {
+        "meminfo": "".join(f"{name + ':':<16}{amount << 10:>8} kB\n" for name, amount in amounts.items()),
+        "stat": "".join(f"{cpu} 0 0 0 0 0 0 0 0 0 0\n" for cpu in cpus) + f"btime {booted}\n",
+    }
 
 
 def _limit_tcp_buffers() -> None:

@@ -1,9 +1,9 @@
 """The program's side of a session: runs cells in order in one `__main__`, like a notebook.
 
-Invariant: one answer per cell, a frame of bounded length: its short JSON is `{"cell": number, "parts": [[kind,
-bytes], …]}`, its payload the concatenated parts, so that nothing that a cell can make long is parsed. This code shares
-its process with the model's, which may tamper with it; all it can forge is what its own session prints. A cell that ends
-in an expression has that value's `repr` as its text; values with `_repr_png_` and open matplotlib figures become PNG images.
+Invariant: one answer per cell, a frame of bounded length: its object is short, its parts are the cell's texts and images, so
+that nothing that a cell can make long is parsed. This code shares its process with the model's, which may tamper with it;
+all it can forge is what its own session prints. A cell that ends in an expression has that value's `repr` as its text;
+values with `_repr_png_` and open matplotlib figures become PNG images.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import types
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from . import frames, program
+from . import frames, interpreter
 
 if TYPE_CHECKING:
     import asyncio
@@ -33,7 +33,6 @@ MAX_TEXT = 1 << 20
 MAX_TRACEBACK = 1 << 16
 MAX_IMAGES = 8
 MAX_IMAGE_BYTES = 2 << 20
-MAX_PARTS = MAX_IMAGES + 4
 MAX_HEADER = 4 << 10
 """Longest JSON of an answer."""
 MAX_ANSWER = 24 << 20
@@ -42,7 +41,7 @@ MAX_ANSWER = 24 << 20
 
 def serve(connection: int, work: str) -> NoReturn:
     """Answers cells until the host hangs up."""
-    main = program.become_main(os.path.join(work, "session"), ())
+    main = interpreter.become_main(os.path.join(work, "session"), ())
     del main.__dict__["__file__"]
     notebook = _Notebook(main)
     owner = os.getpid()
@@ -54,12 +53,11 @@ def serve(connection: int, work: str) -> NoReturn:
             answer = _described(error)
         if os.getpid() != owner:  # a child forked in the cell returned from it, too
             os._exit(0)
-        kinds = [kind for kind, _ in answer]
         parts = [
-            part if isinstance(part, bytes) else str.encode(part, "utf-8", "backslashreplace") for _, part in answer
+            (kind, part if isinstance(part, bytes) else str.encode(part, "utf-8", "backslashreplace"))
+            for kind, part in answer
         ]
-        header = {"cell": received[0]["cell"], "parts": list(zip(kinds, map(len, parts), strict=True))}
-        frames.send(connection, header, b"".join(parts))
+        frames.send(connection, {"cell": received[0]["cell"]}, parts)
     os._exit(0)
 
 

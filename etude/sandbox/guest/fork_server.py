@@ -1,6 +1,6 @@
 """The fork server: an interpreter in the jail that has preimported the usual modules and forks a supervisor per run.
 
-Invariant: it never sees a request. It receives descriptors, forks, and hands the host a pidfd of the child; code, files
+Invariant: it never sees a request. It receives descriptors and forks, and hands the host a pidfd of itself; code, files
 and output travel between host and supervisor only, so that nothing of one run can reach the next through the fork server's
 memory. A supervisor is process 1 of a new PID namespace: when it ends, the kernel kills whatever the run still has.
 """
@@ -10,17 +10,14 @@ from __future__ import annotations
 import contextlib
 import gc
 import importlib
-import json
 import os
 import signal
 import socket
 import sys
 
 from . import kernel, supervisor
-from .identity import enter_user_namespace
 from .settings import Settings
 
-MAX_MESSAGE = 4096
 FDS_PER_RUN = 5  # stdin, stdout, stderr, the supervisor's connection, the cells' connection
 
 _USUAL_MODULES = (
@@ -41,23 +38,33 @@ def main(arguments: list[str]) -> None:
             _enter(host)
         _warm_up(settings)
     except (OSError, ImportError) as error:
-        host.send(json.dumps({"error": f"{type(error).__name__}: {error}"[:1000]}).encode())
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        sys.stderr.flush()
         os._exit(1)
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps; the host watches pidfds
     own_namespace = os.open("/proc/self/ns/pid", os.O_RDONLY | os.O_CLOEXEC)
     itself = os.pidfd_open(os.getpid())
-    socket.send_fds(host, [json.dumps({"ready": True}).encode()], [itself])
+    socket.send_fds(host, [b"\0"], [itself])
     os.close(itself)
     while True:
-        data, fds, _, _ = socket.recv_fds(host, MAX_MESSAGE, FDS_PER_RUN)
+        data, fds, _, _ = socket.recv_fds(host, 1, FDS_PER_RUN)
         if not data:
             os._exit(0)
-        _serve(host, json.loads(data)["id"], fds, own_namespace, settings)
+        with contextlib.suppress(OSError):  # no process available: the host sees a box that has ended
+            if settings.isolated:
+                kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # or the next namespace would be refused
+                kernel.unshare(kernel.CLONE_NEWPID)
+            if os.fork() == 0:
+                os.close(host.detach())
+                os.close(own_namespace)
+                supervisor.main(settings, *fds)
+        for fd in fds:
+            os.close(fd)
 
 
 def _enter(host: socket.socket) -> None:
     """Becomes process 1 and root of namespaces of its own, in which runs are set up."""
-    enter_user_namespace(0, kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
+    kernel.enter_user_namespace(0, kernel.CLONE_NEWNS | kernel.CLONE_NEWPID)
     pid = os.fork()
     if pid:
         host.close()
@@ -79,25 +86,3 @@ def _warm_up(settings: Settings) -> None:
     gc.collect()
     gc.freeze()
     gc.disable()
-
-
-def _serve(host: socket.socket, number: int, fds: list[int], own_namespace: int, settings: Settings) -> None:
-    try:
-        if settings.isolated:
-            kernel.setns(own_namespace, kernel.CLONE_NEWPID)  # or the next namespace would be refused
-            kernel.unshare(kernel.CLONE_NEWPID)
-        pid = os.fork()
-    except OSError:  # no process available: the host sees a box that has ended
-        pid = -1
-    if pid == 0:
-        os.close(host.detach())
-        os.close(own_namespace)
-        supervisor.main(supervisor.Connections(*fds), settings)
-    for fd in fds:
-        os.close(fd)
-    watched: list[int] = []
-    with contextlib.suppress(OSError):  # it ended already, or never was
-        watched.append(os.pidfd_open(pid))
-    socket.send_fds(host, [json.dumps({"id": number}).encode()], watched)
-    for fd in watched:
-        os.close(fd)

@@ -1,8 +1,9 @@
-"""The one message format between host, supervisor and program: length-prefixed JSON, and a payload of raw bytes.
+"""The one message format between host, supervisor and program: a JSON object, and named parts of raw bytes.
 
-A frame is two big-endian 32-bit lengths, a JSON object in UTF-8, and a payload of raw bytes. Invariant: nothing is read
-beyond the announced lengths, and no length beyond the reader's limit is ever allocated; nothing is unpickled, evaluated
-or looked up by name. Readers must still check each field that a program sends: the frame only says where it ends.
+A frame is two big-endian 32-bit lengths, the object in UTF-8, and the concatenated parts; the object's `parts` are their
+names and sizes. Invariant: nothing is read beyond the announced lengths, and no length beyond the reader's limit is ever
+allocated; nothing is unpickled, evaluated or looked up by name. Readers must still check each field that a program sends:
+the frame only says where it ends.
 """
 
 from __future__ import annotations
@@ -10,24 +11,30 @@ from __future__ import annotations
 import json
 import os
 import struct
+from collections.abc import Sequence
 from typing import Any
 
 HEADER = struct.Struct("!II")
 MAX_JSON = 32 << 20
 MAX_PAYLOAD = 128 << 20
 
+Parts = list[tuple[str, bytes]]
+"""(name, content), in order."""
+
 
 class FrameError(ValueError):
     """The data is not a frame, or one that is too long."""
 
 
-def encode(message: dict[str, Any], payload: bytes = b"") -> bytes:
+def encode(message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = ()) -> bytes:
     """The bytes of a frame.
 
     Raises:
         FrameError: it is longer than any reader accepts.
     """
-    text = json.dumps(message, separators=(",", ":")).encode("ascii")
+    sizes = [[name, len(content)] for name, content in parts]
+    text = json.dumps({**message, "parts": sizes}, separators=(",", ":")).encode("ascii")
+    payload = b"".join(content for _, content in parts)
     if len(text) > MAX_JSON or len(payload) > MAX_PAYLOAD:
         raise FrameError(f"a message of {len(text)} + {len(payload)} bytes is too long")
     return HEADER.pack(len(text), len(payload)) + text + payload
@@ -45,29 +52,38 @@ def lengths(header: bytes, max_json: int = MAX_JSON, max_payload: int = MAX_PAYL
     return text, payload
 
 
-def decode(text: bytes) -> dict[str, Any]:
-    """The JSON object of a frame.
+def decode(text: bytes, payload: bytes = b"") -> tuple[dict[str, Any], Parts]:
+    """The object and the parts of a frame.
 
     Raises:
-        FrameError: it is not one.
+        FrameError: the text is not a JSON object, or does not describe the payload.
     """
     try:
         message = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise FrameError("not JSON") from error
-    if not isinstance(message, dict):
-        raise FrameError("not a JSON object")
-    return message
+    sizes = message.pop("parts", None) if isinstance(message, dict) else None
+    if not isinstance(sizes, list):
+        raise FrameError("not a JSON object with parts")
+    parts, start = [], 0
+    for size in sizes:
+        if not (isinstance(size, list) and [type(field) for field in size] == [str, int] and size[1] >= 0):
+            raise FrameError("a part is not [name, bytes]")
+        parts.append((size[0], payload[start : start + size[1]]))
+        start += size[1]
+    if start != len(payload):
+        raise FrameError("the parts do not add up to the message's length")
+    return message, parts
 
 
-def send(fd: int, message: dict[str, Any], payload: bytes = b"") -> None:
+def send(fd: int, message: dict[str, Any], parts: Sequence[tuple[str, bytes]] = ()) -> None:
     """Writes a frame to a blocking descriptor."""
-    data = memoryview(encode(message, payload))
+    data = memoryview(encode(message, parts))
     while data:
         data = data[os.write(fd, data) :]
 
 
-def receive(fd: int) -> tuple[dict[str, Any], bytes] | None:
+def receive(fd: int) -> tuple[dict[str, Any], Parts] | None:
     """Reads a frame from a blocking descriptor; None at its end.
 
     Raises:
@@ -76,13 +92,11 @@ def receive(fd: int) -> tuple[dict[str, Any], bytes] | None:
     header = _read(fd, HEADER.size)
     if not header:
         return None
-    if len(header) < HEADER.size:
-        raise FrameError("the connection ended within a message")
-    text, payload = lengths(header)
+    text, payload = lengths(header) if len(header) == HEADER.size else (0, 1)
     body = _read(fd, text + payload)
     if len(body) < text + payload:
         raise FrameError("the connection ended within a message")
-    return decode(body[:text]), body[text:]
+    return decode(body[:text], body[text:])
 
 
 def _read(fd: int, size: int) -> bytes:

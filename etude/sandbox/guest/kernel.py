@@ -1,7 +1,8 @@
 """Thin wrappers of the Linux system calls that Python lacks (`unshare`, `mount`, capabilities …).
 
 Invariant: every function either succeeds or raises `OSError` with the kernel's errno. Constants carry the
-kernel's own names. Policy is left to the callers.
+kernel's own names. Policy is left to the callers. Inside a user namespace made here exactly one user and one group exist,
+mapped to the caller's own outside; no id can be mapped or switched to afterwards.
 """
 
 from __future__ import annotations
@@ -18,6 +19,9 @@ CLONE_NEWIPC = 0x08000000
 CLONE_NEWUSER = 0x10000000
 CLONE_NEWPID = 0x20000000
 CLONE_NEWNET = 0x40000000
+ALL_NAMESPACES = (
+    CLONE_NEWNS | CLONE_NEWCGROUP | CLONE_NEWUTS | CLONE_NEWIPC | CLONE_NEWUSER | CLONE_NEWPID | CLONE_NEWNET
+)
 
 MS_RDONLY = 1
 MS_NOSUID = 2
@@ -74,6 +78,21 @@ def _checked(result: int, what: str) -> int:
 def unshare(flags: int) -> None:
     """Moves this process into new namespaces."""
     _checked(_libc.unshare(flags), "unshare")
+
+
+def enter_user_namespace(inner_id: int, further_flags: int = 0) -> None:
+    """A new user namespace (and those of `further_flags`) in which this process's user and group are `inner_id`."""
+    user, group = os.geteuid(), os.getegid()
+    prctl(PR_SET_DUMPABLE, 1)  # or /proc/self would belong to the host's root
+    unshare(CLONE_NEWUSER | further_flags)
+    prctl(PR_SET_DUMPABLE, 1)
+    for name, text in (
+        ("setgroups", "deny"),
+        ("uid_map", f"{inner_id} {user} 1"),
+        ("gid_map", f"{inner_id} {group} 1"),
+    ):
+        with open(f"/proc/self/{name}", "wb", buffering=0) as file:
+            file.write(text.encode())
 
 
 def setns(fd: int, kind: int) -> None:

@@ -1,7 +1,10 @@
-"""Builds the jail with system calls only, and starts the fork server in it: the mode `namespaces`.
+"""Builds the jail with system calls only, and starts the fork server in it: the mode `namespaces`. On a root host it first
+mounts what the jail needs at accessible places and drops root, in either mode.
 
 Invariant: the fork server is a freshly executed interpreter whose root holds the read-only binds of the plan and nothing
-else; when any step fails, nothing is started. The steps and their order are bubblewrap's.
+else; when any step fails, nothing is started. The steps and their order are bubblewrap's. Whatever comes after the first
+step of a root host runs as an unprivileged user that owns nothing and has no capabilities; the mounts made by then are
+visible only to it and its descendants.
 """
 
 from __future__ import annotations
@@ -12,25 +15,20 @@ import sys
 from typing import Any
 
 from . import kernel
-from .identity import enter_user_namespace
-
-_OTHER_NAMESPACES = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWCGROUP
-)
 
 
 def main(arguments: list[str]) -> None:
-    """Takes the plan as JSON and the fork server's command line; ends when the fork server does."""
-    plan, command = json.loads(arguments[0]), arguments[1:]
+    """Takes the plan as JSON, the user to become (-1: none), and the command line to execute: in the jail that it builds, or
+    for the mode "bubblewrap", which builds its own, at once. Ends when the fork server does."""
+    plan, host_id, mode, command = json.loads(arguments[0]), int(arguments[1]), arguments[2], arguments[3:]
     try:
+        if host_id >= 0:
+            _drop_root(plan["staged"], host_id)
+        if mode == "bubblewrap":
+            os.execve(command[0], command, dict(os.environ))
         # Not as its root: what of a supervisor is closed to its own user belongs to the root of the namespace it was
         # started in, and a program is the same user.
-        enter_user_namespace(os.geteuid(), _OTHER_NAMESPACES)
+        kernel.enter_user_namespace(os.geteuid(), kernel.ALL_NAMESPACES & ~kernel.CLONE_NEWUSER)
         pid = os.fork()
         if pid == 0:
             kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
@@ -42,6 +40,18 @@ def main(arguments: list[str]) -> None:
         os._exit(1)
     os.closerange(3, 256)  # the fork server must be the only one to hold its end of the socket
     os._exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) & 0xFF)
+
+
+def _drop_root(staged: list[list[str]], host_id: int) -> None:
+    """Binds each staged path where the jail's user may reach it, and becomes that user and group, for good."""
+    kernel.unshare(kernel.CLONE_NEWNS)
+    kernel.mount("", "/", "", kernel.MS_REC | kernel.MS_PRIVATE)
+    for source, place in staged:
+        kernel.mount(source, place, "", kernel.MS_BIND | kernel.MS_REC)
+    os.setgroups([])
+    os.setresgid(host_id, host_id, host_id)
+    os.setresuid(host_id, host_id, host_id)
+    os.chdir("/")
 
 
 def _build_root(plan: dict[str, Any]) -> None:

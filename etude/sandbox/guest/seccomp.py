@@ -21,169 +21,102 @@ _OFFSET_NUMBER, _OFFSET_ARCH, _OFFSET_ARGUMENTS = 0, 4, 16
 _LAST_KNOWN_CALL = 466  # removexattrat, Linux 6.13
 
 _ARCH = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
+_Calls = dict[str, "tuple[int | None, int | None]"]
+"""Each call's numbers on x86-64 and 64-bit ARM, where it has one."""
 
-_NAMESPACE_FLAGS = (
-    kernel.CLONE_NEWNS
-    | kernel.CLONE_NEWCGROUP
-    | kernel.CLONE_NEWUTS
-    | kernel.CLONE_NEWIPC
-    | kernel.CLONE_NEWUSER
-    | kernel.CLONE_NEWPID
-    | kernel.CLONE_NEWNET
-)
-_SAME_NUMBER_EVERYWHERE = {
-    "pidfd_getfd": 438,
-    "process_madvise": 440,
-    "mount_setattr": 442,
-    "quotactl_fd": 443,
-    "memfd_secret": 447,
-    "process_mrelease": 448,
-    "set_mempolicy_home_node": 450,
-    "open_tree": 428,
-    "move_mount": 429,
-    "fsopen": 430,
-    "fsconfig": 431,
-    "fsmount": 432,
-    "fspick": 433,
-    "io_uring_setup": 425,
-    "io_uring_enter": 426,
-    "io_uring_register": 427,
-    "statmount": 457,
-    "listmount": 458,
-    "lsm_set_self_attr": 460,
+_DENIED: _Calls = {
+    "ptrace": (101, 117),
+    "process_vm_readv": (310, 270),
+    "process_vm_writev": (311, 271),
+    "kcmp": (312, 272),
+    "mount": (165, 40),
+    "umount2": (166, 39),
+    "pivot_root": (155, 41),
+    "chroot": (161, 51),
+    "unshare": (272, 97),
+    "setns": (308, 268),
+    "add_key": (248, 217),
+    "request_key": (249, 218),
+    "keyctl": (250, 219),
+    "bpf": (321, 280),
+    "userfaultfd": (323, 282),
+    "perf_event_open": (298, 241),
+    "kexec_load": (246, 104),
+    "kexec_file_load": (320, 294),
+    "init_module": (175, 105),
+    "finit_module": (313, 273),
+    "delete_module": (176, 106),
+    "create_module": (174, None),
+    "reboot": (169, 142),
+    "swapon": (167, 224),
+    "swapoff": (168, 225),
+    "sethostname": (170, 161),
+    "setdomainname": (171, 162),
+    "iopl": (172, None),
+    "ioperm": (173, None),
+    "modify_ldt": (154, None),
+    "acct": (163, 89),
+    "quotactl": (179, 60),
+    "syslog": (103, 116),
+    "settimeofday": (164, 170),
+    "clock_settime": (227, 112),
+    "adjtimex": (159, 171),
+    "clock_adjtime": (305, 266),
+    "lookup_dcookie": (212, 18),
+    "name_to_handle_at": (303, 264),
+    "open_by_handle_at": (304, 265),
+    "fanotify_init": (300, 262),
+    "vhangup": (153, 58),
+    "migrate_pages": (256, 238),
+    "move_pages": (279, 239),
+    "uselib": (134, None),
+    "personality": (135, 92),
+    "memfd_create": (319, 279),
+    "shmget": (29, 194),
+    "msgget": (68, 186),
+    "semget": (64, 190),
+    "pidfd_getfd": (438, 438),
+    "process_madvise": (440, 440),
+    "mount_setattr": (442, 442),
+    "quotactl_fd": (443, 443),
+    "memfd_secret": (447, 447),
+    "process_mrelease": (448, 448),
+    "set_mempolicy_home_node": (450, 450),
+    "open_tree": (428, 428),
+    "move_mount": (429, 429),
+    "fsopen": (430, 430),
+    "fsconfig": (431, 431),
+    "fsmount": (432, 432),
+    "fspick": (433, 433),
+    "io_uring_setup": (425, 425),
+    "io_uring_enter": (426, 426),
+    "io_uring_register": (427, 427),
+    "statmount": (457, 457),
+    "listmount": (458, 458),
+    "lsm_set_self_attr": (460, 460),
 }
-_DENIED = {
-    "x86_64": {
-        "ptrace": 101,
-        "process_vm_readv": 310,
-        "process_vm_writev": 311,
-        "kcmp": 312,
-        "mount": 165,
-        "umount2": 166,
-        "pivot_root": 155,
-        "chroot": 161,
-        "unshare": 272,
-        "setns": 308,
-        "add_key": 248,
-        "request_key": 249,
-        "keyctl": 250,
-        "bpf": 321,
-        "userfaultfd": 323,
-        "perf_event_open": 298,
-        "kexec_load": 246,
-        "kexec_file_load": 320,
-        "init_module": 175,
-        "finit_module": 313,
-        "delete_module": 176,
-        "create_module": 174,
-        "reboot": 169,
-        "swapon": 167,
-        "swapoff": 168,
-        "sethostname": 170,
-        "setdomainname": 171,
-        "iopl": 172,
-        "ioperm": 173,
-        "modify_ldt": 154,
-        "acct": 163,
-        "quotactl": 179,
-        "syslog": 103,
-        "settimeofday": 164,
-        "clock_settime": 227,
-        "adjtimex": 159,
-        "clock_adjtime": 305,
-        "lookup_dcookie": 212,
-        "name_to_handle_at": 303,
-        "open_by_handle_at": 304,
-        "fanotify_init": 300,
-        "vhangup": 153,
-        "migrate_pages": 256,
-        "move_pages": 279,
-        "uselib": 134,
-        "personality": 135,
-        "memfd_create": 319,
-        "shmget": 29,
-        "msgget": 68,
-        "semget": 64,
-    },
-    "aarch64": {
-        "ptrace": 117,
-        "process_vm_readv": 270,
-        "process_vm_writev": 271,
-        "kcmp": 272,
-        "mount": 40,
-        "umount2": 39,
-        "pivot_root": 41,
-        "chroot": 51,
-        "unshare": 97,
-        "setns": 268,
-        "add_key": 217,
-        "request_key": 218,
-        "keyctl": 219,
-        "bpf": 280,
-        "userfaultfd": 282,
-        "perf_event_open": 241,
-        "kexec_load": 104,
-        "kexec_file_load": 294,
-        "init_module": 105,
-        "finit_module": 273,
-        "delete_module": 106,
-        "reboot": 142,
-        "swapon": 224,
-        "swapoff": 225,
-        "sethostname": 161,
-        "setdomainname": 162,
-        "acct": 89,
-        "quotactl": 60,
-        "syslog": 116,
-        "settimeofday": 170,
-        "clock_settime": 112,
-        "adjtimex": 171,
-        "clock_adjtime": 266,
-        "lookup_dcookie": 18,
-        "name_to_handle_at": 264,
-        "open_by_handle_at": 265,
-        "fanotify_init": 262,
-        "vhangup": 58,
-        "migrate_pages": 238,
-        "move_pages": 239,
-        "personality": 92,
-        "memfd_create": 279,
-        "shmget": 194,
-        "msgget": 186,
-        "semget": 190,
-    },
-}
-"""By architecture, the calls that fail with EPERM. The last four create memory outside any process's resident set, which
-the supervisor would not see grow."""
-_ABSENT = {
-    "x86_64": {
-        "clone3": 435,
-        "vmsplice": 278,
-        "splice": 275,
-        "tee": 276,
-        "io_setup": 206,
-        "inotify_init": 253,
-        "inotify_init1": 294,
-        "inotify_add_watch": 254,
-        "inotify_rm_watch": 255,
-    },
-    "aarch64": {
-        "clone3": 435,
-        "vmsplice": 75,
-        "splice": 76,
-        "tee": 77,
-        "io_setup": 0,
-        "inotify_init1": 26,
-        "inotify_add_watch": 27,
-        "inotify_rm_watch": 28,
-    },
+"""Those that fail with EPERM. `memfd_create`, `shmget`, `msgget` and `semget` create memory outside any process's resident
+set, which the supervisor would not see grow."""
+_ABSENT: _Calls = {
+    "clone3": (435, 435),
+    "vmsplice": (278, 75),
+    "splice": (275, 76),
+    "tee": (276, 77),
+    "io_setup": (206, 0),
+    "inotify_init": (253, None),
+    "inotify_init1": (294, 26),
+    "inotify_add_watch": (254, 27),
+    "inotify_rm_watch": (255, 28),
 }
 """Those that fail with ENOSYS, so that a program does without. `clone3` has its flags in memory, where no filter looks: the
 C library falls back to `clone`. The next three hold pages in pipes that no process has mapped. The rest draw on counts
 that the host's user has once for all runs, and inotify watches what others do to the files that everybody sees."""
-_WITHOUT_EFFECT = {
-    "x86_64": {"sync": 162, "syncfs": 306, "fsync": 74, "fdatasync": 75, "sync_file_range": 277},
-    "aarch64": {"sync": 81, "syncfs": 267, "fsync": 82, "fdatasync": 83, "sync_file_range": 84},
+_WITHOUT_EFFECT: _Calls = {
+    "sync": (162, 81),
+    "syncfs": (306, 267),
+    "fsync": (74, 82),
+    "fdatasync": (75, 83),
+    "sync_file_range": (277, 84),
 }
 """Those that succeed and do nothing. A run's files are in memory; these would only flush the host's."""
 
@@ -198,11 +131,6 @@ _MAP_HUGETLB, _MADV_PAGEOUT, _MS_SYNC, _POSIX_FADV_DONTNEED = 0x40000, 21, 4, 4
 
 _Condition = Callable[[int], list[bytes]]
 """Instructions that continue if it holds, else skip the given number of further instructions."""
-
-
-def denied_calls(machine: str) -> dict[str, int]:
-    """The names and numbers of the calls that fail with EPERM whatever their arguments."""
-    return {**_SAME_NUMBER_EVERYWHERE, **_DENIED[machine]}
 
 
 def _instruction(code: int, value: int, if_true: int = 0, if_false: int = 0) -> bytes:
@@ -254,7 +182,7 @@ def _sockets() -> list[bytes]:
 
 
 _RULES = {
-    "clone": _rule(errno.EPERM, _has(0, _NAMESPACE_FLAGS)),
+    "clone": _rule(errno.EPERM, _has(0, kernel.ALL_NAMESPACES)),
     "socket": _sockets(),
     "socketpair": _sockets(),
     "ioctl": _rule(errno.EPERM, _is(1, _TIOCSTI, _TIOCLINUX)),
@@ -279,46 +207,31 @@ _RULES = {
     },
 }
 """What ends a call that is allowed with other arguments."""
-_CALLS_WITH_RULES = {
-    "x86_64": {
-        "clone": 56,
-        "socket": 41,
-        "socketpair": 53,
-        "ioctl": 16,
-        "fcntl": 72,
-        "setsockopt": 54,
-        "mmap": 9,
-        "madvise": 28,
-        "fadvise64": 221,
-        "msync": 26,
-        "prlimit64": 302,
-        "sched_setaffinity": 203,
-        "sched_setscheduler": 144,
-        "sched_setparam": 142,
-        "sched_setattr": 314,
-        "setpriority": 141,
-        "ioprio_set": 251,
-    },
-    "aarch64": {
-        "clone": 220,
-        "socket": 198,
-        "socketpair": 199,
-        "ioctl": 29,
-        "fcntl": 25,
-        "setsockopt": 208,
-        "mmap": 222,
-        "madvise": 233,
-        "fadvise64": 223,
-        "msync": 227,
-        "prlimit64": 261,
-        "sched_setaffinity": 122,
-        "sched_setscheduler": 119,
-        "sched_setparam": 118,
-        "sched_setattr": 274,
-        "setpriority": 140,
-        "ioprio_set": 30,
-    },
+_CALLS_WITH_RULES: _Calls = {
+    "clone": (56, 220),
+    "socket": (41, 198),
+    "socketpair": (53, 199),
+    "ioctl": (16, 29),
+    "fcntl": (72, 25),
+    "setsockopt": (54, 208),
+    "mmap": (9, 222),
+    "madvise": (28, 233),
+    "fadvise64": (221, 223),
+    "msync": (26, 227),
+    "prlimit64": (302, 261),
+    "sched_setaffinity": (203, 122),
+    "sched_setscheduler": (144, 119),
+    "sched_setparam": (142, 118),
+    "sched_setattr": (314, 274),
+    "setpriority": (141, 140),
+    "ioprio_set": (251, 30),
 }
+
+
+def numbers(calls: _Calls, machine: str) -> dict[str, int]:
+    """The calls of a table that this architecture has."""
+    column = tuple(_ARCH).index(machine)
+    return {name: number for name, columns in calls.items() if (number := columns[column]) is not None}
 
 
 def _only_when_call_is(number: int, body: list[bytes]) -> list[bytes]:
@@ -337,14 +250,10 @@ def assemble(machine: str) -> bytes:
         _instruction(_JGT, _LAST_KNOWN_CALL, 0, 1),  # x32's numbers, which have bit 30 set, too
         _answer(errno.ENOSYS),
     ]
-    for name, number in _CALLS_WITH_RULES[machine].items():
+    for name, number in numbers(_CALLS_WITH_RULES, machine).items():
         program += _only_when_call_is(number, [*_RULES[name], allow])
-    for calls, answer in (
-        (denied_calls(machine), errno.EPERM),
-        (_ABSENT[machine], errno.ENOSYS),
-        (_WITHOUT_EFFECT[machine], 0),
-    ):
-        for number in sorted(calls.values()):
+    for calls, answer in ((_DENIED, errno.EPERM), (_ABSENT, errno.ENOSYS), (_WITHOUT_EFFECT, 0)):
+        for number in sorted(numbers(calls, machine).values()):
             program += _only_when_call_is(number, [_answer(answer)])
     program.append(allow)
     return b"".join(program)

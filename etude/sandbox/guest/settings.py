@@ -34,8 +34,6 @@ class Settings:
     """The whole environment of every program."""
     preload: tuple[str, ...] = ()
     """Modules imported once, before the first run."""
-    admission: bool = False
-    """Whether a supervisor must wait for the host before it forks: it is moved into a control group meanwhile."""
 
     def encode(self) -> str:
         """As one command-line argument."""

@@ -14,7 +14,7 @@ from uuid import uuid4
 
 from etude.errors import DataError, ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.trace import rollout_trace_op
 
 NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not improve on the last answer
@@ -91,15 +91,4 @@ class AnswerTool(BaseTool):
 
 def answer_schema(name: str, description: str, answer: str) -> dict[str, Any]:
     """The schema of a function with one string argument `answer`, described by `answer`."""
-    return {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": description,
-            "parameters": {
-                "type": "object",
-                "properties": {"answer": {"type": "string", "description": answer}},
-                "required": ["answer"],
-            },
-        },
-    }
+    return function_schema(name, description, ["answer"], answer={"type": "string", "description": answer})

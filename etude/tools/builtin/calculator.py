@@ -16,30 +16,22 @@ from pydantic import Field
 
 from etude.errors import ToolError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 Number = int | float
 
 MAX_BITS = 2048  # about 600 digits: more than any arithmetic question needs
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "calculator",
-        "description": "Evaluates an arithmetic expression and returns its value.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "expression": {
-                    "type": "string",
-                    "description": "Numbers, + - * / // % ** and parentheses, for example (3 + 4) * 12",
-                }
-            },
-            "required": ["expression"],
-        },
+_SCHEMA = function_schema(
+    "calculator",
+    "Evaluates an arithmetic expression and returns its value.",
+    ["expression"],
+    expression={
+        "type": "string",
+        "description": "Numbers, + - * / // % ** and parentheses, for example (3 + 4) * 12",
     },
-}
+)
 _SIGNS = str.maketrans({"×": "*", "·": "*", "÷": "/", "−": "-", "–": "-"})
 
 

@@ -1,7 +1,9 @@
-"""`FrameExtractionTool`: gives the model frames of a row's video.
+"""`FrameExtractionTool`: gives the model frames of a row's video; `FRAMES` remembers them for the other tools of the set.
 
 Invariant: frames are the midpoints of equal parts of the requested span, so that equal arguments give equal frames; a
-call gives at most `max_frames`.
+call gives at most `max_frames`. A trajectory sees only its own frames, numbered from 0 in the order of extraction;
+nothing is kept after the extracting tool is released. A reference is a file and a time: each tool decodes it at
+its own resolution.
 """
 
 from __future__ import annotations
@@ -17,28 +19,72 @@ from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
 from etude.options.types import Count, Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
-from etude.tools.builtin.frames import FRAMES, FrameReference, trajectory_of
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "execute_frame_extraction",
-        "description": "Shows frames of the video, evenly spread over it or over a part of it.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "start": {"type": "number", "description": "Seconds at which the part begins; default: the beginning"},
-                "end": {"type": "number", "description": "Seconds at which the part ends; default: the end"},
-                "num_frames": {"type": "integer", "description": "How many frames to show"},
-            },
-            "required": [],
-        },
-    },
-}
+_SCHEMA = function_schema(
+    "execute_frame_extraction",
+    "Shows frames of the video, evenly spread over it or over a part of it.",
+    start={"type": "number", "description": "Seconds at which the part begins; default: the beginning"},
+    end={"type": "number", "description": "Seconds at which the part ends; default: the end"},
+    num_frames={"type": "integer", "description": "How many frames to show"},
+)
+MAX_FRAMES = 256  # per trajectory
+
+
+@dataclass(frozen=True)
+class FrameReference:
+    """The frame of the video `path` at `seconds`."""
+
+    path: str
+    seconds: float
+
+
+class FrameReferences:
+    """Frames by trajectory; one object is shared by the tools of a process."""
+
+    def __init__(self) -> None:
+        self._of: dict[str, list[FrameReference]] = {}
+
+    def add(self, trajectory: str, frames: list[FrameReference]) -> int:
+        """Appends `frames`; returns the number of the first.
+
+        Raises:
+            ToolError: the trajectory would have more than `MAX_FRAMES`.
+        """
+        held = self._of.setdefault(trajectory, [])
+        if len(held) + len(frames) > MAX_FRAMES:
+            raise ToolError(f"Error: a conversation may extract {MAX_FRAMES} frames; use those you have")
+        held.extend(frames)
+        return len(held) - len(frames)
+
+    def get(self, trajectory: str, number: object) -> tuple[int, FrameReference]:
+        """(number, frame): frame `number`, or the last one where `number` is None.
+
+        Raises:
+            ToolError: there is no such frame.
+        """
+        held = self._of.get(trajectory)
+        if not held:
+            raise ToolError("Error: no frame has been extracted yet; call execute_frame_extraction first")
+        chosen = len(held) - 1 if number is None else number
+        if not isinstance(chosen, int) or isinstance(chosen, bool) or not 0 <= chosen < len(held):
+            raise ToolError(f"Error: there is no frame {chosen!r}; frames are numbered from 0 to {len(held) - 1}")
+        return chosen, held[chosen]
+
+    def forget(self, trajectory: str) -> None:
+        """Drops what the trajectory extracted."""
+        self._of.pop(trajectory, None)
+
+
+FRAMES = FrameReferences()
+
+
+def trajectory_of(instance_id: str, tool_name: str) -> str:
+    """The trajectory of an instance of `tool_name`: the session names it `<trajectory>:<tool>`."""
+    return instance_id.removesuffix(f":{tool_name}")
 
 
 class VideoOptions(ToolOptions):

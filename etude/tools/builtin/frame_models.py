@@ -2,7 +2,7 @@
 
 Invariant: without a model the run does not start. The model is loaded once per process, on first use, and called in
 a thread (or awaited, if asynchronous), `num_workers` calls at once; its output is validated before the policy sees it.
-Keeping track of frames is left to `frames`.
+Keeping track of frames is left to `frame_extraction`.
 """
 
 from __future__ import annotations
@@ -19,9 +19,8 @@ from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
 from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
-from etude.tools.builtin.frame_extraction import VideoOptions
-from etude.tools.builtin.frames import FRAMES, trajectory_of
+from etude.tools.base import BaseTool, function_schema
+from etude.tools.builtin.frame_extraction import FRAMES, VideoOptions, trajectory_of
 from etude.tools.builtin.video import read_frames, require_av
 from etude.tools.options import read_options
 from etude.trace import rollout_trace_op
@@ -135,21 +134,12 @@ class ObjectDetectionTool(FrameModelTool):
 
     name = "execute_object_detection"
     call = 'model(image, labels=None) -> [{"label": text, "score": number, "box": [x1, y1, x2, y2]}, …]'
-    schema: ClassVar[dict[str, Any]] = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Finds objects in a frame of the video. Boxes are fractions of its width and height.",
-            "parameters": {
-                "type": "object",
-                "properties": {
-                    "frame": _FRAME,
-                    "labels": {"type": "array", "items": {"type": "string"}, "description": "What to look for"},
-                },
-                "required": [],
-            },
-        },
-    }
+    schema = function_schema(
+        name,
+        "Finds objects in a frame of the video. Boxes are fractions of its width and height.",
+        frame=_FRAME,
+        labels={"type": "array", "items": {"type": "string"}, "description": "What to look for"},
+    )
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """`labels`: texts, or None for all that the model knows."""
@@ -175,18 +165,12 @@ class FrameCaptionTool(FrameModelTool):
 
     name = "execute_frame_caption"
     call = "model(image, prompt=None, model_name=…) -> text"
-    schema: ClassVar[dict[str, Any]] = {
-        "type": "function",
-        "function": {
-            "name": name,
-            "description": "Describes a frame of the video in words.",
-            "parameters": {
-                "type": "object",
-                "properties": {"frame": _FRAME, "prompt": {"type": "string", "description": "What to attend to"}},
-                "required": [],
-            },
-        },
-    }
+    schema = function_schema(
+        name,
+        "Describes a frame of the video in words.",
+        frame=_FRAME,
+        prompt={"type": "string", "description": "What to attend to"},
+    )
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """`prompt`: a text or None."""

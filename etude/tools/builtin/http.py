@@ -1,23 +1,24 @@
 """`JsonService`: bounded JSON requests to one HTTP service.
 
 Invariant: an answer is read up to `max_body_bytes`, counted before and after decompression; redirects are not followed;
-errors name only the host, so that no key in a header or address reaches a log or a model. Connections are
-pooled per event loop and live as long as some trajectory holds them.
+errors name only the host, so that no key in a header or address reaches a log or a model. A service's connections live in
+one background loop, shared by all event loops of the process, and are closed with the service.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
+import weakref
 import zlib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
-from weakref import WeakKeyDictionary
 
 import aiohttp
 
+from etude.bounded import background_loop
 from etude.errors import InfrastructureError, ToolError, one_line
 
 _REFUSED_BY_CONTENT = (400, 413, 414, 422)  # the client errors that the model's arguments can cause
@@ -25,14 +26,8 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 _HEADERS = {"Accept": "application/json", "Accept-Encoding": "identity", "User-Agent": "etude"}
 
 
-@dataclass
-class _Pool:
-    session: aiohttp.ClientSession | None = None
-    holders: set[str] = field(default_factory=set)
-
-
 class JsonService:
-    """The service at `url`; at most `connections` requests run at once in one event loop."""
+    """The service at `url`; at most `connections` requests run at once."""
 
     def __init__(
         self,
@@ -48,21 +43,8 @@ class JsonService:
         self._connections = connections
         self._max_body_bytes = max_body_bytes
         self._headers = {**_HEADERS, **(headers or {})}
-        self._pools: WeakKeyDictionary[asyncio.AbstractEventLoop, _Pool] = WeakKeyDictionary()
-
-    def hold(self, instance_id: str) -> None:
-        """Keeps the running loop's connections open until `drop(instance_id)`."""
-        self._pools.setdefault(asyncio.get_running_loop(), _Pool()).holders.add(instance_id)
-
-    async def drop(self, instance_id: str) -> None:
-        """Ends a hold; the last one of a loop closes its connections."""
-        pool = self._pools.get(asyncio.get_running_loop())
-        if pool is None:
-            return
-        pool.holders.discard(instance_id)
-        if not pool.holders and pool.session is not None:
-            session, pool.session = pool.session, None
-            await session.close()
+        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # one; a forked child has its own
+        weakref.finalize(self, _close, self._sessions)
 
     async def request(
         self,
@@ -72,7 +54,7 @@ class JsonService:
         params: Mapping[str, str] | None = None,
         body: object | None = None,
     ) -> Any:
-        """The decoded JSON of one answer; the caller must hold the connections.
+        """The decoded JSON of one answer.
 
         Raises:
             ToolError: the service rejects the model's request (HTTP 400, 413, 414, 422).
@@ -101,16 +83,9 @@ class JsonService:
             InfrastructureError: no answer within `seconds`, no connection, or an answer that is too long.
         """
         url = url or self.url
+        work = self._fetch(method, url, params=params, json=body, timeout=aiohttp.ClientTimeout(total=seconds))
         try:
-            async with self._session().request(
-                method,
-                url,
-                params=params,
-                json=body,
-                allow_redirects=False,
-                timeout=aiohttp.ClientTimeout(total=seconds),
-            ) as response:
-                return response.status, await self._read(response)
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, background_loop("etude-http")))
         except asyncio.TimeoutError:
             raise InfrastructureError(f"{self.host} gave no answer within {seconds:g} s") from None
         except (aiohttp.ClientError, OSError, ValueError) as error:
@@ -118,19 +93,18 @@ class JsonService:
             line = one_line(error).replace(url, self.host)
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
-    def _session(self) -> aiohttp.ClientSession:
-        pool = self._pools.get(asyncio.get_running_loop())
-        if pool is None or not pool.holders:
-            raise RuntimeError("a request needs a hold: create the tool's instance first")
-        if pool.session is None or pool.session.closed:
-            pool.session = aiohttp.ClientSession(
+    async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes]:
+        loop = asyncio.get_running_loop()
+        if loop not in self._sessions:
+            self._sessions[loop] = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 trust_env=self._through_proxy,
             )
-        return pool.session
+        async with self._sessions[loop].request(method, url, allow_redirects=False, **details) as response:
+            return response.status, await self._read(response)
 
     def _check(self, status: int) -> None:
         if status in _REFUSED_BY_CONTENT:
@@ -165,3 +139,10 @@ class JsonService:
         if len(inflated) > self._max_body_bytes:
             raise InfrastructureError(f"{self.host} answered with more than {self._max_body_bytes} bytes")
         return inflated
+
+
+def _close(sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
+    session = sessions.get(loop := background_loop("etude-http"))
+    if session is not None:
+        with contextlib.suppress(Exception):  # the process may be about to end
+            asyncio.run_coroutine_threadsafe(session.close(), loop).result(1.0)

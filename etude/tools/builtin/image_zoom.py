@@ -16,7 +16,7 @@ from etude.bounded import BlockingCalls
 from etude.errors import DataError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -29,27 +29,19 @@ Box = tuple[int, int, int, int]
 BAD_BOX_REWARD = -0.05
 MAX_ASPECT_RATIO = 100
 MAX_LABEL_CHARS = 200
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "image_zoom_in_tool",
-        "description": "Shows a region of the image by itself, given its bounding box and, if you like, a label.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "bbox_2d": {
-                    "type": "array",
-                    "items": {"type": "number"},
-                    "minItems": 4,
-                    "maxItems": 4,
-                    "description": "[x1, y1, x2, y2]: left, top, right and bottom of the region",
-                },
-                "label": {"type": "string", "description": "What the region shows"},
-            },
-            "required": ["bbox_2d"],
-        },
+_SCHEMA = function_schema(
+    "image_zoom_in_tool",
+    "Shows a region of the image by itself, given its bounding box and, if you like, a label.",
+    ["bbox_2d"],
+    bbox_2d={
+        "type": "array",
+        "items": {"type": "number"},
+        "minItems": 4,
+        "maxItems": 4,
+        "description": "[x1, y1, x2, y2]: left, top, right and bottom of the region",
     },
-}
+    label={"type": "string", "description": "What the region shows"},
+)
 
 
 class ImageZoomOptions(ToolOptions):

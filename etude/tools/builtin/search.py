@@ -9,45 +9,36 @@ from __future__ import annotations
 
 import json
 from typing import Any, Literal
-from uuid import uuid4
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.http import JsonService
-from etude.tools.builtin.web_search import checked_query, checked_url
-from etude.tools.options import CallPolicy, ToolOptions, read_options
+from etude.tools.builtin.web_search import checked_query
+from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 NOTHING_FOUND = "No search results found."
 _SEPARATOR = "\n---\n"
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "search",
-        "description": "Searches a collection of documents and returns the best passages for each query.",
-        "parameters": {
-            "type": "object",
-            "properties": {
-                "query_list": {
-                    "type": "array",
-                    "items": {"type": "string"},
-                    "description": "One or more complete queries, each answered by itself",
-                }
-            },
-            "required": ["query_list"],
-        },
+_SCHEMA = function_schema(
+    "search",
+    "Searches a collection of documents and returns the best passages for each query.",
+    ["query_list"],
+    query_list={
+        "type": "array",
+        "items": {"type": "string"},
+        "description": "One or more complete queries, each answered by itself",
     },
-}
+)
 
 
 class SearchOptions(ToolOptions):
     """`config` of `search`; the smaller of `num_workers` and `rate_limit` is the number of requests at once."""
 
-    retrieval_service_url: str
+    retrieval_service_url: HttpUrl
     topk: int = Field(default=3, ge=1, le=100)
     num_workers: Count = 120
     rate_limit: Count = 120
@@ -55,11 +46,6 @@ class SearchOptions(ToolOptions):
     max_query_chars: Count = 1000
     max_body_bytes: Count = 8_000_000
     result_format: Literal["json", "text"] = "json"
-
-    @field_validator("retrieval_service_url")
-    @classmethod
-    def _is_http(cls, value: str) -> str:
-        return checked_url(value)
 
 
 class SearchTool(BaseTool):
@@ -88,12 +74,6 @@ class SearchTool(BaseTool):
         )
         self._timeout = CallPolicy.from_config(config, self.name).timeout
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory; the connection is its only state."""
-        instance_id = instance_id or str(uuid4())
-        self._service.hold(instance_id)
-        return instance_id, ToolResponse()
-
     @rollout_trace_op
     async def execute(
         self,
@@ -118,10 +98,6 @@ class SearchTool(BaseTool):
             text = json.dumps({"result": text}, ensure_ascii=False)
         metrics = {"query_count": len(queries), "status": "success", "total_results": sum(map(len, found))}
         return ToolResponse(text=text), 0.0, metrics
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Drops the connection."""
-        await self._service.drop(instance_id)
 
     def _queries(self, parameters: dict[str, Any]) -> list[str]:
         given = parameters.get("query_list", parameters.get("query"))

@@ -3,95 +3,68 @@
 Invariant: an answered search costs `cost`, whatever it found; an unanswered one is an infrastructure failure and costs
 nothing. What the model reads is bounded: `max_results` results, each cut to `max_snippet_chars`.
 
-`ENGINES` follows the services' public documentation; any other service with JSON answers is described by the same fields
-in the tool's `config`.
+`ENGINES` follows the services' public documentation; any other service with JSON answers is described by the same keys of
+the tool's `config`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
-from urllib.parse import urlsplit
 from uuid import uuid4
 
-from pydantic import Field, field_validator
+from pydantic import Field
 
 from etude.errors import InfrastructureError, ToolError
 from etude.options.types import Count, NonNegative
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool
+from etude.tools.base import BaseTool, function_schema
 from etude.tools.builtin.http import JsonService
-from etude.tools.options import CallPolicy, ToolOptions, read_options
+from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
-_SCHEMA = {
-    "type": "function",
-    "function": {
-        "name": "web_search",
-        "description": "Searches the web and returns the titles and summaries of the first results.",
-        "parameters": {
-            "type": "object",
-            "properties": {"query": {"type": "string", "description": "What to search for"}},
-            "required": ["query"],
-        },
+_SCHEMA = function_schema(
+    "web_search",
+    "Searches the web and returns the titles and summaries of the first results.",
+    ["query"],
+    query={"type": "string", "description": "What to search for"},
+)
+
+ENGINES: dict[str, dict[str, str]] = {
+    "serper": {
+        "url": "https://google.serper.dev/search",
+        "method": "POST",
+        "results": "organic",
+        "auth_header": "X-API-KEY",
+        "auth_prefix": "",
     },
+    "brave": {
+        "url": "https://api.search.brave.com/res/v1/web/search",
+        "count_key": "count",
+        "results": "web.results",
+        "snippet_key": "description",
+        "auth_header": "X-Subscription-Token",
+        "auth_prefix": "",
+    },
+    "tavily": {
+        "url": "https://api.tavily.com/search",
+        "method": "POST",
+        "query_key": "query",
+        "count_key": "max_results",
+        "results": "results",
+        "snippet_key": "content",
+    },
+    "searxng": {"url": "http://127.0.0.1:8888/search?format=json", "results": "results", "snippet_key": "content"},
 }
+"""What `config` need not say of these engines; its own keys come first."""
 
 
-@dataclass(frozen=True)
-class Engine:
-    """One search API; `{engine}` in `url` is replaced by the engine's name.
+class WebSearchOptions(ToolOptions):
+    """`config` of `web_search`. `{engine}` in `url` is replaced by the engine's name.
 
     `results` is the dotted path of the list of results, empty where the answer is that list. `auth_header` carries
     `auth_prefix` and the key. A `GET` sends its arguments in the address, a `POST` in a JSON body.
     """
-
-    url: str = "https://api.{engine}.com/search"
-    method: str = "GET"
-    query_key: str = "q"
-    count_key: str = "num"
-    results: str = ""
-    title_key: str = "title"
-    snippet_key: str = "snippet"
-    auth_header: str = "Authorization"
-    auth_prefix: str = "Bearer "
-
-
-ENGINES = {
-    "serper": Engine(
-        url="https://google.serper.dev/search",
-        method="POST",
-        results="organic",
-        auth_header="X-API-KEY",
-        auth_prefix="",
-    ),
-    "brave": Engine(
-        url="https://api.search.brave.com/res/v1/web/search",
-        count_key="count",
-        results="web.results",
-        snippet_key="description",
-        auth_header="X-Subscription-Token",
-        auth_prefix="",
-    ),
-    "tavily": Engine(
-        url="https://api.tavily.com/search",
-        method="POST",
-        query_key="query",
-        count_key="max_results",
-        results="results",
-        snippet_key="content",
-    ),
-    "searxng": Engine(
-        url="http://127.0.0.1:8888/search?format=json",
-        results="results",
-        snippet_key="content",
-    ),
-}
-"""Engines known by name; any other name starts from `Engine()`."""
-
-
-class WebSearchOptions(ToolOptions):
-    """`config` of `web_search`; fields of `Engine` override the named engine's."""
 
     engine: str = "google"
     api_key: str | None = None
@@ -101,26 +74,15 @@ class WebSearchOptions(ToolOptions):
     max_snippet_chars: Count = 500
     max_body_bytes: Count = 4_000_000
     connections: Count = 100
-    url: str | None = None
-    method: Literal["GET", "POST"] | None = None
-    query_key: str | None = None
-    count_key: str | None = None
-    results: str | None = None
-    title_key: str | None = None
-    snippet_key: str | None = None
-    auth_header: str | None = None
-    auth_prefix: str | None = None
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, value: str | None) -> str | None:
-        return value if value is None else checked_url(value)
-
-    def to_engine(self) -> Engine:
-        """The configured engine, with its address filled in."""
-        given = {key: value for key in Engine.__dataclass_fields__ if (value := getattr(self, key)) is not None}
-        engine = replace(ENGINES.get(self.engine, Engine()), **given)
-        return replace(engine, url=checked_url(engine.url.replace("{engine}", self.engine)))
+    url: HttpUrl = "https://api.{engine}.com/search"
+    method: Literal["GET", "POST"] = "GET"
+    query_key: str = "q"
+    count_key: str = "num"
+    results: str = ""
+    title_key: str = "title"
+    snippet_key: str = "snippet"
+    auth_header: str = "Authorization"
+    auth_prefix: str = "Bearer "
 
 
 @dataclass
@@ -144,14 +106,14 @@ class WebSearchTool(BaseTool):
             ConfigError: one of them is invalid.
         """
         super().__init__(config, tool_schema)
-        self._options = read_options(WebSearchOptions, config, self.name)
-        self._engine = self._options.to_engine()
-        key = self._options.api_key
+        own = {key: value for key, value in config.items() if value is not None}
+        known = ENGINES.get(str(own.get("engine")), {})
+        self._options = options = read_options(WebSearchOptions, {**known, **own}, self.name)
         self._service = JsonService(
-            self._engine.url,
-            connections=self._options.connections,
-            max_body_bytes=self._options.max_body_bytes,
-            headers={self._engine.auth_header: f"{self._engine.auth_prefix}{key}"} if key else {},
+            options.url.replace("{engine}", options.engine),
+            connections=options.connections,
+            max_body_bytes=options.max_body_bytes,
+            headers={options.auth_header: f"{options.auth_prefix}{options.api_key}"} if options.api_key else {},
         )
         self._timeout = CallPolicy.from_config(config, self.name).timeout
         self._instance_dict: dict[str, SearchState] = {}
@@ -160,7 +122,6 @@ class WebSearchTool(BaseTool):
         """Begins a trajectory without searches."""
         instance_id = instance_id or str(uuid4())
         self._instance_dict[instance_id] = SearchState()
-        self._service.hold(instance_id)
         return instance_id, ToolResponse()
 
     @rollout_trace_op
@@ -180,8 +141,8 @@ class WebSearchTool(BaseTool):
         """
         query = checked_query(parameters.get("query"), self._options.max_query_chars)
         wanted = min(max_results or self._options.max_results, self._options.max_results)
-        arguments = {self._engine.query_key: query, self._engine.count_key: wanted}
-        if self._engine.method == "GET":
+        arguments = {self._options.query_key: query, self._options.count_key: wanted}
+        if self._options.method == "GET":
             params = {key: str(value) for key, value in arguments.items()}
             answer = await self._service.request("GET", params=params, seconds=timeout or self._timeout)
         else:
@@ -196,36 +157,23 @@ class WebSearchTool(BaseTool):
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Forgets the trajectory."""
         self._instance_dict.pop(instance_id, None)
-        await self._service.drop(instance_id)
 
     def _results(self, answer: Any) -> list[dict[str, Any]]:
-        for key in filter(None, self._engine.results.split(".")):
+        for key in filter(None, self._options.results.split(".")):
             if isinstance(answer, dict) and key not in answer:
                 return []  # several services omit an empty list
             answer = answer[key] if isinstance(answer, dict) else None
         if not isinstance(answer, list):
-            place = f"at '{self._engine.results}'" if self._engine.results else "in its answer"
+            place = f"at '{self._options.results}'" if self._options.results else "in its answer"
             raise InfrastructureError(f"{self._service.host} gave no list of results {place}; check config.results")
         return [result for result in answer if isinstance(result, dict)]
 
     def _shown(self, results: list[dict[str, Any]]) -> str:
         if not results:
             return "Search results:\nnone"
-        keys, limit = (self._engine.title_key, self._engine.snippet_key), self._options.max_snippet_chars
+        keys, limit = (self._options.title_key, self._options.snippet_key), self._options.max_snippet_chars
         pairs = [[" ".join(str(result.get(key) or "").split())[:limit] for key in keys] for result in results]
         return "Search results:\n" + "\n".join(f"{n}. {title}: {text}" for n, (title, text) in enumerate(pairs, 1))
-
-
-def checked_url(url: str) -> str:
-    """Validates an HTTP `url`.
-
-    Raises:
-        ValueError: it is not.
-    """
-    parts = urlsplit(url)
-    if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"must be an address such as https://host/path, not {url!r}")
-    return url
 
 
 def checked_query(query: object, max_chars: int) -> str:

@@ -8,13 +8,12 @@ The SDK is imported only when the first connection opens.
 """
 
 from etude.tools.mcp.connection import close_connections
-from etude.tools.mcp.discovery import McpSelection, discover_tools
+from etude.tools.mcp.discovery import discover_tools
 from etude.tools.mcp.options import McpServer, anchor_servers
 from etude.tools.mcp.tool import MCPBaseTool
 
 __all__ = [
     "MCPBaseTool",
-    "McpSelection",
     "McpServer",
     "anchor_servers",
     "close_connections",

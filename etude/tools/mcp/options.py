@@ -13,12 +13,12 @@ from typing import Annotated, Any, Literal
 from urllib.parse import urlsplit
 
 from annotated_types import Le
-from pydantic import BeforeValidator, ConfigDict, Field, field_validator, model_validator
+from pydantic import BeforeValidator, ConfigDict, Field, model_validator
 
 from etude.errors import ConfigError
 from etude.options.types import Count, Positive, Text
 from etude.registry import did_you_mean
-from etude.tools.options import ToolOptions, read_section
+from etude.tools.options import HttpUrl, ToolOptions, read_section
 
 Transport = Literal["stdio", "streamable-http", "sse"]
 
@@ -66,7 +66,7 @@ class McpServer(ToolOptions):
     args: tuple[str, ...] = ()
     env: Pairs = Field(default=(), repr=False)
     cwd: Text | None = None
-    url: Text = ""
+    url: HttpUrl = ""
     headers: Pairs = Field(default=(), repr=False)
     auth_token: Text | None = Field(default=None, repr=False)
     num_instances: Annotated[Count, Le(64)] = 1
@@ -74,13 +74,6 @@ class McpServer(ToolOptions):
     connect_attempts: Count = 3
     sse_read_timeout: Positive = 300.0
     max_message_bytes: Count = 16 * 1024 * 1024
-
-    @field_validator("url")
-    @classmethod
-    def _is_http(cls, url: str) -> str:
-        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).netloc:
-            raise ValueError("must begin with http:// or https://")
-        return url
 
     @model_validator(mode="after")
     def _fits(self) -> McpServer:

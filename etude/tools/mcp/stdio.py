@@ -23,7 +23,6 @@ from typing import Any
 
 from etude.bounded import settle
 from etude.tools.mcp.options import McpServer
-from etude.tools.stdio import Out
 
 _PATIENCE_SECONDS = 2.0  # after stdin is closed, and again after SIGTERM
 _POLL_SECONDS = 0.01
@@ -31,6 +30,20 @@ _LAST_LINES_SECONDS = 0.5
 _LOGGED_CHARS = 300
 
 _stopping: set[asyncio.Task[None]] = set()  # kept from the garbage collector
+
+
+class _Out:
+    """Text to a subprocess, written by the loop's own writer, which waits for a slow reader."""
+
+    def __init__(self, writer: asyncio.StreamWriter) -> None:
+        self._writer = writer
+
+    async def write(self, text: str) -> None:
+        self._writer.write(text.encode("utf-8", "replace"))
+        await self._writer.drain()
+
+    async def flush(self) -> None:
+        """`write` does that."""
 
 
 @asynccontextmanager
@@ -64,7 +77,7 @@ async def subprocess_streams(server: McpServer, log_line: Callable[[str], None])
     assert process.stderr is not None
     stderr = asyncio.ensure_future(_log_stderr(process.stderr, log_line))
     incoming: Any = _messages(process.stdout, log_line)
-    outgoing: Any = Out(process.stdin)
+    outgoing: Any = _Out(process.stdin)
     stopping: asyncio.Task[None] | None = None
     try:
         # The SDK's framing is the same on both ends: a server reads from stdin what a client reads from a pipe.

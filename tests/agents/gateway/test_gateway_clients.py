@@ -7,7 +7,7 @@ import ssl
 import openai
 import pytest
 
-from etude.agents.gateway.clients import Clients
+from etude.agents.gateway.agent import Clients
 
 
 def certificate(folder):

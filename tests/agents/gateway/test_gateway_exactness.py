@@ -14,8 +14,8 @@ from gateway_stage import ECHO, SPEC, request_of, session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agents.gateway.answer import as_object
-from etude.agents.gateway.errors import GatewayError
+from etude.agents.gateway.server import as_object
+from etude.agents.gateway.wire import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.inference import NativeEngine, NativeEngineOptions

@@ -10,8 +10,8 @@ from agents_stage import CHAT, QUESTION, SAMPLING, Recorder, context, says
 from gateway_stage import USER, answer, native, roll
 
 from etude.agents import AgentLoopManager, AgentOptions, RolloutOptions
+from etude.agents.base import register_agent_loops
 from etude.agents.gateway import check_openai_agent, openai_agent
-from etude.agents.loops import register_agent_loops
 from etude.config import compose
 from etude.errors import ConfigError, EtudeError
 from etude.options import OpenAIAgentOptions

@@ -11,10 +11,10 @@ from agents_stage import CHAT, TOKENIZER, Recorder, says
 from gateway_stage import ECHO, USER, answer, native, served, session, talk, until
 from starlette.testclient import TestClient
 
-from etude.agents.gateway import SessionRules, SessionStore, serving
-from etude.agents.gateway.errors import GatewayError
-from etude.agents.gateway.server import create_app
+from etude.agents.gateway import SessionRules, serving
+from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.serving import LocalGateway
+from etude.agents.gateway.wire import GatewayError
 from etude.errors import EngineError
 from etude.trajectory import StopReason
 

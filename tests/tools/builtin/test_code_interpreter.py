@@ -9,12 +9,18 @@ import yaml
 from aiohttp import web
 
 from etude.errors import ConfigError, InfrastructureError, ToolError
-from etude.sandbox import CellError, CellResult, CompileResult, Limits, RunResult, RunStatus, SandboxError
+from etude.sandbox import CellError, CellResult, Limits, RunResult, RunStatus, SandboxError
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools import load_tools
 from etude.tools.builtin import builtin_config
-from etude.tools.builtin.code_interpreter import SandboxFusionTool
-from etude.tools.builtin.code_report import MAX_STDERR_CHARS, NOTHING, cell_report, run_report, tail
+from etude.tools.builtin.code_interpreter import (
+    MAX_STDERR_CHARS,
+    NOTHING,
+    SandboxFusionTool,
+    cell_report,
+    run_report,
+    tail,
+)
 
 pytestmark = pytest.mark.usefixtures("isolation")
 
@@ -435,13 +441,11 @@ LIMITS = Limits(wall_seconds=30, memory_mb=512)
         (RunResult(RunStatus.MEMORY_LIMIT, None, "a", ""), "a\n(killed: it used more than 512 MiB of memory)"),
         (RunResult(RunStatus.KILLED, None, "", ""), "(killed: it interfered with its sandbox)"),
         (
-            RunResult(RunStatus.COMPILE_FAILED, None, "", "", compile=CompileResult(RunStatus.FINISHED, 1, "", "E", 1)),
+            RunResult(RunStatus.COMPILE_FAILED, None, "", "", compile=RunResult(RunStatus.FINISHED, 1, "", "E")),
             "(compilation failed)\nE",
         ),
         (
-            RunResult(
-                RunStatus.COMPILE_FAILED, None, "", "", compile=CompileResult(RunStatus.TIME_LIMIT, None, "", "", 1)
-            ),
+            RunResult(RunStatus.COMPILE_FAILED, None, "", "", compile=RunResult(RunStatus.TIME_LIMIT, None, "", "")),
             "(the compiler timed out)",
         ),
     ],

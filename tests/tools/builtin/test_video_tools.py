@@ -9,9 +9,8 @@ import pytest
 from etude.errors import ConfigError, DataError, InfrastructureError, MissingExtraError, ToolError
 from etude.schemas import FunctionCall
 from etude.tools import ToolSession, builtin_config, load_tools
-from etude.tools.builtin.frame_extraction import FrameExtractionTool
+from etude.tools.builtin.frame_extraction import FRAMES, MAX_FRAMES, FrameExtractionTool
 from etude.tools.builtin.frame_models import FrameCaptionTool, ObjectDetectionTool
-from etude.tools.builtin.frames import FRAMES, MAX_FRAMES
 from etude.tools.builtin.video import VideoLimits, read_frames, video_seconds
 
 RATE, SECONDS = 10, 4

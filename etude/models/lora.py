@@ -1,0 +1,133 @@
+"""LoRA through `peft` (Hu et al. 2021, arXiv 2106.09685): W + (alpha / rank) · B A, of which A and B are learned.
+
+Invariant: adapters are put into the model's own modules; it stays the object that it was, so that packing, engines and
+optimizers see a model in which few weights are trainable. New adapters have B = 0 and change nothing, and without them
+(`without_adapters`) the model is the one that was loaded, bit for bit.
+
+State dictionaries keep the names of the model with adapters; `merged_state` gives those of the model without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from etude.errors import CheckpointError, ConfigError, MissingExtraError, one_line
+
+if TYPE_CHECKING:
+    from etude.options import TrainedModelOptions
+
+ADAPTER_FOLDER = "lora_adapter"
+_NAME = "default"  # peft's, of the only adapter
+_FACTORS = (f"lora_A.{_NAME}.weight", f"lora_B.{_NAME}.weight")
+_PREFIX = "base_model.model."  # of the names in a file of peft's
+
+
+def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> None:
+    """Freezes `model` and gives it adapters as the `lora_*` keys say; nothing else of it is trainable afterwards.
+
+    Raises:
+        MissingExtraError: peft is not installed.
+        ConfigError: no module has one of the names.
+    """
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise MissingExtraError("model.lora_rank", "lora") from error
+    names = list(options.target_modules)
+    config = LoraConfig(
+        r=options.lora_rank,
+        lora_alpha=options.lora_alpha,
+        target_modules="all-linear" if names == ["all-linear"] else names,
+        exclude_modules=options.exclude_modules,
+        task_type="CAUSAL_LM",
+        base_model_name_or_path=str(options.path),
+    )
+    model.requires_grad_(False)
+    try:
+        with torch.random.fork_rng():  # the same on every rank, and nobody else's draws change
+            torch.manual_seed(seed)
+            inject_adapter_in_model(config, model)
+    except ValueError as error:
+        raise ConfigError(f"model.target_modules={','.join(names)}: {one_line(error)}") from error
+
+
+def has_adapters(model: Any) -> bool:
+    """Whether `add_adapters` was called on the model (or on the backbone of a value model)."""
+    return next(_layers(model), None) is not None
+
+
+@contextmanager
+def without_adapters(model: Any) -> Iterator[None]:
+    """The model as it was loaded, without gradients; a model that has no adapters stays as it is."""
+    layers = [layer for _, layer in _layers(model)]
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    for layer in layers:
+        layer.enable_adapters(False)
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.enable_adapters(True)
+        for parameter in trained:
+            parameter.requires_grad_()
+
+
+def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """The state dictionary of the same model without adapters: what they add is added to the weights, in float32.
+
+    Args:
+        weights: a state dictionary of the model; None: its own of now.
+    """
+    weights = model.state_dict() if weights is None else weights
+    merged = {n.replace(".base_layer.", "."): t for n, t in weights.items() if not n.endswith(_FACTORS)}
+    for name, layer in _layers(model):
+        first, second = (weights[f"{name}.{factor}"].float() for factor in _FACTORS)
+        weight = merged[f"{name}.weight"]
+        merged[f"{name}.weight"] = torch.add(weight, second @ first, alpha=layer.scaling[_NAME]).to(weight.dtype)
+    return merged
+
+
+def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
+    """Writes the adapters as a folder that `peft.PeftModel.from_pretrained` loads; `weights` as of `merged_state`.
+
+    Raises:
+        CheckpointError: it cannot be written.
+    """
+    from safetensors import SafetensorError
+    from safetensors.torch import save_file
+
+    model = getattr(model, "backbone", model)
+    own = model.state_dict() if weights is None else {n.removeprefix("backbone."): t for n, t in weights.items()}
+    factors = {
+        f"{_PREFIX}{name.replace(f'.{_NAME}.', '.')}": tensor.detach().cpu().contiguous()
+        for name, tensor in own.items()
+        if name.endswith(_FACTORS)
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        model.peft_config[_NAME].save_pretrained(str(folder))
+        save_file(factors, folder / "adapter_model.safetensors")
+    except (OSError, SafetensorError) as error:
+        raise CheckpointError(f"{folder}: cannot save the adapters: {one_line(error)}") from error
+
+
+def is_adapted(part: Any) -> bool:
+    """Whether this module is a linear layer with an adapter as `add_adapters` makes them, switched on."""
+    kind = type(part)
+    return kind.__module__ == "peft.tuners.lora.layer" and kind.__name__ == "Linear" and not part.disable_adapters
+
+
+def factors(part: Any) -> tuple[Tensor, Tensor, float]:
+    """A (rank, in), B (out, rank) and the scale of an adapted layer."""
+    return part.lora_A[_NAME].weight, part.lora_B[_NAME].weight, part.scaling[_NAME]
+
+
+def _layers(model: Any) -> Iterator[tuple[str, Any]]:
+    """The modules with adapters, by name; peft need not be installed where there are none."""
+    return ((name, part) for name, part in model.named_modules() if hasattr(part, "lora_A"))

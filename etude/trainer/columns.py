@@ -1,0 +1,108 @@
+"""The columns that an estimator's record may need and that no worker computes: read off rollouts, where they are asked for.
+
+Invariant: equal rollouts have equal columns, in whatever process, order or batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from hashlib import blake2b
+from numbers import Real
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from etude.errors import DataError
+from etude.protocol import DataProto
+from etude.trainer.rollouts import main_rows, rollouts_of
+from etude.trajectory import Provenance, Rollout, Trajectory
+
+Column: TypeAlias = Tensor | Mapping[str, Tensor]
+_SEQUENCE = 1 << 32  # more than a sequence has turns
+
+
+def read_column(batch: DataProto, name: str) -> Column:
+    """A column of `etude.algorithms.records.COLUMNS`: (rows, response_len), (rows,) or {name: (rows,)}.
+
+    Raises:
+        DataError: observations with images in them.
+    """
+    if name in batch.batch:
+        return batch.batch[name]
+    if name == "reward_components":
+        return reward_components(rollouts_of(batch))
+    if name in ("turns", "observations"):
+        read = turn_numbers if name == "turns" else observations
+        rows = [read(sequence, place) for sequence, place in _sequences(batch)]
+        found = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.long)
+        for row, values in enumerate(rows):
+            found[row, : len(values)] = torch.tensor(values, dtype=torch.long)
+        return found
+    return torch.tensor(batch.non_tensor_batch[name].tolist(), dtype=torch.float64)
+
+
+def sampled_earlier(rollout: Rollout) -> list[Trajectory]:
+    """The sequences before the main one in which something was sampled."""
+    return [sequence for sequence in rollout.earlier if any(sequence.response_mask)]
+
+
+def turn_numbers(sequence: Trajectory, place: int = 0) -> list[int]:
+    """The assistant turn of each token after the prompt; those of the sequence in a later `place` are larger."""
+    return [place * _SEQUENCE + segment.turn for segment in sequence.segments for _ in segment.token_ids]
+
+
+def observations(sequence: Trajectory, place: int = 0) -> list[int]:
+    """For each token after the prompt, a digest of what its turn answered: the tokens since the turn before, or the prompt.
+
+    Raises:
+        DataError: images, of which tokens say nothing, may be among what later turns answered.
+    """
+    if sequence.images and sequence.assistant_turns > 1:
+        raise DataError(
+            "observations are compared by their tokens, and a rollout of several turns has images: choose an estimator "
+            "that needs no observations"
+        )
+    found: list[int] = []
+    shown, digest, turn = list(sequence.prompt_ids), 0, None
+    for segment in sequence.segments:
+        if segment.provenance is not Provenance.SAMPLED:
+            shown += segment.token_ids
+        else:
+            if segment.turn != turn:
+                digest, turn = _digest(shown), segment.turn
+            shown = []
+        found += [digest] * len(segment.token_ids)
+    return found
+
+
+def reward_components(rollouts: list[Rollout]) -> dict[str, Tensor]:
+    """The rewards by source, as in the metrics `reward/*/mean`, and what else of numbers the scorer returned: (rows,)
+    float64 by name, NaN where a rollout has none."""
+    rows = []
+    for rewards in (rollout.trajectory.rewards for rollout in rollouts if rollout.trajectory is not None):
+        sources = {"step": sum(value for *_, value in rewards.steps), "final": sum(rewards.final.values())}
+        score = {} if rewards.score is None else {"score": rewards.score}
+        rows.append({n: v for n, v in {**sources, **score, **rewards.score_info}.items() if isinstance(v, Real)})
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {
+        name: torch.tensor([float(row.get(name, float("nan"))) for row in rows], dtype=torch.float64) for name in names
+    }
+
+
+def _sequences(batch: DataProto) -> list[tuple[Trajectory, int]]:
+    """The sequence of each row, and its place in time among those of its rollout."""
+    found: list[tuple[Trajectory, int]] = []
+    for is_main, rollout in zip(main_rows(batch).tolist(), rollouts_of(batch)):
+        if not is_main:
+            place = 0 if found[-1][0] is rollout.trajectory else found[-1][1] + 1
+            found.append((sampled_earlier(rollout)[place], place))
+        elif rollout.trajectory is not None:
+            found.append((rollout.trajectory, len(rollout.earlier)))
+    return found
+
+
+def _digest(token_ids: list[int]) -> int:
+    data = np.array(token_ids, dtype=np.int64).tobytes()
+    return int.from_bytes(blake2b(data, digest_size=8).digest(), "little", signed=True)

@@ -1,0 +1,265 @@
+"""On-policy distillation: teachers in folders, on a server, and the policy itself with a hint."""
+
+import asyncio
+import copy
+import json
+from dataclasses import replace
+
+import pytest
+import torch
+from house_stage import ACTOR, ROLLOUT
+from serving_stage import serving_in_a_thread
+
+from etude.distributed import InProcessWorkerGroup
+from etude.errors import ConfigError, DataError, EngineError
+from etude.models import (
+    TinyModelSpec,
+    build_tiny_model,
+    build_tiny_tokenizer,
+    load_causal_lm,
+    load_tokenizer,
+    save_pretrained,
+)
+from etude.options import DistillationOptions
+from etude.protocol import DataProto
+from etude.trainer.distillation import teacher_log_probs
+from etude.trainer.interrupts import Interrupts
+from etude.trainer.ppo import PPOTrainer
+from etude.trainer.run import train
+from etude.trainer.setup import check, prepare
+from etude.workers import TeacherWorker
+
+DISTILL = ("distillation.teachers={default:%s}",)
+
+
+@pytest.fixture(scope="module")
+def teacher(tiny, tmp_path_factory):
+    """A model with the policy's tokenizer and other weights."""
+    folder, tokenizer = tmp_path_factory.mktemp("teacher"), load_tokenizer(tiny.model)
+    spec = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=48, seed=7, initializer_range=0.2)
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder)
+    return folder
+
+
+def by_hand(model, batch, prompt_of=None):
+    """(rows, response_len) log-probs of the sampled tokens: a row at a time, in float64, through Transformers' forward."""
+    columns = batch.batch
+    mask, width = columns["response_mask"].bool(), columns["response_mask"].shape[1]
+    found = torch.zeros(mask.shape, dtype=torch.float64)
+    for row in range(len(batch)):
+        kept = columns["attention_mask"][row].bool()
+        prompt = columns["input_ids"][row][:-width][kept[:-width]]
+        prompt = prompt if prompt_of is None else torch.tensor(prompt_of(row))
+        ids = torch.cat([prompt, columns["responses"][row][kept[-width:]]])
+        with torch.no_grad():
+            logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
+        places = mask[row].nonzero().flatten()
+        found[row, places] = logs[len(prompt) + places - 1, ids[len(prompt) + places]]
+    return found
+
+
+def stepped(config):
+    """A trainer after one step, and the batch it learned from."""
+    trainer, seen = PPOTrainer(prepare(config)), []
+    trainer.init_workers()
+    update = trainer._update_actor
+    trainer._update_actor = lambda batch: seen.append(batch) or update(batch)
+    metrics = trainer.training_step(Interrupts(lambda text: None))
+    return trainer, seen[0], metrics
+
+
+def test_advantages_are_the_teachers_gain_on_each_sampled_token(tiny, teacher, tmp_path):
+    config = tiny.config(tmp_path, DISTILL[0] % teacher, "distillation.coef=0.5", f"{ROLLOUT}.n=2")
+    trainer, batch, metrics = stepped(config)
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    model = load_causal_lm(teacher, dtype="float32").double()
+    gain = by_hand(model, batch) - columns["old_log_probs"].double()
+    expected = torch.where(mask, 0.5 * gain, 0.0)
+    torch.testing.assert_close(columns["advantages"].double(), expected, atol=1e-5, rtol=0)
+    assert metrics["distillation/reverse_kl"] == pytest.approx(float(-gain[mask].mean()), abs=1e-5)
+    trainer.groups.close()
+
+
+def test_the_tasks_advantages_are_mixed_in(tiny, teacher, tmp_path):
+    found = {}
+    for task in (0.0, 2.0):
+        config = tiny.config(tmp_path / str(task), DISTILL[0] % teacher, f"distillation.task_coef={task}")
+        trainer, batch, _ = stepped(config)
+        found[task] = batch
+        trainer.groups.close()
+    difference = (found[2.0].batch["advantages"] - found[0.0].batch["advantages"]).double()
+    expected = torch.where(found[0.0].batch["response_mask"].bool(), 2 * found[0.0].batch["returns"].double(), 0.0)
+    assert expected.abs().max() > 0.1
+    torch.testing.assert_close(difference, expected, atol=1e-5, rtol=0)
+
+
+def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teacher, tmp_path):
+    sources = ("arithmetic", "other")
+    config = tiny.config(
+        tmp_path,
+        f"distillation.teachers={{arithmetic:{teacher},other:self,default:self}}",
+        "distillation.hint='The answer is {ground_truth}.'",
+    )
+    trainer, batch, _ = stepped(config)
+    setup = trainer.setup
+    batch.non_tensor_batch["data_source"][:] = [sources[row % 2] for row in range(len(batch))]
+    with torch.no_grad():
+        found = teacher_log_probs(setup, batch)
+
+    def hinted(row):
+        columns = batch.non_tensor_batch
+        messages = [dict(message) for message in columns["raw_prompt"][row]]
+        truth = columns["reward_model"][row]["ground_truth"]
+        messages[-1]["content"] += f"\nThe answer is {truth}."
+        return setup.chat.initial_ids(messages, list(setup.schemas.values()))
+
+    policy = copy.deepcopy(trainer.groups.actor._workers[0].model).double()
+    policy.set_attn_implementation("eager")
+    model = load_causal_lm(teacher, dtype="float32").double()
+    expected = {"arithmetic": by_hand(model, batch, hinted), "other": by_hand(policy, batch, hinted)}
+    for row in range(len(batch)):
+        torch.testing.assert_close(found[row].double(), expected[sources[row % 2]][row], atol=1e-5, rtol=0)
+    assert not torch.allclose(found.double(), by_hand(policy, batch), atol=1e-2)
+    trainer.groups.close()
+
+
+def test_a_hint_that_cannot_be_filled_in_names_the_row(tiny, teacher, tmp_path):
+    config = tiny.config(tmp_path, DISTILL[0] % teacher, "distillation.hint='{secret}'")
+    trainer = PPOTrainer(prepare(config))
+    trainer.init_workers()
+    with pytest.raises(DataError, match=r"distillation.hint: row \d+ of data_source .*secret"):
+        trainer.training_step(Interrupts(lambda text: None))
+    trainer.groups.close()
+
+
+def vllm_like(model, faults=()):
+    """A server with vLLM's `prompt_logprobs`, computed by `model`; the first answers are `faults`."""
+    faults = list(faults)
+
+    async def app(scope, receive, send):
+        body = b""
+        while True:
+            message = await receive()
+            body += message.get("body", b"")
+            if not message.get("more_body"):
+                break
+        asked = json.loads(body)
+        assert asked["prompt_logprobs"] == 0
+        ids = torch.tensor(asked["prompt"])
+        with torch.no_grad():
+            logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
+        scored = [None, *({str(int(b)): {"logprob": float(logs[a, b])}} for a, b in enumerate(ids[1:]))]
+        answer = faults.pop(0) if faults else {"choices": [{"prompt_logprobs": scored}]}
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
+
+    async def whole(scope, receive, send):
+        if scope["type"] == "http":
+            await app(scope, receive, send)
+
+    return whole
+
+
+def test_a_server_scores_as_the_same_model_here_does(tiny, teacher, tmp_path):
+    model = load_causal_lm(teacher, dtype="float32")
+    broken = {"choices": [{}]}
+    with serving_in_a_thread(vllm_like(model, faults=[broken])) as address:  # one failure is retried
+        served = tiny.config(tmp_path / "served", DISTILL[0] % address)
+        trainer, batch, _ = stepped(served)
+    columns = batch.batch
+    expected = by_hand(model.double(), batch)
+    torch.testing.assert_close(columns["teacher_log_probs"].double(), expected, atol=1e-4, rtol=0)
+    trainer.groups.close()
+
+
+def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_path):
+    model = load_causal_lm(teacher, dtype="float32")
+    with serving_in_a_thread(vllm_like(model, faults=[{"choices": [{}]}] * 9)) as address:
+        trainer = PPOTrainer(prepare(tiny.config(tmp_path, DISTILL[0] % address)))
+        with pytest.raises(EngineError, match="prompt_logprobs"):
+            trainer.init_workers()
+        trainer.groups.close()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        (["distillation.teachers={other:self}", "distillation.hint=x"], "no teacher for data_source"),
+        (["distillation.teachers={default:self}"], "the teacher self needs a hint"),
+        (["distillation.teachers={default:/nowhere/at/all}"], "/nowhere/at/all"),
+        (["distillation.teachers={default:'http://127.0.0.1:9'}", f"{ROLLOUT}.temperature=0.7"], "temperature 1 only"),
+        (
+            ["distillation.teachers={default:self}", "distillation.hint=x", "algorithm.filter_groups.enable=true"],
+            "equal",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused_before_a_model_is_loaded(tiny, tmp_path, overrides, text):
+    with pytest.raises(ConfigError, match=text):
+        PPOTrainer(prepare(tiny.config(tmp_path, *overrides)))
+
+
+def test_a_teacher_with_another_tokenizer_is_refused(tiny, tmp_path):
+    tokenizer = build_tiny_tokenizer(["quite another text"], 300)
+    save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), tokenizer, tmp_path / "t")
+    with pytest.raises(ConfigError, match="has another tokenizer than the policy"):
+        PPOTrainer(prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "t"))))
+
+
+def test_the_policy_approaches_its_teacher(tiny, tmp_path):
+    """The teacher is the model that the policy's start was trained away from: one answer a prompt, no reward at all."""
+    config = tiny.config(
+        tmp_path,
+        DISTILL[0] % tiny.model,
+        f"actor_rollout_ref.model.path={tiny.folder}/model",
+        f"{ROLLOUT}.n=1",
+        "data.train_batch_size=8",
+        "reward_model.enable=false",
+        "custom_reward_function.path=null",
+        f"{ACTOR}.optim.lr=3e-3",
+        "trainer.total_training_steps=8",
+    )
+    train(config)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    distances = [line["distillation/reverse_kl"] for line in lines if "distillation/reverse_kl" in line]
+    assert len(distances) == 8
+    assert distances[-1] < 0.7 * distances[0]
+
+
+def test_requests_to_a_server_are_bounded(tiny, teacher):
+    """No more requests in flight than the key says."""
+    model, flying, most = load_causal_lm(teacher, dtype="float32"), 0, 0
+    inner = vllm_like(model)
+
+    async def app(scope, receive, send):
+        nonlocal flying, most
+        if scope["type"] != "http":
+            return
+        flying += 1
+        most = max(most, flying)
+        await asyncio.sleep(0.02)
+        await inner(scope, receive, send)
+        flying -= 1
+
+    with serving_in_a_thread(app) as address:
+        _, roles, _ = check(tiny.config(tiny.folder / "bounded"))
+        options = DistillationOptions(teachers={"default": address}, max_concurrent_requests=3)
+        group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, distillation=options, teacher=address))
+        group.init_model()
+        rows = {"input_ids": torch.ones(12, 3).long(), "attention_mask": torch.ones(12, 3).long()}
+        scored = group.compute_teacher_log_prob(DataProto.from_single_dict(rows | {"response_mask": torch.ones(12, 2)}))
+        group.close()
+    assert most == 3
+    assert scored.batch["teacher_log_probs"].shape == (12, 2)
+
+
+def test_a_server_that_hangs_is_one_line(tiny, tmp_path):
+    async def hangs(scope, receive, send):
+        await asyncio.sleep(1 if scope["type"] == "http" else 0)
+
+    with serving_in_a_thread(hangs) as address:
+        config = tiny.config(tmp_path, DISTILL[0] % address, "distillation.server_timeout=0.1")
+        trainer = PPOTrainer(prepare(config))
+        with pytest.raises(EngineError, match=rf"{address}/v1/completions.*0\.1 s"):
+            trainer.init_workers()
+        trainer.groups.close()

@@ -1,0 +1,204 @@
+"""LoRA in the workers: only adapters learn, the engine samples with them, the reference is the model without them."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from ranks_stage import World, assert_alike, uneven_batch
+from safetensors.torch import load_file
+from workers_stage import learn, learnable, policy, prompts, roles, save_model, update, weights_of
+
+from etude.distributed import InProcessWorkerGroup
+from etude.errors import ConfigError, MissingExtraError
+from etude.models import load_causal_lm, load_value_model, save_pretrained
+from etude.models.decoder import PlainDecoder
+from etude.models.lora import ADAPTER_FOLDER, has_adapters, merged_state
+from etude.options import ActorOptions, OptimOptions, RefOptions
+from etude.options.training import ModelOptions, ValueModelOptions
+from etude.workers import CriticWorker, TrainWorker
+
+peft = pytest.importorskip("peft")
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory):
+    return save_model(tmp_path_factory.mktemp("lora"))
+
+
+def adapted(path, **given):
+    model = ModelOptions(path=path, **{**LORA, **given.pop("model", {})})
+    actor = ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=3e-2))
+    return policy(path, **{"model": model, "actor": actor, **given})
+
+
+def learn_a_little(group, steps=3):
+    for step in range(steps):
+        figures = update(group, learnable(group, prompts(seed=step + 1)), step + 1)
+    return figures
+
+
+def gap(batch):
+    mask = batch.batch["response_mask"].bool()
+    return float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max())
+
+
+def test_new_adapters_change_no_bit(path):
+    (plain, _), (group, worker) = policy(path), adapted(path)
+    assert has_adapters(worker.model)
+    one, other = (learnable(each, prompts()) for each in (plain, group))
+    for column in ("responses", "rollout_log_probs", "old_log_probs"):
+        assert torch.equal(one.batch[column], other.batch[column])
+
+
+@pytest.mark.parametrize(
+    ("given", "tolerance"),
+    [({}, 1e-4), ({"rollout": {"dtype": "bfloat16"}}, 0.3), ({"model": {"enable_gradient_checkpointing": True}}, 1e-4)],
+)
+def test_the_engine_samples_with_what_was_learned(path, given, tolerance):
+    group, worker = adapted(path, **given)
+    before = learnable(group, prompts(seed=9))
+    learn_a_little(group)
+    assert PlainDecoder.of(worker.model) is not None
+    after = learnable(group, prompts(seed=9))
+    assert gap(after) <= tolerance
+    again = before.batch["old_log_probs"] - group.compute_log_prob(before).batch["old_log_probs"]
+    assert float(again.abs().max()) > 0.5  # it learned something
+
+
+def test_only_adapters_learn(path):
+    group, worker = adapted(path)
+    before = weights_of(worker.model)
+    learn_a_little(group, 2)
+    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".lora_" in name}
+    assert set(worker._optimizer._parameters) == {p for name, p in worker.model.named_parameters() if ".lora_" in name}
+
+
+def test_the_reference_is_the_base_bit_for_bit_and_no_second_model(path, monkeypatch):
+    loaded = []
+    load = TrainWorker.load_policy
+    monkeypatch.setattr(TrainWorker, "load_policy", lambda self, dtype: loaded.append(dtype) or load(self, dtype))
+    group, worker = adapted(path, needs_ref=True, ref=RefOptions())
+    assert loaded == ["float32"]
+    learn_a_little(group)
+    rows = learnable(group, prompts(seed=4))
+    plain, _ = policy(path)
+    expected = plain.compute_log_prob(rows).batch["old_log_probs"]
+    assert torch.equal(group.compute_ref_log_prob(rows).batch["ref_log_prob"], expected)
+    assert not torch.equal(rows.batch["old_log_probs"], expected)
+    assert {n for n, p in worker.model.named_parameters() if p.requires_grad} == {
+        n for n in weights_of(worker.model) if ".lora_" in n
+    }
+    assert torch.equal(group.compute_log_prob(rows).batch["old_log_probs"], rows.batch["old_log_probs"])
+
+
+def test_a_checkpoint_holds_the_merged_model_and_a_peft_folder(path, tmp_path):
+    group, worker = adapted(path)
+    learn_a_little(group)
+    rows = learnable(group, prompts(seed=4))
+    expected = rows.batch["old_log_probs"]
+    group.save_checkpoint(str(tmp_path))
+    merged = load_causal_lm(tmp_path / "actor" / "huggingface")
+    assert not has_adapters(merged)
+    with_peft = peft.PeftModel.from_pretrained(load_causal_lm(path), tmp_path / "actor" / ADAPTER_FOLDER)
+    for model in (merged, with_peft.get_base_model()):
+        worker._actor.model = model
+        model.set_attn_implementation("etude_packed")
+        found = group.compute_log_prob(rows).batch["old_log_probs"]
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+    assert (tmp_path / "actor" / ADAPTER_FOLDER / "adapter_config.json").is_file()
+
+
+def test_a_restored_run_goes_on_bit_for_bit(path, tmp_path):
+    group, worker = adapted(path)
+    learn_a_little(group, 2)
+    group.save_checkpoint(str(tmp_path))
+    rows = learnable(group, prompts(seed=4))
+    update(group, rows, 3)
+    other, restored = adapted(path)
+    other.load_checkpoint(str(tmp_path))
+    update(other, rows, 3)
+    expected = weights_of(worker.model)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in restored.model.state_dict().items())
+
+
+def test_a_critic_learns_with_adapters_and_its_head(path, tmp_path):
+    options = roles(path)
+    options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
+    group = InProcessWorkerGroup(CriticWorker, 1, options)
+    group.init_model()
+    worker = group._workers[0]
+    before = weights_of(worker.model)
+    batch = uneven_batch()
+    for _ in range(2):
+        learn(group, batch, "critic")
+    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".lora_" in name or name.startswith("head.")}
+    expected = group.compute_values(batch).batch["values"]
+    group.save_checkpoint(str(tmp_path))
+    other = InProcessWorkerGroup(CriticWorker, 1, options)
+    other.init_model()
+    other.load_checkpoint(str(tmp_path))
+    assert torch.equal(other.compute_values(batch).batch["values"], expected)
+    worker._engine.model = load_value_model(tmp_path / "critic" / "huggingface")
+    worker._engine.model.backbone.set_attn_implementation("etude_packed")
+    torch.testing.assert_close(group.compute_values(batch).batch["values"], expected, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_two_ranks_learn_as_one(path, role, monkeypatch):
+    options = replace(roles(path), model=ModelOptions(path=path, **LORA))
+    options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
+    worker_cls = {"actor": TrainWorker, "critic": CriticWorker}[role]
+    one, two = (World(worker_cls, options, ranks).learn(monkeypatch, uneven_batch()) for ranks in (1, 2))
+    assert_alike(one, two)
+
+
+def test_the_keys_choose_rank_scale_and_layers(path, tmp_path):
+    def factors(**given):
+        _, worker = adapted(path, model=given)
+        return {n: tuple(p.shape) for n, p in worker.model.named_parameters() if p.requires_grad}, worker.model
+
+    some, _ = factors(lora_rank=3, target_modules=("q_proj", "v_proj"), exclude_modules=r".*layers\.1\..*")
+    assert {name.split(".lora_")[0] for name in some} == {f"model.layers.0.self_attn.{x}_proj" for x in "qv"}
+    assert {min(shape) for shape in some.values()} == {3}
+    everything, model = factors(lora_alpha=2.0)
+    assert {name.split(".")[4] for name in everything} == {
+        *(f"{x}_proj" for x in ("q", "k", "v", "o", "gate", "up", "down"))
+    }
+    layer = model.model.layers[0].mlp.up_proj
+    torch.nn.init.ones_(layer.lora_B["default"].weight)
+    added = merged_state(model)["model.layers.0.mlp.up_proj.weight"] - layer.base_layer.weight
+    torch.testing.assert_close(added, 0.5 * layer.lora_A["default"].weight.sum(0).expand_as(added))
+
+
+def test_the_critics_keys_are_its_own(path):
+    model = ValueModelOptions(
+        lora_rank=2, lora_alpha=6.0, target_modules=("q_proj",), exclude_modules=r".*layers\.1\..*"
+    )
+    options = roles(path)
+    group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=replace(options.critic, model=model)))
+    group.init_model()
+    layers = {n: part for n, part in group._workers[0].model.named_modules() if hasattr(part, "lora_A")}
+    assert list(layers) == ["backbone.layers.0.self_attn.q_proj"]
+    assert [part.scaling["default"] for part in layers.values()] == [3.0]
+
+
+def test_what_cannot_be_adapted_is_one_line(path, monkeypatch):
+    with pytest.raises(ConfigError, match=r"model.target_modules=nothing: .*nothing"):
+        adapted(path, model={"target_modules": ("nothing",)})
+    monkeypatch.setitem(__import__("sys").modules, "peft", None)
+    with pytest.raises(MissingExtraError, match=r"pip install 'etude\[lora\]'"):
+        adapted(path)
+
+
+def test_other_engines_get_merged_weights(path, tmp_path):
+    group, worker = adapted(path)
+    learn_a_little(group, 2)
+    save_pretrained(worker.model, None, tmp_path)
+    written = load_file(Path(tmp_path) / "model.safetensors")
+    assert written.keys() == load_file(Path(path) / "model.safetensors").keys()
+    for name, tensor in merged_state(worker.model).items():
+        assert name not in written or torch.equal(tensor, written[name])
