@@ -5,7 +5,6 @@ Functions are imported on first use: the records serve configurations, which nee
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from etude.algorithms.preference import preference_loss
 from etude.algorithms.records import (
     ADVANTAGE_ESTIMATORS,
     POLICY_LOSSES,
@@ -27,6 +26,7 @@ if TYPE_CHECKING:
     from etude.algorithms.distillation import distill
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
+    from etude.algorithms.preference import preference_loss
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -61,6 +61,7 @@ _HOMES = {
     "distillation": {"distill"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
+    "preference": {"preference_loss"},
 }
 
 
