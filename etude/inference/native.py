@@ -108,6 +108,7 @@ class NativeEngine:
         self._admissions = 0
         self._paused = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
         self._metrics = EngineMetrics()
@@ -281,14 +282,14 @@ class NativeEngine:
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop = loop
+            self._loop, self._wake = loop, None
             if self._stepping is not None:
                 self._deliver(self._stepping)
 
     def _notify(self) -> None:
         """Goes on, after what the event loop is about to run: others may ask at the same time."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon(self._advance)
+        if self._wake is None and self._loop is not None and not self._loop.is_closed():
+            self._wake = self._loop.call_soon(self._advance)
 
     def _waiting_for(self) -> bool:
         """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
@@ -296,7 +297,7 @@ class NativeEngine:
 
     def _advance(self) -> None:
         """Admits requests and starts a step, unless one is running or there is nothing to compute yet."""
-        scheduler = self._scheduler
+        self._wake, scheduler = None, self._scheduler
         try:
             while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
                 at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
