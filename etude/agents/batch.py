@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from etude.protocol import DataProto, object_array
+from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.trajectory import Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
@@ -23,7 +24,8 @@ IMAGES = "multi_modal_inputs"
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row."""
+    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row, and `routed_experts` if
+    the engine keeps them."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -31,7 +33,7 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
     attention = torch.cat([before, after], dim=1).long()
-    images = [tuple(t.images) for t in trajectories]
+    images, experts = [tuple(t.images) for t in trajectories], [t.routed_experts for t in trajectories]
     return DataProto.from_single_dict(
         {
             "prompts": prompts,
@@ -44,14 +46,21 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
             "rollout": list(rollouts),
         }
         | ({IMAGES: images} if any(images) else {})
+        | ({ROUTED_EXPERTS: experts} if any(experts) else {})
     )
 
 
-def with_images(batch: DataProto) -> DataProto:
-    """`batch` with a column of images, empty if it has none, so that it can be concatenated with one that has them."""
-    if IMAGES not in batch.non_tensor_batch:
-        batch.non_tensor_batch[IMAGES] = object_array([()] * len(batch))
-    return batch
+PER_SEQUENCE = {IMAGES: (), ROUTED_EXPERTS: None}
+"""Columns that a batch has if any of its sequences needs them, with what the others have there."""
+
+
+def with_columns(parts: Sequence[DataProto]) -> Sequence[DataProto]:
+    """`parts` with those columns of `PER_SEQUENCE` that any of them has, so that they can be concatenated."""
+    for name, empty in PER_SEQUENCE.items():
+        if any(name in part.non_tensor_batch for part in parts):
+            for part in parts:
+                part.non_tensor_batch.setdefault(name, object_array([empty] * len(part)))
+    return parts
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:

@@ -15,6 +15,8 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from etude.chat.encoding import common_beginning
 from etude.errors import EngineError
 from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
@@ -22,6 +24,7 @@ from etude.inference.layout import StepInput
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.models.image_positions import ImagePositions
+from etude.routed_experts import RoutedExperts
 
 
 @dataclass
@@ -41,10 +44,11 @@ class Request:
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
         """Answers, once."""
         if not self.future.done():
-            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions))
+            output = TokenOutput(self.tokens, self.log_probs, reason, self.versions, routed_experts=experts)
+            self.future.set_result(output)
 
 
 @dataclass(eq=False)
@@ -83,6 +87,14 @@ class SequenceState:
             return common_beginning(list(head), context)
         own = common_beginning(self.own, context[self.shared : self.shared + len(self.own)])
         return self.shared + own
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """Of the tokens that are computed; None where the cache does not keep them."""
+        parts = [(None if self.prefix is None else self.prefix.slot, self.shared), (self.slot, len(self.own))]
+        kept = [
+            slot.slab.experts[slot.index, :count] for slot, count in parts if slot and slot.slab.experts is not None
+        ]
+        return RoutedExperts.of(np.concatenate(kept)) if kept else None
 
     def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
         """Releases its memory; nothing is cached any more."""

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents import token_level_scores
-from etude.agents.batch import IMAGES, rows_of, with_images
+from etude.agents.batch import rows_of, with_columns
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
@@ -271,8 +271,7 @@ def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     """Batches of different widths as one: prompts padded on the left, responses on the right."""
     if len(parts) == 1:
         return parts[0]
-    if any(IMAGES in part.non_tensor_batch for part in parts):
-        parts = [with_images(part) for part in parts]
+    parts = with_columns(parts)
     prompt = max(part.batch["prompts"].shape[1] for part in parts)
     response = max(part.batch["responses"].shape[1] for part in parts)
     for part in parts:

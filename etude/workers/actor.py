@@ -22,6 +22,7 @@ from etude.metrics import Metrics
 from etude.models import torch_dtype
 from etude.models.lora import without_adapters
 from etude.protocol import DataProto
+from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
@@ -59,7 +60,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, ROUTED_EXPERTS))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""
@@ -79,7 +80,7 @@ class TrainWorker(TrainedWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", IMAGES),
+        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", IMAGES, ROUTED_EXPERTS),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of

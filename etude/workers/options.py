@@ -60,6 +60,8 @@ class RoleOptions:
         check_serving(self.rollout)
         if self.rollout.weight_transfer == "cuda_ipc" and not self.device.startswith("cuda"):
             raise ConfigError("actor_rollout_ref.rollout.weight_transfer=cuda_ipc needs a GPU; use folder")
+        if self.rollout.enable_rollout_routing_replay and self.rollout.name != "native":
+            raise ConfigError("actor_rollout_ref.rollout.enable_rollout_routing_replay needs rollout.name=native")
 
     def user_config(self) -> DictConfig | None:
         """`config` for users' code: by attribute; unknown keys raise."""

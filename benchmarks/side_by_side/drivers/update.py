@@ -2,7 +2,10 @@
 
 `etude` is `PolicyEngine`; `padded` pads rows on both sides and keeps all logits of the responses; `trl` is the same layout
 through TRL's fused head. 32 sequences of 64 to 1,024 tokens, of which the first quarter is prompt; with `--group`, so many
-sequences in a row share their prompt, as the answers to one question do.
+sequences in a row share their prompt, as the answers to one question do. `etude` also runs with `--checkpointing` and with
+adapters of rank `--lora`:
+
+    PYTHONPATH=benchmarks:. python -m side_by_side.drivers.update etude --checkpointing --lora 16
 """
 
 from __future__ import annotations
@@ -24,6 +27,8 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     options = parser.parse_args()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -43,6 +48,13 @@ def main() -> None:
     )
     model = Qwen3ForCausalLM(config)
     rows = sequences(options.group)
+    if options.lora:
+        from etude.models.lora import add_adapters
+        from etude.options.training import ModelOptions
+
+        add_adapters(model, ModelOptions(lora_rank=options.lora))
+    if options.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     before = resident_mib()
     build = {"etude": _etude, "padded": _padded, "trl": _trl}[options.contender]
     log_probs, update = build(model, rows)
