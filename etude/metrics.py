@@ -5,7 +5,7 @@ Invariant: how work was split (into micro-batches, mini-batches, refills, ranks)
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
@@ -25,7 +25,15 @@ class Max:
     value: float
 
 
-Metric: TypeAlias = Mean | Max | float
+@dataclass(frozen=True, slots=True)
+class Pooled:
+    """A function, of a module, of `sums` that add up one by one: a histogram's percentile, a ratio of moments."""
+
+    sums: tuple[float, ...]
+    finish: Callable[[tuple[float, ...]], float]
+
+
+Metric: TypeAlias = Mean | Max | Pooled | float
 """A bare number is a count: it adds up."""
 
 Metrics: TypeAlias = dict[str, Metric]
@@ -49,7 +57,9 @@ def _add(name: str, one: Metric, other: Metric) -> Metric:
         return Mean(one.sum + other.sum, one.count + other.count)
     if isinstance(one, Max) and isinstance(other, Max):
         return Max(max(one.value, other.value))
-    if isinstance(one, Mean | Max) or isinstance(other, Mean | Max):
+    if isinstance(one, Pooled) and isinstance(other, Pooled) and one.finish is other.finish:
+        return Pooled(tuple(a + b for a, b in zip(one.sums, other.sums, strict=True)), one.finish)
+    if isinstance(one, Mean | Max | Pooled) or isinstance(other, Mean | Max | Pooled):
         raise TypeError(f"metric '{name}' is a {type(one).__name__} here and a {type(other).__name__} there")
     return one + other
 
@@ -62,4 +72,6 @@ def finish_metrics(metrics: Mapping[str, Metric]) -> dict[str, float]:
 def _value(metric: Metric) -> float:
     if isinstance(metric, Mean):
         return metric.sum / metric.count
+    if isinstance(metric, Pooled):
+        return metric.finish(metric.sums)
     return float(metric.value if isinstance(metric, Max) else metric)

@@ -10,7 +10,7 @@ import asyncio
 import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,7 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.placeholders import image_count
 from etude.errors import ConfigError
 from etude.images import ImageInput
+from etude.inference import SamplingParams
 from etude.models import ImageReader
 from etude.options import RolloutOptions
 from etude.registry import Registry, import_beside
@@ -51,6 +52,12 @@ class AgentContext:
     tracer: Tracer | None = None
     processor: Any = None
     images: ImageReader | None = None
+
+    def with_stops(self, sampling: SamplingParams, parser: ToolParser) -> SamplingParams:
+        """`sampling` with the stops of the tool-call format added; texts only where `rollout.stop` is not set."""
+        ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
+        texts = sampling.stop if sampling.stop or self.options.stop is not None else tuple(parser.stop_texts)
+        return replace(sampling, stop_token_ids=ids, stop=texts)
 
 
 class AgentLoopBase(ABC):

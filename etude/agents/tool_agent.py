@@ -45,7 +45,7 @@ from etude.agents.base import AgentContext, AgentLoopBase, register
 from etude.agents.conversation import AgentState, Conversation, add_time, append_to_last_user, end
 from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
-from etude.agents.tool_messages import ToolMessages, malformed_record, unseen, written
+from etude.agents.tool_messages import ToolMessages, malformed_record, tagged, unseen, written
 from etude.bounded import called, settle
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
@@ -134,7 +134,7 @@ class ToolAgentLoop(AgentLoopBase):
             data = self._data = session.agent_data = Conversation(
                 trajectory,
                 session,
-                self._with_stops(SamplingParams.of(sampling_params)),
+                self.context.with_stops(SamplingParams.of(sampling_params), self.tool_parser),
                 session.schemas,
                 row.get("tools_kwargs") or {},
                 user=user,
@@ -263,8 +263,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _handle_processing_tools_state(self, data: Conversation) -> AgentState:
         trajectory, limits = data.trajectory, self.context.options.multi_turn
         turn = trajectory.assistant_turns - 1
-        if data.parsed.result_tag is None and not self.chat.answers_tools:
-            data.parsed = replace(data.parsed, result_tag=self.tool_parser.result_tag or "tool_response")
+        data.parsed = tagged(data.parsed, self.chat, self.tool_parser)
         started = time.perf_counter()
         most = self.max_parallel_calls
         outcomes = await self._execute(data, data.parsed.calls[:most], turn)
@@ -427,15 +426,6 @@ class ToolAgentLoop(AgentLoopBase):
                 return None
             trajectory.messages[-len(messages) :] = told
             return self.chat.context_ids(told, after=data.sampled, image_tokens=image_tokens)
-
-    def _with_stops(self, sampling: SamplingParams) -> SamplingParams:
-        """`sampling` with the stops of the tool-call format added."""
-        parser = self.tool_parser
-        ids = tuple(dict.fromkeys([*sampling.stop_token_ids, *parser.stop_token_ids]))
-        texts = sampling.stop if sampling.stop or self.context.options.stop is not None else tuple(parser.stop_texts)
-        if (ids, texts) == (sampling.stop_token_ids, sampling.stop):
-            return sampling
-        return replace(sampling, stop_token_ids=ids, stop=texts)
 
     def _tool_tokens(self, text: str) -> int:
         role = "tool" if self.chat.answers_tools else "user"

@@ -9,12 +9,12 @@ next turn are cut further, as long as something of each is left.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from etude.agents.images import ShownResponse
-from etude.chat import ChatTemplate, ParsedResponse
+from etude.chat import ChatTemplate, ParsedResponse, ToolParser
 from etude.chat.placeholders import content_of, image_count, text_of
 from etude.errors import ConfigError, DataError
 from etude.schemas import FunctionCall
@@ -75,6 +75,13 @@ class ToolMessages:
     @property
     def _calls(self) -> list[FunctionCall]:
         return [*[outcome.call for outcome in self.outcomes], *self.parsed.calls[len(self.outcomes) :]]
+
+
+def tagged(parsed: ParsedResponse, chat: ChatTemplate, parser: ToolParser) -> ParsedResponse:
+    """`parsed`, with a tag around its answers where the template has no tool messages."""
+    if parsed.result_tag is not None or chat.answers_tools:
+        return parsed
+    return replace(parsed, result_tag=parser.result_tag or "tool_response")
 
 
 def malformed_record(turn: int, error: str) -> ToolCallRecord:

@@ -17,10 +17,15 @@ from etude.algorithms.records import (
 if TYPE_CHECKING:
     from etude.algorithms.advantages import compute_advantage
     from etude.algorithms.aggregation import LOSS_AGG_MODES, agg_loss, equal_scores, loss_count, masked_mean
+    from etude.algorithms.correction import (
+        importance_weights,
+        off_policy_sequence_mask,
+        rejection_mask,
+        rollout_mismatch,
+    )
     from etude.algorithms.distillation import distill
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
-    from etude.algorithms.mismatch import rollout_mismatch
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -34,12 +39,15 @@ __all__ = [
     "compute_advantage",
     "distill",
     "equal_scores",
+    "importance_weights",
     "kl_penalty",
     "loss_count",
     "masked_mean",
+    "off_policy_sequence_mask",
     "policy_loss",
     "register_estimator",
     "register_policy_loss",
+    "rejection_mask",
     "rollout_mismatch",
     "value_loss",
 ]
@@ -47,10 +55,10 @@ __all__ = [
 _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
+    "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
     "distillation": {"distill"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
-    "mismatch": {"rollout_mismatch"},
 }
 
 

@@ -150,6 +150,10 @@ class Record:
         named = {name for name, each in self._parameters.items() if each.kind is not each.VAR_KEYWORD}
         return frozenset({*fields, *named} - self.offered - set(COLUMNS))
 
+    def takes(self, argument: str) -> bool:
+        """Whether its signature names `argument`; built-in functions, which are not imported for it, take all."""
+        return isinstance(self.fn, str) or self._is_open or argument in self._parameters
+
     def reads(self, option: str) -> bool:
         """Whether `option` has an effect."""
         return self.option_names is None or option in self.option_names
@@ -224,18 +228,22 @@ class PolicyLoss(Record):
     """A policy loss: (batch, response_len) log-probs, advantages and mask → scalar loss and named metrics.
 
     It is called with `old_log_prob`, `log_prob`, `advantages`, `response_mask`, `loss_agg_mode`, and the counts for
-    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`. A loss with the
-    option `clip_ratio_low` reads `clip_ratio` too, which stands for both bounds.
+    `agg_loss`: `dp_size`, `batch_num_tokens`, `global_batch_size`, `rollout_tokens`, `loss_scale_factor`; and, where there
+    are any, `rollout_is_weights`, factors of the loss per token. A loss with the option `clip_ratio_low` reads `clip_ratio`
+    too, which stands for both bounds.
 
     Args:
         loss_agg_mode: the aggregation that its paper defines it with, used where the configuration names none.
         selects: function (or `module:name`) that is called once for each whole mini-batch, before it is divided among ranks
             and micro-batches, with `advantages`, `response_mask`, the columns the loss needs and its options, as far as it
             names them; the loss is called with what it returns, (batch, response_len), as `selected_tokens`.
+        has_ratio: whether the policy's ratio to `old_log_prob` weighs the loss, so that with old log-probs from the engine
+            importance weights would correct it twice.
     """
 
     loss_agg_mode: LossAggMode = "token-mean"
     selects: Callable[..., Any] | str | None = None
+    has_ratio: bool = True
 
     offered: ClassVar[frozenset[str]] = frozenset(
         {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
@@ -374,7 +382,8 @@ ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estima
 
 
 def _loss(name: str, loss_agg_mode: LossAggMode = "token-mean", **options: Any) -> PolicyLoss:
-    return PolicyLoss(f"etude.algorithms.losses:{name}", options=options, loss_agg_mode=loss_agg_mode)
+    fn, has_ratio = f"etude.algorithms.losses:{name}", name != "reinforce"
+    return PolicyLoss(fn, options=options, loss_agg_mode=loss_agg_mode, has_ratio=has_ratio)
 
 
 def _selecting_loss(name: str, **options: Any) -> PolicyLoss:

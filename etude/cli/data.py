@@ -103,7 +103,7 @@ def questions(inputs: tuple[Path, ...], output_dir: Path, tool: str, data_source
     """
     from etude.data.prepare import questions as task
 
-    _show(task.write_all(inputs, output_dir, tool=tool, data_source=data_source, tags=tags))
+    _show(task.write(inputs, output_dir, tool=tool, data_source=data_source, tags=tags))
 
 
 @data.command()

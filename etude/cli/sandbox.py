@@ -76,7 +76,7 @@ def serve(
     Further pages: /health, /metrics (Prometheus), /docs (OpenAPI).
     """
     from etude.sandbox import Isolation, Limits  # FastAPI and the executor: kept out of `etude --help`
-    from etude.sandbox.server import ServerOptions
+    from etude.sandbox.service import ServerOptions
     from etude.sandbox.serving import serve as serve_until_stopped
 
     token = bearer_token(token, token_file, TOKEN_VARIABLE)

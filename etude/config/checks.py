@@ -274,7 +274,7 @@ def _distillation(run: TrainOptions) -> Iterator[Problem]:
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
     """The free-form options of estimator and loss, where these are registered already."""
-    algorithm, actor = run.algorithm, run.actor_rollout_ref.actor
+    algorithm, actor = run.algorithm, run.actor
     for key, record, options in (
         ("algorithm.adv_estimator_kwargs", algorithm.estimator, algorithm.estimator_options),
         (f"{_POLICY}.actor.policy_loss.loss_kwargs", actor.policy_loss.record, actor.loss_options),
@@ -284,6 +284,38 @@ def _own_options(run: TrainOptions) -> Iterator[Problem]:
                 options()
         except ConfigError as error:
             yield key, str(error)
+
+
+def _correction(run: TrainOptions) -> Iterator[Problem]:
+    correction, loss_mode = run.algorithm.rollout_correction, run.actor_rollout_ref.actor.policy_loss.loss_mode
+    loss, default = run.actor.policy_loss, type(run.actor.policy_loss)().loss_mode
+    key = "algorithm.rollout_correction"
+    if correction.bypass_mode and correction.rollout_is_batch_normalize:
+        yield (
+            f"{key}.rollout_is_batch_normalize",
+            "needs the whole batch's weights, and with bypass_mode=true these are known only as it is learned from",
+        )
+    if correction.bypass_mode and correction.rollout_is and loss.record is not None and loss.record.has_ratio:
+        yield (
+            f"{key}.rollout_is",
+            "with bypass_mode=true the loss's own ratio is to the engine's log-probs, and is the correction: set "
+            "loss_type=reinforce, or rollout_is=null",
+        )
+    if loss_mode not in (default, loss.loss_mode):
+        yield f"{key}.loss_type", f"picks another loss than actor.policy_loss.loss_mode={loss_mode}"
+
+
+def _weighted_loss(run: TrainOptions) -> Iterator[Problem]:
+    correction, loss = run.algorithm.rollout_correction, run.actor.policy_loss
+    in_loss = correction.bypass_mode and correction.rollout_rs
+    if loss.record is None or loss.record.takes("rollout_is_weights"):
+        return
+    if correction.rollout_is or in_loss or correction.off_policy_mask_threshold is not None:
+        yield (
+            f"{_POLICY}.actor.policy_loss.loss_mode",
+            "takes no rollout_is_weights, by which algorithm.rollout_correction corrects it: add the parameter, and "
+            "multiply the loss of each token by it",
+        )
 
 
 def _loss_options(run: TrainOptions) -> Iterator[Problem]:
@@ -356,11 +388,12 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options)
+_OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _weighted_loss)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,
+    _correction,
     _determinism,
     _rewards,
     _folders,

@@ -63,8 +63,8 @@ INERT = {
             *.use_prefix_grouper *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
-            *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo algorithm.rollout_correction.*_threshold*
-            algorithm.rollout_correction.rollout_is_batch_normalize algorithm.rollout_correction.use_policy_gradient
+            *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo
+            algorithm.rollout_correction.use_policy_gradient
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
             distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
             distillation.n_gpus_per_node
@@ -190,7 +190,10 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "write actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-mean",
         (None, True),
     ),
-    "actor_rollout_ref.actor.tis_imp_ratio_cap": ("delete it: there is no importance sampling yet", (None, -1)),
+    "actor_rollout_ref.actor.tis_imp_ratio_cap": (
+        "write algorithm.rollout_correction.rollout_is=token, with this as its rollout_is_threshold",
+        (None, -1),
+    ),
     "actor_rollout_ref.actor.state_masking": (
         "delete it: exactly the sampled tokens are trained on, always",
         (),
@@ -256,13 +259,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
         "delete it: groups whose total rewards are all equal are left out, a length penalty included",
         (None, "reward", "seq_reward", "seq_final_reward", "score"),
     ),
-    "algorithm.rollout_correction.rollout_is": ("delete it: there is no importance sampling yet", _OFF),
-    "algorithm.rollout_correction.rollout_rs": ("delete it: there is no rejection sampling yet", _OFF),
-    "algorithm.rollout_correction.loss_type": (
-        "delete it: actor.policy_loss.loss_mode picks the loss",
-        (None, "ppo_clip"),
-    ),
-    "algorithm.rollout_is*": ("delete it: there is no importance sampling yet", _OFF),
+    "algorithm.rollout_is*": ("write algorithm.rollout_correction.rollout_is and rollout_is_threshold", _OFF),
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),

@@ -1,6 +1,6 @@
 """Rows from files, validated before anything expensive starts, and batches that a checkpoint can resume."""
 
-from etude.data.dataset import PromptTemplate, RLDataset
+from etude.data.dataset import RLDataset
 from etude.data.files import located_rows, read_rows, write_parquet
 from etude.data.loader import ResumableLoader
 from etude.data.rlhf import RLHFDataset
@@ -10,7 +10,6 @@ from etude.options import DataOptions
 
 __all__ = [
     "DataOptions",
-    "PromptTemplate",
     "RLDataset",
     "RLHFDataset",
     "ResumableLoader",

@@ -15,54 +15,22 @@ import hashlib
 import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows
 from etude.data.images import place_images, refuse_other_media, size_of
-from etude.data.messages import Message
 from etude.data.rows import active_tools, check_row
 from etude.errors import DataError, one_line
 from etude.options import DataOptions
 
+if TYPE_CHECKING:
+    from etude.chat import ChatTemplate
+    from etude.models import ImageReader
+
 Schema = dict[str, Any]
 
 logger = logging.getLogger(__name__)
-
-
-class Detokenizer(Protocol):
-    """What the dataset needs of a tokenizer."""
-
-    def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool) -> str:
-        """Text of `ids`."""
-
-
-class PromptTemplate(Protocol):
-    """What the dataset needs of `etude.chat.ChatTemplate`."""
-
-    @property
-    def tokenizer(self) -> Detokenizer:
-        """The tokenizer whose template this is."""
-
-    def require_whole(self, messages: Sequence[Message], tools: Sequence[Schema] | None) -> None:
-        """DataError if the template leaves out a part of a message."""
-
-    def prompt_length(
-        self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
-    ) -> int:
-        """Tokens of the prompt with its generation prompt and tool schemas; DataError if it cannot be rendered."""
-
-    def initial_ids(
-        self, messages: Sequence[Message], tools: Sequence[Schema] | None, image_tokens: Sequence[int] = ()
-    ) -> list[int]:
-        """Ids of the same prompt."""
-
-
-class ImageMeter(Protocol):
-    """What the dataset needs of `etude.models.ImageReader`."""
-
-    def tokens(self, size: tuple[int, int]) -> int:
-        """Tokens of an image of `size` (width, height); DataError if the model takes none of that shape."""
 
 
 class RLDataset:
@@ -90,13 +58,13 @@ class RLDataset:
     def __init__(
         self,
         files: str | Sequence[str],
-        chat: PromptTemplate,
+        chat: ChatTemplate,
         tool_schemas: Mapping[str, Schema] | None,
         options: DataOptions,
         *,
         interactions: Sequence[str] = (),
         agent_loops: Sequence[str] | None = None,
-        images: ImageMeter | None = None,
+        images: ImageReader | None = None,
         max_samples: int = -1,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))

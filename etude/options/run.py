@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Any, Literal
 
 from annotated_types import Le
-from pydantic import AfterValidator
+from pydantic import AfterValidator, BeforeValidator
 
 from etude.algorithms.records import ADVANTAGE_ESTIMATORS, Estimator, KLKind, Singleton, TimestepUnit
 from etude.options.declare import Names, When, key, options
@@ -78,11 +79,141 @@ class FilterGroupsOptions:
     )
 
 
+def _parts(value: object) -> object:
+    """A list may be written as text with commas, and a number stands for itself."""
+    if isinstance(value, str):
+        return tuple(part.strip() for part in value.split(",") if part.strip())
+    if isinstance(value, list | tuple):
+        return tuple(str(part) if isinstance(part, int | float) else part for part in value)
+    return (str(value),) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+def _threshold(value: object) -> object:
+    return str(float(value)) if isinstance(value, int | float) and not isinstance(value, bool) else value
+
+
+_Criterion = Literal[
+    "token_k1",
+    "token_k2",
+    "token_k3",
+    "seq_sum_k1",
+    "seq_sum_k2",
+    "seq_sum_k3",
+    "seq_mean_k1",
+    "seq_mean_k2",
+    "seq_mean_k3",
+    "seq_max_k2",
+    "seq_max_k3",
+]
+
+_LARGEST = 1e9  # a ratio is at most exp(20), a k2 200
+_PAIR = "LOW_HIGH, both with a decimal point (0.5_5.0; 0.5_5 is the number 0.55)"
+WEIGHED = When("with rollout_is", lambda own, run: own.rollout_is is not None)
+REJECTING = When("with rollout_rs", lambda own, run: bool(own.rollout_rs))
+BYPASS = When("with bypass_mode=true", lambda own, run: own.bypass_mode)
+
+
 @options
 class RolloutCorrectionOptions:
-    """Distance between the engine that sampled and the model that trains."""
+    """Mismatch between the engine that sampled and the model that trains: measured in every step, corrected on request."""
 
+    rollout_is: Literal["token", "sequence"] | None = key(
+        "Multiply the loss by importance weights, the trainer's probability over the engine's: of each token, or of whole "
+        "sequences (all those of a rollout together). Null: no weights.",
+        default=None,
+    )
+    rollout_is_threshold: Annotated[Text, BeforeValidator(_threshold)] = key(
+        "Largest weight; larger ones are cut to it. As LOW_HIGH, both with a decimal point (0.5_5.0), IcePop: a weight "
+        "outside is 0.",
+        default="2.0",
+        when=WEIGHED,
+    )
+    rollout_is_batch_normalize: Flag = key(
+        "Divide the weights by their mean over the batch.", default=False, when=WEIGHED
+    )
+    rollout_rs: Annotated[tuple[_Criterion, ...], BeforeValidator(_parts)] | None = key(
+        "Leave out tokens (token_*) or whole sequences (seq_*) that are too far from what the engine sampled from, by all "
+        "of these estimators of the KL distance: its sum, mean or maximum over a sequence. Null: none.",
+        default=None,
+    )
+    rollout_rs_threshold: Annotated[tuple[Text, ...], BeforeValidator(_parts)] | None = key(
+        "Their bounds, one for each or one for all. For k1 on the probability ratio, LOW_HIGH, or HIGH alone for 1/HIGH; "
+        "for k2 and k3 the largest value, in nats.",
+        default=None,
+        when=REJECTING,
+    )
+    off_policy_mask_threshold: Positive | None = key(
+        "Leave sequences of negative advantage out of the loss whose mean log-prob at the engine is this much above that "
+        "of the policy as it learns (DeepSeek-V3.2; 0.5 is usual). Null: none.",
+        default=None,
+        unit="nats",
+    )
+    alarm_threshold: Positive | None = key(
+        "Warn, naming likely causes, when the KL distance a token (rollout_corr/k3_kl) is above this, and again at each "
+        "tenfold. Null: never.",
+        default=0.01,
+        unit="nats",
+    )
     bypass_mode: Flag = key("True: the old log-probs are the engine's own, with no extra forward pass.", default=False)
+    loss_type: Literal["ppo_clip", "reinforce"] = key(
+        "ppo_clip: the loss's own ratio to the engine's log-probs is the correction. reinforce: actor.policy_loss is "
+        "reinforce, with the weights of rollout_is.",
+        default="ppo_clip",
+        when=BYPASS,
+    )
+
+    def __post_init__(self) -> None:
+        _ = self.is_bounds, self.criteria
+
+    @property
+    def corrects(self) -> bool:
+        """Whether weights or rejection are computed."""
+        return self.rollout_is is not None or bool(self.rollout_rs)
+
+    @property
+    def is_bounds(self) -> tuple[float, float] | float:
+        """`rollout_is_threshold` as a number, or as the pair of IcePop.
+
+        Raises:
+            ValueError: it is neither, or no range of positive numbers.
+        """
+        low, high = _bounds("rollout_is_threshold", self.rollout_is_threshold)
+        if low is None and high < 1:
+            raise ValueError(f"rollout_is_threshold must be at least 1, or {_PAIR}, not {high}")
+        return high if low is None else (low, high)
+
+    @property
+    def criteria(self) -> list[tuple[str, tuple[float, float]]]:
+        """The names in `rollout_rs`, each with its bounds.
+
+        Raises:
+            ValueError: there is not a threshold for each, or one does not fit its estimator.
+        """
+        names, given = self.rollout_rs or (), self.rollout_rs_threshold or ()
+        if names and len(given) not in (1, len(names)):
+            raise ValueError(f"rollout_rs_threshold needs a bound for each of {', '.join(names)}, or one for all")
+        bounds = [_bounds("rollout_rs_threshold", text) for text in given]
+        made: list[tuple[str, tuple[float, float]]] = []
+        for name, (low, high) in zip(names, bounds * len(names) if len(bounds) == 1 else bounds):
+            of_ratio = name.endswith("k1")
+            if low is not None and not of_ratio:
+                raise ValueError(f"rollout_rs_threshold: {name} takes one bound, not {low}_{high}")
+            if low is None and of_ratio and high < 1:
+                raise ValueError(f"rollout_rs_threshold: {name} takes a HIGH of at least 1, or {_PAIR}, not {high}")
+            made.append((name, (low or (1 / high if of_ratio else 0.0), high)))
+        return made
+
+
+def _bounds(name: str, text: str) -> tuple[float | None, float]:
+    """(low or None, high) of "LOW_HIGH" or "HIGH"."""
+    low, _, high = text.rpartition("_")
+    try:
+        found = float(low) if low else None, float(high)
+    except ValueError:
+        found = None, math.nan
+    if not 0 < (found[1] if found[0] is None else found[0]) <= found[1] <= _LARGEST:
+        raise ValueError(f"{name} must be a positive number (at most {_LARGEST:g}), or {_PAIR}, not {text}")
+    return found
 
 
 @options

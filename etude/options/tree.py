@@ -5,6 +5,8 @@ Invariant: the keys of a tree are the fields declared here; config/tree holds th
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from etude.options.data import DataOptions, SFTDataOptions, TargetSuccessOptions
 from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
@@ -45,18 +47,28 @@ class TrainOptions:
     plugins: Texts = key(_PLUGINS, default=(), path="code")
 
     @property
+    def actor(self) -> ActorOptions:
+        """The actor's section, with the loss that `rollout_correction.loss_type` picks."""
+        actor, correction = self.actor_rollout_ref.actor, self.algorithm.rollout_correction
+        if not correction.bypass_mode or correction.loss_type == "ppo_clip":
+            return actor
+        return replace(actor, policy_loss=replace(actor.policy_loss, loss_mode=correction.loss_type))
+
+    @property
     def needs(self) -> frozenset[str]:
         """The columns that are computed beside what a rollout has (see `etude.algorithms.records`): for the estimator, the
-        policy loss, the KL terms and distillation."""
+        policy loss, the KL terms, distillation and the correction of what the engine sampled."""
         estimator = self.algorithm.estimator
         own = {"old_log_probs", "ref_log_prob"} if self.algorithm.use_kl_in_reward else set[str]()
+        if self.algorithm.rollout_correction.corrects:
+            own.add("old_log_probs")
         if self.distillation.teachers:
             own |= {"old_log_probs", "teacher_log_probs"}
-        return self.actor_rollout_ref.actor.needs.union(own, estimator.needs if estimator else ())
+        return self.actor.needs.union(own, estimator.needs if estimator else ())
 
     def may_need(self, column: str) -> bool:
         """Whether `column` is among them, as far as is known before plugins are imported."""
-        unknown = None in (self.algorithm.estimator, self.actor_rollout_ref.actor.policy_loss.record)
+        unknown = None in (self.algorithm.estimator, self.actor.policy_loss.record)
         return unknown or column in self.needs
 
 

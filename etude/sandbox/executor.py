@@ -13,7 +13,7 @@ import logging
 import os
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -218,25 +218,19 @@ class Executor:
             UnknownSessionError: there is no such session (any more).
             SandboxError: the sandbox failed.
         """
-        session = self._session(session_id)
-        try:
+        with self._use(session_id) as session:
             return await session.run_cell(code, timeout)
-        finally:
-            self._forget_dead(session_id)
 
     async def write_files(self, session_id: str, files: Mapping[str, bytes]) -> None:
-        """Writes files into a session's work directory; raises like `run_cell`, or `SandboxRequestError`."""
-        try:
-            await self._session(session_id).write_files(files)
-        finally:
-            self._forget_dead(session_id)
+        """Writes files into a session's work directory, replacing existing ones; raises like `run_cell`, or
+        `SandboxRequestError` if a path is not allowed or there is no room."""
+        with self._use(session_id) as session:
+            await session.write_files(files)
 
     async def fetch_files(self, session_id: str, paths: Sequence[str]) -> dict[str, bytes]:
         """The regular files among `paths` in a session's work directory; raises like `write_files`."""
-        try:
-            return await self._session(session_id).fetch_files(paths)
-        finally:
-            self._forget_dead(session_id)
+        with self._use(session_id) as session:
+            return await session.fetch_files(paths)
 
     async def close_session(self, session_id: str) -> None:
         """Ends a session; an unknown one is not an error."""
@@ -244,16 +238,17 @@ class Executor:
         if session is not None:
             await session.close()
 
-    def _session(self, session_id: str) -> Session:
+    @contextlib.contextmanager
+    def _use(self, session_id: str) -> Iterator[Session]:
+        """A session, which is forgotten if it does not survive its use."""
         session = self._sessions.get(session_id)
         if session is None:
             raise UnknownSessionError(f"there is no session {session_id!r}")
-        return session
-
-    def _forget_dead(self, session_id: str) -> None:
-        session = self._sessions.get(session_id)
-        if session is not None and not session.alive:
-            del self._sessions[session_id]
+        try:
+            yield session
+        finally:
+            if not session.alive:
+                self._sessions.pop(session_id, None)
 
     async def _expire(self) -> None:
         idle = self._options.session_idle_seconds
@@ -278,8 +273,9 @@ class Executor:
         for session_id in list(self._sessions):
             with contextlib.suppress(SandboxError):
                 await self.close_session(session_id)
-        if self._fork_server is not None:
-            await self._fork_server.close()
+        async with self._starting:
+            if self._fork_server is not None:
+                await self._fork_server.close()
         if self._scratch:
             self._scratch.remove()
             self._scratch = None

@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hmac
-import json
 from collections.abc import Callable, Coroutine
 from typing import Any, TypeVar
 
 from fastapi import HTTPException, Request
+from starlette.responses import JSONResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from etude.bounded import settle
@@ -51,7 +51,7 @@ class BodyLimit:
         length = dict(scope["headers"]).get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_bytes:
             await self._drop_rest(receive)
-            return await _send_json(send, 413, self._error_body(413, self._reason()))
+            return await JSONResponse(self._error_body(413, self._reason()), 413)(scope, receive, send)
         clock = asyncio.get_running_loop().time
         seen, whole, due = 0, False, clock() + BODY_SECONDS
 
@@ -102,7 +102,7 @@ class BearerToken:
         if hmac.compare_digest(given, self._expected):
             return await self._app(scope, receive, send)
         body = self._error_body(401, "a bearer token is required")
-        await _send_json(send, 401, body, (b"www-authenticate", b"Bearer"))
+        await JSONResponse(body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
 
 
 async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | None:
@@ -121,10 +121,3 @@ async def unless_gone(request: Request, work: Coroutine[Any, Any, R]) -> R | Non
 async def _hung_up(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
-
-
-async def _send_json(send: Send, status: int, content: Any, *headers: tuple[bytes, bytes]) -> None:
-    body = json.dumps(content).encode()
-    fields = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode()), *headers]
-    await send({"type": "http.response.start", "status": status, "headers": fields})
-    await send({"type": "http.response.body", "body": body})

@@ -7,8 +7,10 @@ and the last halves are kept, with a mark between them that says how much is mis
 from __future__ import annotations
 
 import asyncio
+import codecs
 import fcntl
 import os
+import re
 import sys
 import termios
 
@@ -41,8 +43,11 @@ class Capture:
         missing = total - len(head) - len(tail)
         if not missing:
             return (head + tail).decode("utf-8", "replace"), False
-        mark = f"\n… [{missing} bytes left out] …\n"
-        return _whole_start(head) + mark + _whole_end(tail), True
+        start = codecs.getincrementaldecoder("utf-8")("replace").decode(
+            head
+        )  # without a character cut in two at its end
+        end = re.sub(rb"^[\x80-\xbf]{1,3}", b"", tail).decode("utf-8", "replace")  # nor at its start
+        return f"{start}\n… [{missing} bytes left out] …\n{end}", True
 
     def drain(self) -> None:
         """Reads what is available, but not what arrives meanwhile, which may be endless."""
@@ -79,23 +84,3 @@ class Capture:
         if len(self._tail) > 2 * self._tail_limit + _CHUNK:  # rarely, so that each byte is moved about once
             del self._tail[: len(self._tail) - self._tail_limit]
         return size
-
-
-def _whole_start(data: bytes) -> str:
-    """Text of `data`, without a character that was cut in two at its end."""
-    for back in range(1, min(4, len(data) + 1)):
-        byte = data[-back]
-        if byte >= 0xC0:
-            width = 2 if byte < 0xE0 else 3 if byte < 0xF0 else 4
-            return data[: -back if width > back else len(data)].decode("utf-8", "replace")
-        if byte < 0x80:
-            break
-    return data.decode("utf-8", "replace")
-
-
-def _whole_end(data: bytes) -> str:
-    """Text of `data`, without a character that was cut in two at its start."""
-    start = 0
-    while start < min(3, len(data)) and 0x80 <= data[start] < 0xC0:
-        start += 1
-    return data[start:].decode("utf-8", "replace")

@@ -20,7 +20,8 @@ from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from etude.errors import ConfigError
 from etude.sandbox.executor import Executor
-from etude.sandbox.server import SandboxService, ServerOptions, create_app
+from etude.sandbox.server import create_app
+from etude.sandbox.service import SandboxService, ServerOptions
 
 HEAD_SECONDS = 10.0
 _MOST_FILES = 1 << 16

@@ -43,9 +43,6 @@ MAX_PIXELS = 25_000_000
 _PNG = b"\x89PNG\r\n\x1a\n"
 _MARK = 100  # characters of the mark for text omitted
 
-Answer = dict[str, list[bytes]]
-"""An interpreter's answer to a cell: kind → parts of that kind, in order."""
-
 
 class Session:
     """One session, bound to its event loop."""
@@ -88,7 +85,7 @@ class Session:
         return self._lock.locked()
 
     async def run_cell(self, code: str, timeout: float | None = None) -> CellResult:
-        """Runs one cell after the previous ones; `timeout` in seconds, by default the session's `wall_seconds`.
+        """Like `Executor.run_cell`, after the previous cells.
 
         Raises:
             UnknownSessionError: the session had ended before; the cell did not run.
@@ -117,7 +114,7 @@ class Session:
             self.used = time.monotonic()
             return self._result(answer, status, self.used - started)
 
-    async def _answer(self, seconds: float) -> tuple[RunStatus, Answer | None]:
+    async def _answer(self, seconds: float) -> tuple[RunStatus, frames.Parts | None]:
         """How the cell ended, and its answer; None if the interpreter is no longer usable."""
         receiving = asyncio.ensure_future(self._receive())
         status = RunStatus.FINISHED
@@ -142,7 +139,7 @@ class Session:
                 with contextlib.suppress(asyncio.CancelledError):
                     await receiving
 
-    async def _receive(self) -> Answer | None:
+    async def _receive(self) -> frames.Parts | None:
         """The answer to the current cell; None when the interpreter has hung up.
 
         Raises:
@@ -154,10 +151,7 @@ class Session:
         header, parts = received
         if header.get("cell") != self._count:  # forged
             raise frames.FrameError("an answer to another cell")
-        found = Answer()
-        for kind, content in parts:
-            found.setdefault(kind, []).append(content)
-        return found
+        return parts
 
     async def _cause_of_death(self) -> RunStatus:
         try:
@@ -170,16 +164,17 @@ class Session:
             pass
         return RunStatus.KILLED
 
-    def _result(self, answer: Answer | None, status: RunStatus, seconds: float) -> CellResult:
+    def _result(self, answer: frames.Parts | None, status: RunStatus, seconds: float) -> CellResult:
         (out, out_cut), (err, err_cut) = self._stdout.take(), self._stderr.take()
-        found = answer or {}
+        texts = {kind: content.decode("utf-8", "replace") for kind, content in answer or () if kind != "image"}
+        trace = (texts.get(kind, "")[: cells.MAX_TRACEBACK] for kind in ("name", "value", "traceback"))
         return CellResult(
             status=status,
             stdout=out,
             stderr=err,
-            text=_text(found["text"], cells.MAX_TEXT + _MARK) if "text" in found else None,
-            images=_images(found.get("image", ())),
-            error=_error(found),
+            text=texts["text"][: cells.MAX_TEXT + _MARK] if "text" in texts else None,
+            images=_images([content for kind, content in answer or () if kind == "image"]),
+            error=CellError(*trace) if "name" in texts else None,
             stdout_truncated=out_cut,
             stderr_truncated=err_cut,
             wall_seconds=seconds,
@@ -187,21 +182,11 @@ class Session:
         )
 
     async def write_files(self, files: Mapping[str, bytes]) -> None:
-        """Writes files into the work directory, replacing existing ones.
-
-        Raises:
-            SandboxRequestError: a path is not allowed, or there is no room.
-            UnknownSessionError: the session has ended.
-        """
+        """Like `Executor.write_files`."""
         await self._command({"do": "write"}, checked_files(files), "written")
 
     async def fetch_files(self, paths: Sequence[str]) -> dict[str, bytes]:
-        """The regular files among `paths`.
-
-        Raises:
-            SandboxRequestError: a path is not allowed.
-            UnknownSessionError: the session has ended.
-        """
+        """Like `Executor.fetch_files`."""
         wanted = list(checked_paths("fetch_files", paths))
         return dict(await self._command({"do": "fetch", "fetch_files": wanted}, {}, "fetched"))
 
@@ -261,14 +246,3 @@ def _pixels(image: bytes) -> int:
     if not image.startswith(_PNG) or image[12:16] != b"IHDR" or len(image) < 33:
         return 0
     return int.from_bytes(image[16:20], "big") * int.from_bytes(image[20:24], "big")
-
-
-def _error(answer: Answer) -> CellError | None:
-    """The cell's exception, as reported by its interpreter."""
-    if "name" not in answer:
-        return None
-    return CellError(*(_text(answer.get(kind, []), cells.MAX_TRACEBACK) for kind in ("name", "value", "traceback")))
-
-
-def _text(parts: Sequence[bytes], longest: int) -> str:
-    return b"".join(parts[:1]).decode("utf-8", "replace")[:longest]

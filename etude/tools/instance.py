@@ -15,13 +15,13 @@ from typing import Any
 from etude.bounded import called, ended, result_of, within
 from etude.errors import ConfigError, InfrastructureError, describe_error
 from etude.rewards.number import as_reward
-from etude.schemas import ToolResponse
+from etude.schemas import FunctionCall, ToolResponse
 from etude.tools.base import BaseTool
 from etude.tools.faults import CallPlace
 from etude.tools.loop_watch import LoopWatch
 from etude.tools.outcome import read_creation
 from etude.tools.replay import ReplayedInstance
-from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime, overrides
+from etude.tools.runtime import ToolRequest, ToolRuntime, overrides
 from etude.tools.truncation import TokenLimit, bound_response
 
 Kwargs = Mapping[str, Any]
@@ -109,8 +109,8 @@ class ToolInstance:
             self._greeting = self.shown(response)
         return self._greeting
 
-    def ask(self, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
-        """The next call, as the model wrote them; `agent_data` goes to tools that read it.
+    def ask(self, call: FunctionCall, arguments: dict[str, Any], turn: int, agent_data: object = None) -> ToolRequest:
+        """The next `call`, in the order in which the model wrote them; `agent_data` goes to tools that read it.
 
         Raises:
             MissingCall: the tool is replayed, and the recording has no answer.
@@ -122,10 +122,10 @@ class ToolInstance:
         if self._replayed is not None and self.calls.reaches_tool(place):  # others were not recorded
             recorded = self._replayed.execute(arguments, kwargs)
         shared = {} if agent_data is None or not self.calls.reads_agent_data else {"agent_data": agent_data}
-        return ToolRequest(place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
+        return ToolRequest(call, place, arguments, kwargs, self._arguments("create_kwargs"), recorded, shared)
 
-    async def execute(self, request: ToolRequest, attempts: Attempts) -> object:
-        """Runs the tool once; counts in `attempts` when it blocked the event loop.
+    async def execute(self, request: ToolRequest) -> object:
+        """Runs the tool once; counts in `request` when it blocked the event loop.
 
         Raises:
             TimeoutError: no answer in time.
@@ -145,7 +145,7 @@ class ToolInstance:
             raise
         finally:
             self.executing.discard(task)
-            attempts.blocked_loop += self._watch.stalls(task)
+            request.blocked_loop += self._watch.stalls(task)
 
     def shown(self, response: ToolResponse) -> ToolResponse:
         """`response`, truncated to the text limits."""

@@ -20,7 +20,7 @@ import logging
 import time
 from collections.abc import Coroutine, Mapping, Sequence
 from types import TracebackType
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
 from etude.bounded import GRACE_SECONDS, settle, uninterrupted
 from etude.errors import DataError, is_infrastructure, one_line
@@ -32,7 +32,7 @@ from etude.tools.instance import SECTIONS, ToolInstance
 from etude.tools.loop_watch import LoopWatch
 from etude.tools.options import CallPolicy
 from etude.tools.outcome import BrokenCall, ToolOutcome, joined
-from etude.tools.runtime import Attempts, ToolRequest, ToolRuntime
+from etude.tools.runtime import ToolRequest, ToolRuntime
 from etude.tools.truncation import TokenLimit, bound_response
 from etude.trace import span
 from etude.trajectory import ToolCallRecord
@@ -42,15 +42,6 @@ R = TypeVar("R")
 logger = logging.getLogger(__name__)
 
 _closers: set[asyncio.Task[None]] = set()  # releases that outlived their session: kept from the garbage collector
-
-
-class _Asked(NamedTuple):
-    """A valid call; `greets` if it is the first of a tool that the row did not name."""
-
-    call: FunctionCall
-    instance: ToolInstance
-    request: ToolRequest
-    greets: bool
 
 
 class ToolSession:
@@ -143,11 +134,8 @@ class ToolSession:
         """
         self._check_open()
         asked = [self._ask(call, turn) for call in calls]
-        outcomes = await self._all([self._call(each) for each in asked if isinstance(each, _Asked)])
-        if len(outcomes) == len(asked):
-            return outcomes
-        answered = iter(outcomes)
-        return [next(answered) if isinstance(each, _Asked) else each for each in asked]
+        answered = iter(await self._all([self._call(*each) for each in asked if isinstance(each, tuple)]))
+        return [next(answered) if isinstance(each, tuple) else each for each in asked]
 
     async def calc_rewards(self) -> dict[str, float]:
         """The final reward of every created tool, by name; call once, after the trajectory has ended.
@@ -187,8 +175,9 @@ class ToolSession:
                 raise error
         return [task.result() for task in tasks]
 
-    def _ask(self, call: FunctionCall, turn: int) -> _Asked | ToolOutcome:
-        """The validated call, its tool created if needed; or the outcome of a call that cannot be made."""
+    def _ask(self, call: FunctionCall, turn: int) -> tuple[ToolInstance, ToolRequest, bool] | ToolOutcome:
+        """The tool, created if needed, the validated call, and whether it is the first one of a tool that the row did not
+        name; or the outcome of a call that cannot be made."""
         calls = self._calls.get(call.name)
         if calls is None:
             listed = ", ".join(self._tools) or "none"
@@ -200,7 +189,7 @@ class ToolSession:
             return self._refused(call, turn, error.word, f"Error in the call of '{call.name}': {one_line(error)}.")
         greets = call.name not in self._instances
         instance = self._start(call.name) if greets else self._instances[call.name]
-        return _Asked(call, instance, instance.ask(arguments, turn, self.agent_data), greets)
+        return instance, instance.ask(call, arguments, turn, self.agent_data), greets
 
     def _refused(self, call: FunctionCall, turn: int, error: str, text: str) -> ToolOutcome:
         calls = self._calls.get(call.name)
@@ -208,19 +197,17 @@ class ToolSession:
         response = bound_response(ToolResponse(text=text), policy, self._token_limit)
         return ToolOutcome(call, turn, response, error=error)
 
-    async def _call(self, asked: _Asked) -> ToolOutcome:
-        call, instance, request = asked.call, asked.instance, asked.request
-        greeting = await instance.ready()
-        attempts = Attempts()
+    async def _call(self, instance: ToolInstance, request: ToolRequest, greets: bool) -> ToolOutcome:
+        call, greeting = request.call, await instance.ready()
         started = time.perf_counter()
         with span("tool", call.name) as recorded:
             try:
-                answer = await instance.calls.answer(request, lambda: instance.execute(request, attempts), attempts)
+                answer = await instance.calls.answer(request, lambda: instance.execute(request))
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
-                raise _broken_call(asked, error, attempts, time.perf_counter() - started) from error
-            whole = joined(greeting, answer.response) if asked.greets and not greeting.is_empty() else answer.response
+                raise _broken_call(instance, request, error, time.perf_counter() - started) from error
+            whole = joined(greeting, answer.response) if greets and not greeting.is_empty() else answer.response
             outcome = ToolOutcome(
                 call,
                 request.place.turn,
@@ -230,9 +217,9 @@ class ToolSession:
                 time.perf_counter() - started,
                 answer.error,
                 answer.source,
-                attempts.broken,
-                attempts.timeouts,
-                attempts.blocked_loop,
+                request.broken,
+                request.timeouts,
+                request.blocked_loop,
             )
             if recorded is not None:
                 recorded.set(arguments=call.arguments, **_span_attributes(outcome))
@@ -286,20 +273,20 @@ class ToolSession:
             self.release_failures += 1
 
 
-def _broken_call(asked: _Asked, error: Exception, attempts: Attempts, seconds: float) -> BrokenCall:
+def _broken_call(instance: ToolInstance, request: ToolRequest, error: Exception, seconds: float) -> BrokenCall:
     late = isinstance(error, TimeoutError | asyncio.TimeoutError)
     record = ToolCallRecord(
-        asked.request.place.turn,
-        asked.call.name,
-        asked.call.arguments,
+        request.place.turn,
+        request.call.name,
+        request.call.arguments,
         one_line(error),
         seconds=seconds,
         error="timeout" if late else "infrastructure",
-        retries=attempts.broken,
-        timeouts=attempts.timeouts,
-        blocked_loop=attempts.blocked_loop,
+        retries=request.broken,
+        timeouts=request.timeouts,
+        blocked_loop=request.blocked_loop,
     )
-    return BrokenCall(asked.instance.sentence("execute", error), record)
+    return BrokenCall(instance.sentence("execute", error), record)
 
 
 def _span_attributes(outcome: ToolOutcome) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from etude.errors import ConfigError, ToolError, one_line
 from etude.registry import Registry
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool
-from etude.tools.function_tool import read_schema
+from etude.tools.function_tool import as_response, read_schema
 from etude.trace import rollout_trace_op
 
 Class = TypeVar("Class", bound=type)
@@ -106,11 +106,9 @@ def registered_tool_class(name: str) -> type | None:
         return TOOL_REGISTRY.get(name)
     try:
         found = importlib.import_module("qwen_agent.tools").TOOL_REGISTRY.get(name)
-    except ModuleNotFoundError as error:
-        if error.name == "qwen_agent":
-            return None
-        raise ConfigError(f"qwen-agent is installed but cannot be imported: {one_line(error)}") from error
     except Exception as error:  # importing an installed package may fail in any way
+        if isinstance(error, ModuleNotFoundError) and error.name == "qwen_agent":
+            return None
         kind = type(error).__name__
         raise ConfigError(f"qwen-agent is installed but cannot be imported: {kind}: {one_line(error)}") from error
     return found if isinstance(found, type) else None
@@ -174,7 +172,7 @@ def parameters_schema(parameters: object, where: str = "parameters") -> dict[str
         properties[each["name"]] = {key: value for key, value in each.items() if key not in _PARAMETER_KEYS}
         if isinstance(
             each.get("required"), list
-        ):  # a JSON Schema keyword of an object parameter, not Qwen-Agent's flag
+        ):  # JSON Schema's keyword of an object parameter, not Qwen-Agent's flag
             properties[each["name"]]["required"] = each["required"]
         elif each.get("required"):
             required.append(each["name"])
@@ -212,17 +210,13 @@ def _wants_dict(call: Callable[..., Any]) -> bool:
 
 
 def _response(result: object) -> ToolResponse:
-    if isinstance(result, ToolResponse):
-        return result
     if isinstance(result, list) and result and all(_is_content(item) for item in result):
         texts = [text for item in result if (text := _part(item, "text"))]
         images = [image for item in result if (image := _part(item, "image"))]
         return ToolResponse(text="\n".join(texts) or None, image=images or None)
-    if isinstance(result, dict | list):
-        return ToolResponse(text=json.dumps(result, ensure_ascii=False, default=str))
     if result is None:
         raise ToolError("the tool returned nothing")
-    return ToolResponse(text=str(result))
+    return as_response(json.dumps(result, ensure_ascii=False, default=str) if isinstance(result, list) else result)
 
 
 def _is_content(item: object) -> bool:

@@ -19,9 +19,9 @@ import logging
 import time
 import weakref
 from collections.abc import Awaitable, Callable, Mapping
-from dataclasses import replace
-from types import CodeType, MappingProxyType
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from types import CodeType
+from typing import Any
 
 from etude.errors import (
     ConfigError,
@@ -79,28 +79,27 @@ def _names(code: CodeType | None, word: str) -> bool:
     return any(each == word or (isinstance(each, CodeType) and _names(each, word)) for each in constants)
 
 
-class ToolRequest(NamedTuple):
-    """A call about to be made: its place, its arguments, the recorded answer if there is one, and the part of the
-    conversation passed to the tool, which caches and recordings do not compare."""
+@dataclass(slots=True)
+class ToolRequest:
+    """A valid call under way.
 
+    Attributes:
+        recorded: its answer in a recording, if there is one.
+        shared: the part of the conversation that the tool gets, which caches and recordings do not compare.
+        broken, timeouts: attempts that infrastructure failed, and those of them that timed out.
+        blocked_loop: how often the tool blocked the event loop.
+    """
+
+    call: FunctionCall
     place: CallPlace
     arguments: dict[str, Any]
     kwargs: Mapping[str, Any]
     create_kwargs: Mapping[str, Any]
-    recorded: ToolResult | None = None
-    shared: Mapping[str, Any] = MappingProxyType({})
-
-
-class Attempts:
-    """Counts of a call: attempts failed by infrastructure, those of them that timed out, and how often the tool blocked
-    the event loop."""
-
-    __slots__ = ("blocked_loop", "broken", "timeouts")
-
-    def __init__(self) -> None:
-        self.broken = 0
-        self.timeouts = 0
-        self.blocked_loop = 0
+    recorded: ToolResult | None
+    shared: Mapping[str, Any]
+    broken: int = 0
+    timeouts: int = 0
+    blocked_loop: int = 0
 
 
 class ToolRuntime:
@@ -178,9 +177,7 @@ class ToolRuntime:
             raise ArgumentError(f"the arguments are longer than {limit} tokens")
         return self._checker.check(decode_arguments(text))
 
-    async def answer(
-        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempts: Attempts
-    ) -> ToolResult:
+    async def answer(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
         """The answer to a call; `execute` runs the tool once, within its time limit.
 
         Raises:
@@ -189,15 +186,17 @@ class ToolRuntime:
         """
         while True:
             try:
-                return await self._attempt(request, execute, attempts.broken)
+                return await self._attempt(request, execute)
             except Exception as error:
                 if not is_infrastructure(error):
                     raise
-                attempts.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
-                if attempts.broken >= self.policy.max_retries:
+                request.timeouts += isinstance(error, TimeoutError | asyncio.TimeoutError)
+                if request.broken >= self.policy.max_retries:
                     raise
-                attempts.broken += 1
-            await asyncio.sleep(self._delay(request.place, attempts.broken))
+                request.broken += 1
+            # Doubling, with jitter of up to a half, so that calls that failed together do not retry together.
+            longest = min(self.policy.retry_delay * 2 ** min(request.broken - 1, 30), _MAX_RETRY_DELAY)
+            await asyncio.sleep(longest * (1 - 0.5 * request.place.chance("delay", request.broken)))
 
     def reaches_tool(self, place: CallPlace) -> bool:
         """Whether `config.faults` let the call through to the tool or its recording."""
@@ -210,16 +209,9 @@ class ToolRuntime:
         final = next((fault for fault in drawn if fault not in retried), Fault.TIMEOUT)
         return final in (None, Fault.GARBAGE)
 
-    def _delay(self, place: CallPlace, retry: int) -> float:
-        """Doubling, with jitter of up to a half, so that calls that failed together do not retry together."""
-        longest = min(self.policy.retry_delay * 2 ** min(retry - 1, 30), _MAX_RETRY_DELAY)
-        return longest * (1 - 0.5 * place.chance("delay", retry))
-
-    async def _attempt(
-        self, request: ToolRequest, execute: Callable[[], Awaitable[object]], attempt: int
-    ) -> ToolResult:
+    async def _attempt(self, request: ToolRequest, execute: Callable[[], Awaitable[object]]) -> ToolResult:
         faults, place = self.policy.faults, request.place
-        fault = None if faults is None else draw(faults, place, attempt)
+        fault = None if faults is None else draw(faults, place, request.broken)
         if fault is Fault.TIMEOUT:
             raise TimeoutError("no answer in time (injected: config.faults)")
         if fault is Fault.ERROR:

@@ -20,7 +20,7 @@ from omegaconf import DictConfig
 
 from etude.agents import AgentContext, RolloutOptions, Sampling, TrajectoryClient
 from etude.agents.gateway import GatewaySession, SessionRules
-from etude.agents.gateway.server import ServerOptions, SessionStore, create_app
+from etude.agents.gateway.server import SessionStore, create_app
 from etude.chat import ToolParser
 from etude.dumps import rollout_record, sequence_record
 from etude.errors import EtudeError, one_line
@@ -67,8 +67,10 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
         app = create_app(
             policy.store,
             bundle.tokenizer,
-            ServerOptions(Path(str(roles.model.path)).name, options.token, options.max_request_mb),
             lambda session: [json_line(policy.record_of(session))],
+            model=Path(str(roles.model.path)).name,
+            token=options.token,
+            max_request_mb=options.max_request_mb,
         )
         listener.listen(2048)
         shown = f"[{options.host}]" if ":" in options.host else options.host

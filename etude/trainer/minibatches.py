@@ -43,7 +43,7 @@ def _for_update(mini: DataProto, options: ActorOptions | CriticOptions) -> DataP
     if record.selects is not None:
         read = {name: columns[name] for name in (*record.needs, "advantages", "response_mask")}
         columns["selected_tokens"] = record.select_tokens(**read, **options.loss_options())
-    kept = options.needs | {"old_log_probs"} | ({"rollout_log_probs"} if mini.meta_info["compare_rollout"] else set())
+    kept = options.needs | {"old_log_probs", "rollout_log_probs"}
     return mini.select(sorted(set(columns.keys()) - (PolicyLoss.columns - kept)))
 
 

@@ -1,9 +1,9 @@
 """`PPOTrainer`: the synchronous training loop, PPO and GRPO alike.
 
 One step, as `training_step` reads: take a batch, repeat each prompt `rollout.n` times, roll out (each trajectory is
-scored the moment it ends), old log-probs, reference log-probs, values, advantages, update critic, update actor, sync
-weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything
-else through worker groups.
+scored the moment it ends), old log-probs, reference log-probs, values, advantages, correction of what the engine sampled,
+update critic, update actor, sync weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages
+itself and reaches everything else through worker groups.
 
 Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
 """
@@ -24,6 +24,7 @@ from etude.protocol import DataProto
 from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import check_teachers, teacher_log_probs
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
@@ -70,6 +71,7 @@ class PPOTrainer:
         self._batches = self.loader.endless()
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def _warn_of_judges(self, train: RLDataset) -> None:
         reward, catalogue = self.setup.roles.reward, self.setup.catalogue
@@ -174,6 +176,7 @@ class PPOTrainer:
         finally:  # the step counts even if its validation failed
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
+        self._alarm.note(metrics, emit)
         self._skipped.note(metrics)
         if last or _due(self.options.save_freq, self.global_step):
             self.save()
@@ -213,8 +216,13 @@ class PPOTrainer:
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
-            learned = self._learned(batch)
-            kept = int(main_rows(learned).sum())
+            learned, corrections = correct_mismatch(
+                self._learned(batch),
+                self.algorithm.rollout_correction,
+                episodes=bool(self.setup.estimator.episodes),
+            )
+            metrics |= corrections
+            kept = len({id(rollout) for rollout in rollouts_of(learned)})
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
                 self._updating = True

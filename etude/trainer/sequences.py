@@ -114,6 +114,11 @@ def _join(column: Any, places: Tensor, main: Tensor) -> Any:
     return torch.where(places >= 0, column.flatten()[places.clamp(min=0)], 0)
 
 
+def rollout_numbers(batch: DataProto) -> Tensor:
+    """(rows,) the number of the rollout that each row belongs to."""
+    return _rollout_of(main_rows(batch))
+
+
 def _rollout_of(main: Tensor) -> Tensor:
     """(rows,) the number of each row's rollout: a main row begins one."""
     return main.long().cumsum(dim=0) - 1

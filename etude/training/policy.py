@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import loss_count
-from etude.metrics import Max, Mean, Metric, Metrics, add_metrics
+from etude.metrics import Max, Mean, Metric, Metrics, Pooled, add_metrics
 from etude.models.experts import replay_experts
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
@@ -82,7 +82,7 @@ MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapp
 def weigh(metrics: Mapping[str, Metric], response_mask: Tensor) -> Metrics:
     """A micro-batch's metrics, bare numbers as means over its scored tokens."""
     weight = float(response_mask.sum())
-    return {name: m if isinstance(m, Mean | Max) else Mean(m * weight, weight) for name, m in metrics.items()}
+    return {name: m if isinstance(m, Mean | Max | Pooled) else Mean(m * weight, weight) for name, m in metrics.items()}
 
 
 def step_metrics(optimizer: OptimizerSet) -> Metrics:

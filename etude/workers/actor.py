@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from torch import Tensor
@@ -11,9 +12,12 @@ from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
     agg_loss,
+    importance_weights,
     kl_penalty,
     masked_mean,
+    off_policy_sequence_mask,
     policy_loss,
+    rejection_mask,
     rollout_mismatch,
 )
 from etude.distributed import Dispatch, register
@@ -80,7 +84,14 @@ class TrainWorker(TrainedWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", IMAGES, ROUTED_EXPERTS),
+        optional=(
+            *PolicyLoss.columns,
+            "rollout_tokens",
+            "selected_tokens",
+            "rollout_is_weights",
+            IMAGES,
+            ROUTED_EXPERTS,
+        ),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -120,18 +131,23 @@ class TrainWorker(TrainedWorker):
         }
         # Without old log-probs the batch has a single update, whose own log-probs are the old ones.
         old = columns.get("old_log_probs", log_probs.detach())
-        inputs = {*record.needs, "selected_tokens"} if record.selects else record.needs
+        weights, metrics = self._loss_weights(log_probs, micro)
+        inputs: dict[str, Any] = {need: columns[need] for need in record.needs}
+        if record.selects:
+            inputs["selected_tokens"] = columns["selected_tokens"]
+        if weights is not None:
+            inputs["rollout_is_weights"] = weights
         loss, loss_metrics = policy_loss(
             actor.policy_loss.loss_mode,
             old_log_prob=old,
             log_prob=log_probs,
             advantages=columns["advantages"],
             response_mask=mask,
-            **{name: columns[name] for name in inputs},
+            **inputs,
             **actor.loss_options(),
             **scaling,
         )
-        metrics: Metrics = {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
+        metrics |= {**loss_metrics, "pg_loss": scale.as_mean(loss, mask)}
         metrics["entropy"] = float(masked_mean(entropy.detach(), mask))
         if actor.entropy_coeff:
             loss = loss - actor.entropy_coeff * agg_loss(entropy, mask, **scaling)
@@ -140,3 +156,23 @@ class TrainWorker(TrainedWorker):
             loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
         return loss, metrics
+
+    def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
+        """What multiplies the loss of each token, if anything: the driver's importance weights; with `bypass_mode`, weights
+        and rejection at the current policy; and the off-policy sequence mask. A sequence here is a row."""
+        correction, columns = self.options.correction, micro.batch
+        mask, engine = columns["response_mask"], columns["rollout_log_probs"]
+        weights, metrics = columns.get("rollout_is_weights"), Metrics()
+        if correction.bypass_mode and correction.rollout_is is not None:
+            bounds = correction.is_bounds
+            weights, metrics = importance_weights(log_probs - engine, mask, level=correction.rollout_is, bounds=bounds)
+        factors = [] if weights is None else [weights]
+        if correction.bypass_mode and correction.rollout_rs:
+            kept, rejected = rejection_mask(log_probs - engine, mask, correction.criteria)
+            factors.append(kept.double())
+            metrics |= rejected
+        if (threshold := correction.off_policy_mask_threshold) is not None:
+            kept, dropped = off_policy_sequence_mask(log_probs, engine, columns["advantages"], mask, threshold)
+            factors.append(kept)
+            metrics |= dropped
+        return (math.prod(factors[1:], start=factors[0]).to(log_probs.dtype) if factors else None), metrics

@@ -19,6 +19,7 @@ from etude.options import (
     ModelOptions,
     RefOptions,
     RewardOptions,
+    RolloutCorrectionOptions,
     RolloutOptions,
 )
 
@@ -46,6 +47,7 @@ class RoleOptions:
     env: EnvOptions = field(default_factory=EnvOptions)
     distillation: DistillationOptions = field(default_factory=DistillationOptions)
     teacher: str | None = None
+    correction: RolloutCorrectionOptions = field(default_factory=RolloutCorrectionOptions)
     chat_template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     plugins: tuple[str, ...] = ()
     actor_first_step: int = 0

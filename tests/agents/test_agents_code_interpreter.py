@@ -12,8 +12,7 @@ from etude.agents import AgentLoopManager, to_batch
 from etude.sandbox import RunRequest, RunStatus, SandboxClient, SandboxUnavailableError
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools import BaseTool, initialize_tools_from_config
-from etude.tools.builtin.code_interpreter import SandboxFusionTool
-from etude.tools.builtin.code_report import NOTHING
+from etude.tools.builtin.code_interpreter import NOTHING, SandboxFusionTool
 from etude.trajectory import Provenance, StopReason
 
 SCHEMA = {

@@ -23,7 +23,9 @@ def inputs(seed, outcome, holes):
     rows, width = len(UIDS), 9
 
     def draw(low=0.0, high=1.0):
-        return low + (high - low) * torch.rand(rows, width, generator=generator, dtype=torch.float64)
+        return (low + (high - low) * torch.rand(rows, width, generator=generator, dtype=torch.float64)).round(
+            decimals=4
+        )
 
     mask = (torch.rand(rows, width, generator=generator) < (0.7 if holes else 2)).long()
     mask[:, 0] = 1
@@ -31,15 +33,18 @@ def inputs(seed, outcome, holes):
     mask[torch.arange(width) >= lengths[:, None]] = 0
     last = width - 1 - mask.flip(1).argmax(1)
     rewards = torch.zeros(rows, width, dtype=torch.float64) if outcome else draw(-0.5, 0.5) * mask
-    rewards[torch.arange(rows), last] += torch.randn(rows, generator=generator, dtype=torch.float64)
+    rewards[torch.arange(rows), last] += torch.randn(rows, generator=generator, dtype=torch.float64).round(decimals=4)
+    old_log_probs = draw(-3, -0.1)
+    chosen = old_log_probs.exp()
+    squares = (chosen.square() + draw() * (1 - chosen).square()).round(decimals=4)
     return {
         "token_level_rewards": rewards,
         "response_mask": mask,
         "values": draw(-1, 1),
-        "old_log_probs": draw(-3, -0.1),
-        "sum_pi_squared": draw(0.1, 0.9),
+        "old_log_probs": old_log_probs,
+        "sum_pi_squared": squares,
         "reward_baselines": draw()[:, 0],
-        "format": draw()[:, 0],
+        "format": (8 * draw()[:, 0]).round() / 8,  # verl computes these in float32
         "accuracy": (draw()[:, 0] > 0.5).double(),
     }
 
@@ -69,10 +74,8 @@ def call(name, function, given, options):
         keep = torch.tensor([UIDS.count(uid) > 1 for uid in UIDS])
     if name == "gdpo":
         more["non_tensor_batch"] = {key: given[key].numpy() for key in ("format", "accuracy")}
-        more["batch"] = {
-            "prompts": torch.zeros(len(UIDS), 1),
-            "attention_mask": torch.ones(len(UIDS), 1 + mask.shape[1]),
-        }
+        seen = torch.ones(len(UIDS), 1 + mask.shape[1], dtype=torch.long)
+        more |= {"batch": {"prompts": torch.zeros(len(UIDS), 1), "attention_mask": seen}}
         more["norm_adv_by_std_in_grpo"] = options.get("norm_adv_by_std_in_grpo", True)
     for column in ("old_log_probs", "sum_pi_squared", "reward_baselines"):
         if "optimal" in name or (name == "remax" and column == "reward_baselines"):
@@ -96,7 +99,9 @@ def main():
     for name, options, each, (advantages, returns) in cases():
         if not given or given[-1] is not each:
             given.append(each)
-        values = [part.double().tolist() for part in (advantages, returns)]
+        values = [
+            part.double().mul(given[-1]["response_mask"]).round(decimals=9).tolist() for part in (advantages, returns)
+        ]
         results.append({"name": str(name), "options": options, "case": len(given) - 1, "returned": values})
     json.dump(
         {

@@ -55,6 +55,15 @@ def test_a_policy_loss_is_verls(recorded):
     assert {key: metrics[key] for key in theirs} == pytest.approx(theirs, rel=1e-6, abs=1e-7)
 
 
+@pytest.mark.parametrize("name", POLICY_LOSSES.built_in)
+def test_the_documentation_has_its_row(name):
+    record, page = POLICY_LOSSES.get(name), (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text("utf-8")
+    [row] = [line for line in page.splitlines() if line.startswith("| `") and f"`{name}`" in line.split(" | ")[0]]
+    for option, value in record.defaults.items():
+        assert (f"`{option}` {value:g}" if value is not None else f"`{option}`: must be set") in row
+    assert f"| `{record.loss_agg_mode}` |" in row
+
+
 @pytest.mark.parametrize("recorded", VERL["kl"], ids=lambda r: r["kind"])
 def test_a_kl_penalty_is_verls(recorded):
     case = inputs()

@@ -24,6 +24,7 @@ from etude.options.types import choices
 from etude.registry import import_object, load_plugins
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+CORRECTION = "algorithm.rollout_correction"
 GRPO = ("algorithm.adv_estimator=grpo",)
 TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
 COMMANDS = {"ppo_trainer": "train", "sft": "sft"}
@@ -163,6 +164,29 @@ def test_the_same_for_supervised_runs(override):
             "algorithm.rollout_correction.bypass_mode",
             "top_p=1",
         ),
+        (
+            (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"),
+            f"{CORRECTION}.rollout_is",
+            "loss_type=reinforce",
+        ),
+        (
+            (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"),
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            "whole batch",
+        ),
+        (
+            (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"),
+            CORRECTION,
+            "token_k2 takes one bound",
+        ),
+        (
+            (f"{CORRECTION}.rollout_rs=[token_k1,seq_sum_k1,token_k2]", f"{CORRECTION}.rollout_rs_threshold=[2,3]"),
+            CORRECTION,
+            "a bound for each",
+        ),
+        ((f"{CORRECTION}.rollout_rs=seq_mean_k1", f"{CORRECTION}.rollout_rs_threshold=0.5"), CORRECTION, "at least 1"),
+        ((f"{CORRECTION}.rollout_is_threshold=5.0_2.0",), CORRECTION, "LOW_HIGH"),
+        ((f"{CORRECTION}.rollout_is_threshold=0.5_5",), CORRECTION, "0.5_5 is the number 0.55"),
         (("trainer.rollout_data_dir=a", "trainer.validation_data_dir=./a"), "trainer.validation_data_dir", "overwrite"),
         (("trainer.resume_from_path=a",), "trainer.resume_from_path", "resume_mode=resume_path"),
         (("trainer.resume_mode=resume_path",), "trainer.resume_mode", "resume_from_path"),

@@ -16,6 +16,7 @@ from etude.cli.data import data
 from etude.data import SFTDataset, check_row, read_rows
 from etude.data.prepare import arithmetic, gsm8k
 from etude.data.prepare.arithmetic import Habits, make_demonstrations, make_problems, make_rows, misread
+from etude.data.prepare.sources import make_tables
 from etude.errors import DataError
 from etude.tools.builtin.calculator import Calculator
 
@@ -165,7 +166,7 @@ EXAMPLE = {"question": "How many?", "answer": "Many.\n#### 1,234"}
 def test_gsm8k_rows_pass_the_contract(tmp_path):
     path = jsonl(tmp_path / "main" / "train.jsonl", [EXAMPLE])
     assert gsm8k.find_files([tmp_path]) == {"train": path}
-    (row,) = gsm8k.make_rows(path, "train")
+    (row,) = make_tables({"train": path}, gsm8k.make_row)["train"]
     assert check_row(row, "x", ["calc_gsm8k_reward"]) == row
     assert row["data_source"] == "openai/gsm8k"
     assert row["reward_model"] == {"style": "rule", "ground_truth": "1234"}
@@ -221,7 +222,7 @@ def test_input_files_must_tell_their_split(tmp_path):
 def test_gsm8k_is_read_whole():
     for split, count in (("train", 7473), ("test", 1319)):
         finals = [row["final"] for row in read_rows(GSM8K / f"{split}.jsonl")]
-        made = gsm8k.make_rows(GSM8K / f"{split}.jsonl", split)
+        made = make_tables({split: GSM8K / f"{split}.jsonl"}, gsm8k.make_row)[split]
         assert len(made) == count
         assert [row["reward_model"]["ground_truth"] for row in made] == finals
 

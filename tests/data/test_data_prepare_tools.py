@@ -91,14 +91,14 @@ def test_questions(tmp_path, example):
 
 def test_questions_for_another_tool_and_format(tmp_path):
     path = lines(tmp_path / "dev.jsonl", {"question": "Capital?", "answers": ["Beijing"]})
-    [row] = read_rows(questions.write_all([path], tmp_path / "web", tool="web_search")["dev"])
+    [row] = read_rows(questions.write([path], tmp_path / "web", tool="web_search")["dev"])
     assert check_row(row, "x", ["web_search"])
-    [row] = read_rows(questions.write_all([path], tmp_path / "tags", tags=True)["dev"])
+    [row] = read_rows(questions.write([path], tmp_path / "tags", tags=True)["dev"])
     assert "<search> and </search>" in row["prompt"][0]["content"]
     with pytest.raises(DataError, match="unknown search tool 'google'"):
-        questions.write_all([path], tmp_path, tool="google")
+        questions.write([path], tmp_path, tool="google")
     with pytest.raises(DataError, match="the same name"):
-        questions.write_all([path, path], tmp_path)
+        questions.write([path, path], tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -107,12 +107,12 @@ def test_questions_for_another_tool_and_format(tmp_path):
 def test_bad_questions_are_named(tmp_path, example):
     path = lines(tmp_path / "dev.jsonl", example)
     with pytest.raises(DataError, match=r"dev\.jsonl:1: needs"):
-        questions.write_all([path], tmp_path / "out")
+        questions.write([path], tmp_path / "out")
 
 
 @pytest.mark.skipif(not NQ.is_file(), reason="NQ-Open is not beside this checkout")
 def test_nq_open_is_read_whole(tmp_path):
-    rows = read_rows(questions.write_all([NQ], tmp_path)[NQ.stem])
+    rows = read_rows(questions.write([NQ], tmp_path)[NQ.stem])
     assert len(rows) == len(NQ.read_text(encoding="utf-8").splitlines())
     for row in rows[:50]:
         check_row(row, "x", ["search"])

@@ -7,7 +7,15 @@ from plain_losses import BOUNDS, LOSSES, OWN
 from reference_stage import Shape
 
 AGGREGATIONS = ["token-sum", "seq-mean-token-sum", "seq-mean-token-sum-norm", "seq-mean-token-mean"]
-ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+ACTOR, ROLLOUT, CORRECTION = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "algorithm.rollout_correction"
+REJECTION = [
+    "[seq_sum_k1]",
+    "[token_k1]",
+    "[seq_mean_k1,token_k3]",
+    "[token_k2]",
+    "[seq_max_k2,seq_sum_k3]",
+    "[seq_max_k3]",
+]
 LOSS = f"{ACTOR}.policy_loss"
 
 
@@ -62,7 +70,14 @@ CHOICES = {
     "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
-    "algorithm.rollout_correction.bypass_mode": ["true"],
+    f"{CORRECTION}.bypass_mode": ["true"],
+    f"{CORRECTION}.loss_type": ["reinforce"],
+    f"{CORRECTION}.rollout_is": ["token", "sequence"],
+    f"{CORRECTION}.rollout_is_threshold": ["0.995_1.01", "1.002"],
+    f"{CORRECTION}.rollout_is_batch_normalize": ["true"],
+    f"{CORRECTION}.rollout_rs": REJECTION,
+    f"{CORRECTION}.rollout_rs_threshold": ["1.01"],
+    f"{CORRECTION}.off_policy_mask_threshold": [1e-4],
     "distillation.teachers": ["{{default: {folder}/other}}"],
     "distillation.coef": [0.3],
     "distillation.task_coef": [0.7],
@@ -105,6 +120,7 @@ CHOICES = {
     f"{ROLLOUT}.temperature": [0.7, 1.3],
     f"{ROLLOUT}.top_p": [0.8],
     f"{ROLLOUT}.top_k": [20],
+    f"{ROLLOUT}.dtype": ["bfloat16"],  # then the engine's log-probs differ from the trainer's
     "reward_model.enable": ["false"],
     "reward_model.tool_reward_weight": [0.5],
     "reward_model.score_weight": [2.0],
@@ -121,6 +137,8 @@ KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
 TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
+DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
+WEIGHTED = DIFFERS | {f"{CORRECTION}.rollout_is": "token"}
 CLIP_COV = {f"{LOSS}.loss_mode": "clip_cov", f"{LOSS}.clip_cov_lb": 0.01, f"{LOSS}.clip_cov_ratio": 0.3}
 KL_COV = MOVING | {f"{LOSS}.loss_mode": "kl_cov", f"{LOSS}.kl_cov_ratio": 0.2}
 SAPO = MOVING | {f"{LOSS}.loss_mode": "sapo"}
@@ -148,10 +166,19 @@ NEEDS = {
     "algorithm.use_kl_in_reward": {  # in a single update, whose own log-probs come too late for it
         f"{ACTOR}.ppo_epochs": None,
         f"{ACTOR}.ppo_mini_batch_size": None,
-        "algorithm.rollout_correction.bypass_mode": None,
+        f"{CORRECTION}.bypass_mode": None,
+        f"{CORRECTION}.rollout_is": None,
+        f"{CORRECTION}.rollout_rs": None,
     },
     "distillation.coef": TEACHER,
     "distillation.task_coef": TEACHER,
+    f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{LOSS}.loss_mode": None},
+    f"{CORRECTION}.rollout_is": DIFFERS,
+    f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
+    f"{CORRECTION}.rollout_is_batch_normalize": WEIGHTED,
+    f"{CORRECTION}.rollout_rs": DIFFERS | {f"{CORRECTION}.rollout_rs_threshold": "1.01"},
+    f"{CORRECTION}.rollout_rs_threshold": DIFFERS | {f"{CORRECTION}.rollout_rs": "[seq_sum_k1]"},
+    f"{CORRECTION}.off_policy_mask_threshold": DIFFERS,
     "algorithm.kl_penalty": KL_IN_REWARD,
     "algorithm.kl_ctrl.type": KL_IN_REWARD,
     "algorithm.kl_ctrl.kl_coef": KL_IN_REWARD,
@@ -208,9 +235,19 @@ def configuration(seed):
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
     learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
-    if "algorithm.rollout_correction.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
+    if f"{CORRECTION}.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
         chosen.pop(f"{ROLLOUT}.top_p", None)
         chosen.pop(f"{ROLLOUT}.top_k", None)
+        chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
+        if f"{CORRECTION}.loss_type" in chosen:
+            chosen.pop(f"{LOSS}.loss_mode", None)
+        elif chosen.get(f"{LOSS}.loss_mode") not in ("gpg", "reinforce"):  # the loss's ratio is the weight
+            chosen.pop(f"{CORRECTION}.rollout_is", None)
+    if f"{CORRECTION}.rollout_rs" in chosen:
+        chosen[f"{CORRECTION}.rollout_rs_threshold"] = thresholds(chosen[f"{CORRECTION}.rollout_rs"])
+    corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")
+    if any(f"{CORRECTION}.{name}" in chosen for name in corrections) and chosen.get(f"{LOSS}.loss_mode") == "vespo":
+        chosen.pop(f"{LOSS}.loss_mode")  # whose weight of a sequence takes them in; its own tests see it
     if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
         chosen.pop("algorithm.zero_variance", None)
@@ -243,6 +280,12 @@ def allow_estimator(chosen, estimator):
         chosen.pop("algorithm.use_kl_in_reward", None)
         if "reward_model.enable" in chosen:
             chosen["algorithm.gdpo_reward_keys"] = "[final,step]"
+
+
+def thresholds(criteria):
+    """Bounds that an engine in bfloat16 is sometimes within."""
+    kinds = [name.rpartition("_")[2] for name in criteria.strip("[]").split(",")]
+    return "[" + ",".join({"k1": "0.99_1.01", "k2": "1e-4", "k3": "1e-4"}[kind] for kind in kinds) + "]"
 
 
 def _keep_to_the_loss(chosen):

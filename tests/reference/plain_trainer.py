@@ -22,6 +22,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from plain_advantages import Story, advantages, are_equal, gae
+from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
@@ -44,6 +45,7 @@ class Row:
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
         self.norms = zero  # of the score function, squared
+        self.weights = zero + 1  # of the policy loss
 
     def __len__(self) -> int:
         return len(self.sampled)
@@ -185,6 +187,9 @@ class PlainTrainer:
         self.config = config
         part = config["actor_rollout_ref"]
         self.actor, self.critic_options, self.algorithm = part["actor"], config["critic"], config["algorithm"]
+        self.correction = self.algorithm["rollout_correction"]
+        if self.correction["bypass_mode"] and self.correction["loss_type"] == "reinforce":
+            self.actor = self.actor | {"policy_loss": self.actor["policy_loss"] | {"loss_mode": "reinforce"}}
         self.temperature = part["rollout"]["temperature"]
         self.policy = load_policy(part["model"]["path"])
         self.policy_optimizer = Optimizer(self.policy, self.actor["optim"])
@@ -225,7 +230,10 @@ class PlainTrainer:
                 figures |= mismatch(rows)
             elif learned and not warming_up:
                 figures |= mismatch(next(self.mini_batches(learned, self.actor)))
-        figures["training/filter_groups/kept"] = sum(row.is_main for row in learned) / max(len(rollouts), 1)
+            if learned and not self.correction["bypass_mode"]:
+                learned, corrected = correct(learned, self.correction, together=not self.has_critic)
+                figures |= corrected
+        figures["training/filter_groups/kept"] = len({id(row.rollout) for row in learned}) / max(len(rollouts), 1)
         if learned and self.has_critic:
             figures |= self.update_critic(learned)
         if learned and not warming_up:
@@ -243,10 +251,12 @@ class PlainTrainer:
             or self.config["data"]["train_batch_size"] > self.actor["ppo_mini_batch_size"]
             or self.algorithm["use_kl_in_reward"]
             or self.weighs_tokens
+            or self.correction["rollout_is"]
+            or self.correction["rollout_rs"]
             or name_of(self.actor) in SELECTING
             or self.teacher is not None
         )
-        return several and not self.algorithm["rollout_correction"]["bypass_mode"]
+        return bool(several and not self.correction["bypass_mode"])
 
     @property
     def weighs_tokens(self):
@@ -258,7 +268,7 @@ class PlainTrainer:
     @torch.no_grad()
     def judge(self, rows):
         """Old and reference log-probs, values, rewards, advantages and returns of every row."""
-        bypass = self.algorithm["rollout_correction"]["bypass_mode"]
+        bypass = self.correction["bypass_mode"]
         for row in rows:
             current, _ = log_probs_and_entropy(self.policy, row, self.temperature)
             row.current, row.old = current, row.engine if bypass else current
@@ -388,7 +398,7 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter, mode = self.actor, Meter(), aggregation_of(self.actor)
+        actor, meter, mode, seen = self.actor, Meter(), aggregation_of(self.actor), []
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -397,6 +407,9 @@ class PlainTrainer:
             for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
                 losses, flags = plain_policy_loss(actor, log_probs, row)
+                weights, snapshot = loss_weights(log_probs, row, self.correction)
+                losses = weights * losses
+                seen.append(snapshot)
                 self.trained_advantages += row.advantages.tolist()
                 pg_total += weight * float(losses.detach().sum())
                 losses = losses - actor["entropy_coeff"] * entropy
@@ -410,7 +423,7 @@ class PlainTrainer:
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
-        return meter.means("actor")
+        return meter.means("actor") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
         """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
@@ -476,10 +489,3 @@ class Meter:
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
         return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
-
-
-def mismatch(rows):
-    """How far the policy's probabilities of the sampled tokens lie from those that the engine drew them with."""
-    gaps = torch.cat([(row.current.exp() - row.engine.exp()).abs() for row in rows])
-    name = "training/rollout_probs_diff"
-    return {f"{name}_mean": float(gaps.mean()), f"{name}_max": float(gaps.max())}

@@ -58,6 +58,7 @@ NOT_OF_THE_STEP = {
     f"{ROLLOUT}.n",
     f"{ROLLOUT}.top_p",
     f"{ROLLOUT}.top_k",
+    f"{ROLLOUT}.dtype",
     "data.train_batch_size",
     "reward_model.enable",
 }
@@ -80,6 +81,7 @@ BUSY = {
     "trainer.total_training_steps": 3,
     "data.train_batch_size": 2,
     f"{ROLLOUT}.n": 2,
+    f"{ROLLOUT}.dtype": "bfloat16",
 }
 
 
@@ -171,7 +173,7 @@ MOVED = {
         count,
         GRPO | {"algorithm.filter_groups.enable": "true", f"{ROLLOUT}.n": 2},
     ),
-    "algorithm.singleton_advantage": ("raw", figure("training/filter_groups/kept"), GRPO | {f"{ROLLOUT}.n": 2}),
+    "algorithm.singleton_advantage": ("raw", figure("critic/advantages/max"), GRPO | {f"{ROLLOUT}.n": 2}),
     f"{ROLLOUT}.n": (2, count, {}),
     f"{ROLLOUT}.top_p": (0.5, tokens, {}),
     f"{ROLLOUT}.top_k": (3, tokens, {}),

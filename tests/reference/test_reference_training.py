@@ -22,6 +22,7 @@ NOT_OF_THE_STEP = ("timing_s", "timing_per_token_ms", "engine", "weight_sync", "
 AGREES = 1e-8  # of a figure or an advantage, and of how far a tensor moved
 AGREES_IN_FLOAT32 = 1e-4
 SMALL = 0.1  # a smaller figure (a loss whose terms cancel) is held to what this one is
+DIFFERENCE = 1.0  # likewise, where it is a difference of log-probs, whose rounding it has
 NO_CHANGE = 1e-4  # a tensor that moved less (its gradient is 0, but for rounding) is held to what this change is
 
 
@@ -164,7 +165,7 @@ def compare_figures(theirs, ours, agrees):
     for name in sorted(theirs.keys() | ours.keys()):
         if name not in theirs or name not in ours:
             yield f"{name}: {theirs.get(name)}, plainly {ours.get(name)}"
-        elif abs(theirs[name] - ours[name]) > agrees * max(abs(ours[name]), SMALL):
+        elif abs(theirs[name] - ours[name]) > agrees * max(abs(ours[name]), DIFFERENCE if "_corr/" in name else SMALL):
             yield f"{name}: {theirs[name]}, plainly {ours[name]}"
 
 

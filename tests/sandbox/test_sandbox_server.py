@@ -22,8 +22,7 @@ from etude.cli.main import run as run_command
 from etude.cli.sandbox import sandbox as sandbox_command
 from etude.errors import ConfigError
 from etude.sandbox import Isolation, Language, middleware, wire
-from etude.sandbox.admission import Admission, ServerBusy
-from etude.sandbox.server import SandboxService, ServerOptions
+from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
 
 pytestmark = pytest.mark.usefixtures("isolation")
 

@@ -12,7 +12,7 @@ import pytest
 import uvicorn
 from server_stage import PATIENCE, ServerProcess
 
-from etude.sandbox.budget import ANSWER_BYTES
+from etude.sandbox.service import ANSWER_BYTES
 from etude.sandbox.serving import limited_protocol, listen
 
 pytestmark = pytest.mark.usefixtures("isolation")

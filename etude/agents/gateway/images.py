@@ -9,9 +9,7 @@ from __future__ import annotations
 import hashlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from itertools import chain
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from etude.agents.base import AgentContext
 from etude.agents.gateway.wire import GatewayError
@@ -28,27 +26,16 @@ if TYPE_CHECKING:
 _threads = BlockingCalls("etude-gateway-pictures", limit=4)
 
 
-@dataclass(frozen=True)
-class Pictures:
-    """The images of each message of a request: their URLs, the digests of these, and the tokens of each image."""
+class Picture(NamedTuple):
+    """An image of a message before its pixels are read: its URL, the digest of that, and its number of tokens."""
 
-    addresses: Sequence[Sequence[str]]
-    digests: Sequence[Sequence[bytes]]
-    tokens: Sequence[Sequence[int]]
-
-    @classmethod
-    def none(cls, messages: int) -> Pictures:
-        """For this many messages, none with an image."""
-        nothing: list[list[Any]] = [[]] * messages
-        return cls(nothing, nothing, nothing)
-
-    def since(self, start: int) -> tuple[list[str], list[int]]:
-        """URLs and token counts in the messages from index `start` on."""
-        return [*chain.from_iterable(self.addresses[start:])], [*chain.from_iterable(self.tokens[start:])]
+    address: str
+    digest: bytes
+    tokens: int
 
 
-async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> Pictures:
-    """Reads the headers of each message's images; there is at least one.
+async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -> list[list[Picture]]:
+    """The images of each message by their headers; there is at least one.
 
     Raises:
         GatewayError: the policy takes no images, a message has too many, or one is not an image; names the message.
@@ -61,23 +48,23 @@ async def looked_at(addresses: Sequence[Sequence[str]], context: AgentContext) -
     return await _threads.run(_look, addresses, reader)
 
 
-def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> Pictures:
-    tokens = []
+def _look(addresses: Sequence[Sequence[str]], reader: ImageReader) -> list[list[Picture]]:
+    def picture(address: str) -> Picture:
+        digest = hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest()
+        return Picture(address, digest, reader.tokens(image_size(address, MAX_PIXELS)))
+
+    pictures = []
     for number, shown in enumerate(addresses):
         if len(shown) > MAX_IMAGES:
             raise GatewayError(400, f"messages.{number}: at most {MAX_IMAGES} images in one message", param="messages")
         try:
-            tokens.append([reader.tokens(image_size(address, MAX_PIXELS)) for address in shown])
+            pictures.append([picture(address) for address in shown])
         except DataError as error:
             raise GatewayError(400, f"messages.{number}: {one_line(error)}", param="messages") from error
-    digests = [
-        [hashlib.blake2b(address.encode("utf-8", "surrogatepass"), digest_size=16).digest() for address in shown]
-        for shown in addresses
-    ]
-    return Pictures(addresses, digests, tokens)
+    return pictures
 
 
-async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list[ImageInput]:
+async def read_pictures(pictures: Sequence[Picture], context: AgentContext) -> list[ImageInput]:
     """The images as the model reads them.
 
     Raises:
@@ -86,7 +73,7 @@ async def read_pictures(addresses: Sequence[str], context: AgentContext) -> list
     """
     assert context.images is not None
     try:
-        return await read_row(context.images, addresses, "messages")
+        return await read_row(context.images, [picture.address for picture in pictures], "messages")
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
 

@@ -10,14 +10,16 @@ messages. Text in a tool message never becomes a control token, in either case.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import chain
 
 from etude.agents.base import AgentContext
-from etude.agents.gateway.images import Pictures
+from etude.agents.gateway.images import Picture
 from etude.agents.gateway.messages import History, Message, answered
 from etude.agents.gateway.recording import Recording, Turn
 from etude.agents.gateway.wire import ChatRequest, GatewayError
-from etude.agents.tool_messages import naming
+from etude.agents.tool_messages import naming, tagged
 from etude.chat import ChatTemplate
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, one_line
@@ -33,27 +35,25 @@ class Place:
         parent: the turn that it continues; None at the beginning of a sequence.
         context: the ids in between, by provenance; at a beginning the prompt.
         asked: the new messages, tools' with the ids of the recorded calls.
-        pictures: the URLs of their images.
+        pictures: their images.
         ids: everything before the first sampled token.
         answered: how many of them follow the sequence's first prompt.
-        longest: maximum tokens of the whole sequence.
-        room: tokens left of it, and of the response length.
+        room: tokens left of the longest sequence, and of the response length.
     """
 
     parent: Turn | None
     context: list[Run]
     asked: list[Message]
-    pictures: list[str]
+    pictures: list[Picture]
     ids: list[int]
     answered: int
-    longest: int
     room: int
 
 
 def placed(
     recording: Recording,
     messages: list[Message],
-    pictures: Pictures,
+    pictures: Sequence[Sequence[Picture]],
     history: History,
     request: ChatRequest,
     shared: AgentContext,
@@ -68,17 +68,22 @@ def placed(
     new, answering = messages[start:], places[start:]
     parent = recording.find(history.keys[start - 1], messages[:start]) if start and new else None
     if parent is not None:
-        addresses, tokens = pictures.since(start)
-        context = _context_after(parent, new, answering, tokens, shared)
+        shown = [*chain.from_iterable(pictures[start:])]
+        context = _context_after(parent, new, answering, [picture.tokens for picture in shown], shared)
         if context is not None:
-            return _measured(parent, context, _with_ids_of(parent, new, answering), addresses, shared)
-    chat = shared.chat
-    addresses, tokens = pictures.since(0)
+            calls = parent.message.get("tool_calls", ())
+            asked = [
+                message if place is None else message | {"tool_call_id": calls[place]["id"]}
+                for message, place in zip(new, answering)
+            ]
+            return _measured(parent, context, asked, shown, shared)
+    chat, shown = shared.chat, [*chain.from_iterable(pictures)]
+    tokens = [picture.tokens for picture in shown]
     try:
         prompt = chat.initial_ids(_shown(messages, places, chat), request.tools or None, tokens)
     except DataError as error:
         raise GatewayError(400, one_line(error), param="messages") from error
-    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, addresses, shared)
+    return _measured(None, [(prompt, Provenance.TEMPLATE)], messages, shown, shared)
 
 
 def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate) -> list[Message]:
@@ -96,14 +101,6 @@ def _shown(messages: list[Message], places: list[int | None], chat: ChatTemplate
     return shown
 
 
-def _with_ids_of(parent: Turn, new: list[Message], answering: list[int | None]) -> list[Message]:
-    calls = parent.message.get("tool_calls", ())
-    return [
-        message if place is None else message | {"tool_call_id": calls[place]["id"]}
-        for message, place in zip(new, answering)
-    ]
-
-
 def _context_after(
     parent: Turn, new: list[Message], answering: list[int | None], image_tokens: list[int], shared: AgentContext
 ) -> list[Run] | None:
@@ -113,9 +110,8 @@ def _context_after(
     Raises:
         GatewayError: the template does not render each of their images exactly once.
     """
-    chat, parsed = shared.chat, parent.read.parsed
-    if parsed.result_tag is None and not chat.answers_tools:
-        parsed = replace(parsed, result_tag=shared.parser.result_tag or "tool_response")
+    chat = shared.chat
+    parsed = tagged(parent.read.parsed, chat, shared.parser)
     shown = []
     for message, place in zip(new, answering):
         rendered = {"role": message["role"], "content": message["content"]}
@@ -139,13 +135,12 @@ def longest_sequence(options: RolloutOptions) -> int:
 
 
 def _measured(
-    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[str], shared: AgentContext
+    parent: Turn | None, context: list[Run], asked: list[Message], pictures: list[Picture], shared: AgentContext
 ) -> Place:
     options = shared.options
     ids = [] if parent is None else parent.ids()
     for run, _ in context:
         ids += run
     answered = 0 if parent is None else parent.answered + len(ids) - parent.total
-    longest = longest_sequence(options)
-    room = min(options.response_length - answered, longest - len(ids))
-    return Place(parent, context, asked, pictures, ids, answered, longest, room)
+    room = min(options.response_length - answered, longest_sequence(options) - len(ids))
+    return Place(parent, context, asked, pictures, ids, answered, room)

@@ -38,20 +38,19 @@ _ABANDONED = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
 
-@dataclass(frozen=True)
-class ServerOptions:
-    """A server's limits. `token` authorises all requests; sessions with a secret require that instead."""
-
-    model: str = "policy"
-    token: str | None = None
-    max_request_mb: int = 32
-
-
 def create_app(
-    store: SessionStore, tokenizer: Any, options: ServerOptions | None = None, export: Export | None = None
+    store: SessionStore,
+    tokenizer: Any,
+    export: Export | None = None,
+    *,
+    model: str = "policy",
+    token: str | None = None,
+    max_request_mb: int = 32,
 ) -> FastAPI:
-    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines."""
-    options = options or ServerOptions()
+    """The server of `store`, whose sessions end with it; `export` returns a session's rollout as JSON lines.
+
+    `token` authorises all requests; sessions with a secret require that instead.
+    """
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -65,11 +64,11 @@ def create_app(
         description="OpenAI's chat completions over a policy, recorded token by token.",
         lifespan=lifespan,
     )
-    app.add_middleware(BodyLimit, max_bytes=options.max_request_mb << 20, error_body=error_body)
-    if options.token is not None:
-        app.add_middleware(BearerToken, token=options.token, error_body=error_body)
+    app.add_middleware(BodyLimit, max_bytes=max_request_mb << 20, error_body=error_body)
+    if token is not None:
+        app.add_middleware(BearerToken, token=token, error_body=error_body)
     _add_chat(app, store, tokenizer)
-    _add_models(app, options.model)
+    _add_models(app, model)
     _add_sessions(app, store, export)
     _add_errors(app)
     return app

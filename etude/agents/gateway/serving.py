@@ -17,7 +17,7 @@ import uvicorn
 from starlette.types import ASGIApp
 
 from etude.agents.gateway.agent import Clients
-from etude.agents.gateway.server import ServerOptions, SessionStore, create_app
+from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
@@ -105,7 +105,7 @@ class LocalGateway:
         try:
             if self._server is None:
                 raise_file_limit()
-                app = create_app(self._store, tokenizer, ServerOptions(max_request_mb=_MOST_REQUEST_MB))
+                app = create_app(self._store, tokenizer, max_request_mb=_MOST_REQUEST_MB)
                 self._server = BackgroundServer(app, listen("127.0.0.1", 0))
             server = self._server
             await server.ready()

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
-from etude.agents.gateway.images import KeptImages, Pictures, looked_at, read_pictures
+from etude.agents.gateway.images import KeptImages, Picture, looked_at, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, placed
 from etude.agents.gateway.reading import ReadTurn, read_turn
@@ -150,12 +150,13 @@ class GatewaySession:
         longest = longest_sequence(self._context.options)
         if (count := sum(map(len, addresses))) > longest:  # each takes at least one token
             raise self._too_long(f"{count} images", longest)
-        pictures = Pictures.none(len(messages))
+        pictures: list[list[Picture]] = [[]] * len(messages)
         if any(addresses):
             [pictures] = await self._all([looked_at(addresses, self._context)], arrived)
             self._check_limits(request)  # others may have arrived meanwhile
         params = self._params(request)
-        history = History(messages, pictures.digests, json.dumps([request.tools, _drawn(params)]))
+        digests = [[picture.digest for picture in shown] for shown in pictures]
+        history = History(messages, digests, json.dumps([request.tools, _drawn(params)]))
         place = placed(self.recording, messages, pictures, history, request, self._context)
         self._check_room(place)
         images: tuple[ImageInput, ...] = ()
@@ -238,18 +239,15 @@ class GatewaySession:
         if self.rules.own_sampling:
             own |= {name: value for name in _DRAWN if (value := getattr(request, name)) is not None}
             own["top_k"] = own["top_k"] or -1
-        parser, given = self._context.parser, self._sampling
-        ids = tuple(dict.fromkeys([*given.stop_token_ids, *parser.stop_token_ids]))
-        texts = given.stop if given.stop or self._context.options.stop is not None else tuple(parser.stop_texts)
-        seed = 0 if self.rules.own_sampling and request.seed is not None else self._sampling.seed
-        stop = (*texts, *request.stops)
-        return replace(given, **own, stop_token_ids=ids, stop=stop, seed=seed)
+        given = self._context.with_stops(self._sampling, self._context.parser)
+        seed = 0 if self.rules.own_sampling and request.seed is not None else given.seed
+        return replace(given, **own, stop=(*given.stop, *request.stops), seed=seed)
 
     def _check_room(self, place: Place) -> None:
         options, first = self._context.options, not self.recording.turns
         least = 1 if first else options.multi_turn.min_answer_tokens
         if place.room < least or (first and len(place.ids) > options.prompt_length):
-            raise self._too_long(f"{len(place.ids)}", place.longest)
+            raise self._too_long(f"{len(place.ids)}", longest_sequence(options))
 
     def _too_long(self, length: str, longest: int) -> GatewayError:
         options = self._context.options

@@ -17,7 +17,8 @@ from operator import add, mul, sub
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, write_parquet
+from etude.data.files import Row
+from etude.data.prepare.sources import training_row, write_tables
 from etude.errors import DataError
 
 DATA_SOURCE = "etude/arithmetic"
@@ -116,19 +117,14 @@ def make_rows(n: int, seed: int, split: str) -> list[Row]:
 
 
 def _row(problem: Problem, split: str, index: int) -> Row:
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": _prompt(problem),
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": str(problem.answer)},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "question": problem.question,
-            "need_tools_kwargs": True,
-            "tools_kwargs": {TOOL: {"create_kwargs": {"question": problem.question}}},
-        },
-    }
+    return training_row(
+        DATA_SOURCE,
+        [("system", SYSTEM), ("user", problem.question)],
+        str(problem.answer),
+        {TOOL: {"question": problem.question}},
+        ability="math",
+        extra={"split": split, "index": index, "question": problem.question},
+    )
 
 
 def _prompt(problem: Problem) -> list[Row]:
@@ -202,7 +198,6 @@ def write(
     Raises:
         DataError: a count is out of range or a file cannot be written.
     """
-    folder = Path(output_dir).expanduser()
     tables = {split: make_rows(n, seed, split) for split, n in (("train", train), ("val", val), ("test", test))}
     tables["demonstrations"] = make_demonstrations(demonstrations, seed, habits)
-    return {split: write_parquet(rows, folder / f"{split}.parquet") for split, rows in tables.items() if rows}
+    return write_tables({split: rows for split, rows in tables.items() if rows}, output_dir)

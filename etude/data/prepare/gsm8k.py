@@ -11,8 +11,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, located_rows, write_parquet
-from etude.data.prepare.splits import find_split_files
+from etude.data.files import Row
+from etude.data.prepare.sources import find_split_files, make_tables, texts, training_row, write_tables
 from etude.errors import DataError
 
 DATA_SOURCE = "openai/gsm8k"
@@ -42,34 +42,18 @@ def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> 
     Raises:
         DataError: a field is missing or the answer has no `#### number`; names `where`.
     """
-    question, answer = example.get("question"), example.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise DataError(f"{where}: needs 'question' and 'answer' as text (columns: {', '.join(example)})")
+    question, answer = texts(example, where, "question", "answer")
     ground_truth = final_answer(answer)
     if ground_truth is None:
         raise DataError(f"{where}: the answer has no '#### number' line")
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{question} {INSTRUCTION}"},
-        ],
-        "ability": "math",
-        "reward_model": {"style": "rule", "ground_truth": ground_truth},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "answer": answer,
-            "question": question,
-            "need_tools_kwargs": True,
-            "tools_kwargs": {TOOL: {"create_kwargs": {"ground_truth": ground_truth}}},
-        },
-    }
-
-
-def make_rows(path: str | Path, split: str) -> list[Row]:
-    """The rows of one file; raises DataError as `read_rows` and `make_row`."""
-    return [make_row(example, where, split, index) for index, (where, example) in enumerate(located_rows(path))]
+    return training_row(
+        DATA_SOURCE,
+        [("system", SYSTEM), ("user", f"{question} {INSTRUCTION}")],
+        ground_truth,
+        {TOOL: {"ground_truth": ground_truth}},
+        ability="math",
+        extra={"split": split, "index": index, "answer": answer, "question": question},
+    )
 
 
 def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
@@ -83,6 +67,4 @@ def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:
     """Writes `<split>.parquet` for each split found in `inputs`; returns the paths by split. Raises DataError."""
-    folder = Path(output_dir).expanduser()
-    tables = {split: make_rows(path, split) for split, path in find_files(inputs).items()}
-    return {split: write_parquet(rows, folder / f"{split}.parquet") for split, rows in tables.items()}
+    return write_tables(make_tables(find_files(inputs), make_row), output_dir)

@@ -7,10 +7,12 @@ ones; a missing image is an error that names its row.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, located_rows, write_parquet
+from etude.data.files import Row
+from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
 from etude.errors import DataError
 
 DATA_SOURCE = "etude/pictures"
@@ -21,33 +23,23 @@ SYSTEM = (
 )
 
 
-def make_row(example: Mapping[str, Any], where: str, folder: Path, split: str, index: int, data_source: str) -> Row:
+def make_row(folder: Path, data_source: str, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
     """One row of the RL row contract from `{"question", "answer", "image"}`; `image` is a path, bytes, or both.
 
     Raises:
         DataError: a field is missing or of another type, or the image does not exist; names `where`.
     """
-    question, answer = example.get("question"), example.get("answer")
-    if not isinstance(question, str) or not isinstance(answer, str):
-        raise DataError(f"{where}: needs 'question' and 'answer' as text (columns: {', '.join(example)})")
+    question, answer = texts(example, where, "question", "answer")
     image = _image(example.get("image"), where, folder)
-    return {
-        "data_source": data_source,
-        "prompt": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": question if "<image>" in question else f"<image>\n{question}"},
-        ],
-        "images": [image],
-        "ability": "vision",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "question": question,
-            "need_tools_kwargs": True,
-            "tools_kwargs": {TOOL: {"create_kwargs": {"image": image}}},
-        },
-    }
+    return training_row(
+        data_source,
+        [("system", SYSTEM), ("user", question if "<image>" in question else f"<image>\n{question}")],
+        answer,
+        {TOOL: {"image": image}},
+        ability="vision",
+        extra={"split": split, "index": index, "question": question},
+        images=[image],
+    )
 
 
 def _image(given: Any, where: str, folder: Path) -> dict[str, Any]:
@@ -64,13 +56,7 @@ def _image(given: Any, where: str, folder: Path) -> dict[str, Any]:
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, data_source: str = DATA_SOURCE) -> dict[str, Path]:
     """Writes each of `inputs` as `<name>.parquet`; returns the paths by name. Raises DataError."""
-    folder, paths = Path(output_dir).expanduser(), {}
-    for source in (Path(name).expanduser() for name in inputs):
-        rows = [
-            make_row(example, where, source.parent, source.stem, index, data_source)
-            for index, (where, example) in enumerate(located_rows(source))
-        ]
-        if source.stem in paths:
-            raise DataError(f"{source}: another input is named {source.stem}, too; rename one")
-        paths[source.stem] = write_parquet(rows, folder / f"{source.stem}.parquet")
-    return paths
+    tables: dict[str, list[Row]] = {}
+    for name, path in files_by_name(inputs).items():
+        tables |= make_tables({name: path}, partial(make_row, path.parent, data_source))
+    return write_tables(tables, output_dir)

@@ -7,10 +7,12 @@ search and answer; the call format is the chat template's, or, with `tags`, Sear
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, located_rows, write_parquet
+from etude.data.files import Row
+from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
 from etude.errors import DataError
 
 TOOLS = ("search", "web_search")
@@ -28,63 +30,42 @@ _BY_TAGS = (
 
 
 def make_row(
-    example: Mapping[str, Any], where: str, split: str, index: int, *, tool: str, data_source: str, tags: bool
+    tool: str, data_source: str, tags: bool, example: Mapping[str, Any], where: str, split: str, index: int
 ) -> Row:
     """One row of the RL row contract from `{"question", "answers" | "golden_answers" | "answer"}`.
 
     Raises:
         DataError: a field is missing or of another type; names `where`.
     """
-    question = example.get("question")
+    question = texts(example, where, "question")[0].strip()
     answers = next((example[key] for key in ("golden_answers", "answers", "answer") if example.get(key)), None)
     answers = [answers] if isinstance(answers, str) else answers
-    if not isinstance(question, str) or not question.strip():
-        raise DataError(f"{where}: needs 'question' as text (columns: {', '.join(example)})")
     if not isinstance(answers, list) or not answers or not all(isinstance(answer, str) for answer in answers):
         raise DataError(f"{where}: needs 'answers', a text or a list of texts (columns: {', '.join(example)})")
     rules = _RULES.format(how=_BY_TAGS if tags else _BY_TOOL.format(tool=tool))
-    return {
-        "data_source": data_source,
-        "prompt": [{"role": "user", "content": f"{rules} Question: {question.strip()}"}],
-        "ability": "fact-reasoning",
-        "reward_model": {"style": "rule", "ground_truth": {"target": answers}},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "question": question.strip(),
-            "need_tools_kwargs": True,
-            "tools_kwargs": {tool: {"create_kwargs": {"question": question.strip()}}},
-        },
-    }
+    return training_row(
+        data_source,
+        [("user", f"{rules} Question: {question}")],
+        {"target": answers},
+        {tool: {"question": question}},
+        ability="fact-reasoning",
+        extra={"split": split, "index": index, "question": question},
+    )
 
 
 def write(
-    input_file: str | Path,
-    output_file: str | Path,
+    inputs: Sequence[str | Path],
+    output_dir: str | Path,
     *,
     tool: str = TOOLS[0],
     data_source: str = DATA_SOURCE,
     tags: bool = False,
-) -> Path:
-    """Writes the rows of one file; the split is the output's name. Returns the path.
+) -> dict[str, Path]:
+    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
 
     Raises:
         DataError: the tool is unknown, or a file or row is wrong.
     """
     if tool not in TOOLS:
         raise DataError(f"unknown search tool '{tool}' (known: {', '.join(TOOLS)})")
-    output = Path(output_file).expanduser()
-    rows = [
-        make_row(example, where, output.stem, index, tool=tool, data_source=data_source, tags=tags)
-        for index, (where, example) in enumerate(located_rows(input_file))
-    ]
-    return write_parquet(rows, output)
-
-
-def write_all(inputs: Sequence[str | Path], output_dir: str | Path, **options: Any) -> dict[str, Path]:
-    """Writes each of `inputs` under its own name; returns the paths by name. Raises DataError as `write`."""
-    sources = {Path(source).expanduser().stem: source for source in inputs}
-    if len(sources) < len(inputs):
-        raise DataError("two input files have the same name: rename one, since it names the file that is written")
-    folder = Path(output_dir).expanduser()
-    return {name: write(source, folder / f"{name}.parquet", **options) for name, source in sources.items()}
+    return write_tables(make_tables(files_by_name(inputs), partial(make_row, tool, data_source, tags)), output_dir)

@@ -7,11 +7,12 @@ one of its options. Nothing is downloaded.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, located_rows, write_parquet
-from etude.data.prepare.splits import find_split_files
+from etude.data.files import Row
+from etude.data.prepare.sources import find_split_files, make_tables, training_row, write_tables
 from etude.errors import DataError
 
 DATA_SOURCE = "TencentARC/Video-Holmes"
@@ -24,7 +25,7 @@ SYSTEM = (
 _ENDINGS = ("_Video-Holmes.json", ".json", ".jsonl", ".parquet")
 
 
-def make_row(example: Mapping[str, Any], where: str, videos: Path, split: str, index: int) -> Row:
+def make_row(videos: Path, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
     """One row of the RL row contract from `{"video ID", "Question", "Options", "Answer"}`.
 
     Raises:
@@ -43,39 +44,22 @@ def make_row(example: Mapping[str, Any], where: str, videos: Path, split: str, i
     if not video.is_file():
         raise DataError(f"{where}: there is no video {video}")
     listed = "\n".join(f"{letter}. {text}" for letter, text in choices.items())
-    return {
-        "data_source": DATA_SOURCE,
-        "prompt": [
-            {"role": "system", "content": SYSTEM},
-            {"role": "user", "content": f"{question}\n{listed}"},
-        ],
-        "ability": "video",
-        "reward_model": {"style": "rule", "ground_truth": answer},
-        "extra_info": {
-            "split": split,
-            "index": index,
-            "answer": answer,
-            "question": question,
-            "need_tools_kwargs": True,
-            "tools_kwargs": {
-                "execute_frame_extraction": {
-                    "create_kwargs": {"video_path": str(video.resolve()), "num_frames": 4, "resolution": 224}
-                },
-                "execute_object_detection": {"create_kwargs": {"resolution": 448}},
-                "execute_frame_caption": {"create_kwargs": {"resolution": 448}},
-                "calc_video_reward": {"create_kwargs": {"ground_truth": answer}},
-            },
+    return training_row(
+        DATA_SOURCE,
+        [("system", SYSTEM), ("user", f"{question}\n{listed}")],
+        answer,
+        {
+            "execute_frame_extraction": {"video_path": str(video.resolve()), "num_frames": 4, "resolution": 224},
+            "execute_object_detection": {"resolution": 448},
+            "execute_frame_caption": {"resolution": 448},
+            "calc_video_reward": {"ground_truth": answer},
         },
-    }
+        ability="video",
+        extra={"split": split, "index": index, "answer": answer, "question": question},
+    )
 
 
 def write(inputs: Sequence[str | Path], videos: str | Path, output_dir: str | Path) -> dict[str, Path]:
     """Writes `<split>.parquet` for each split found in `inputs`; `videos` holds `<video ID>.mp4`. Raises DataError."""
-    folder, films = Path(output_dir).expanduser(), Path(videos).expanduser()
-    tables = {
-        split: [
-            make_row(example, where, films, split, index) for index, (where, example) in enumerate(located_rows(path))
-        ]
-        for split, path in find_split_files(inputs, SPLITS, endings=_ENDINGS).items()
-    }
-    return {split: write_parquet(rows, folder / f"{split}.parquet") for split, rows in tables.items()}
+    films, files = Path(videos).expanduser(), find_split_files(inputs, SPLITS, endings=_ENDINGS)
+    return write_tables(make_tables(files, partial(make_row, films)), output_dir)

@@ -1,10 +1,11 @@
 """`SandboxFusionTool`: the tool `code_interpreter`, which runs the model's code in a sandbox.
 
-Invariant: whatever the code does is reported to the model in words (`code_report`); a failure of the sandbox is an
-infrastructure failure, never an answer. At most `num_workers` programs run at once per process, and `rate_limit` in the
-whole cluster. Stateless calls share nothing; a stateful trajectory has its own interpreter from its first call
-to its release, and a new one only after its own code ended that: once a cell was sent, losing the interpreter in any
-other way is a permanent infrastructure failure, and no cell is ever sent twice.
+Invariant: whatever the code does is reported to the model in words: the text is never empty, and never hides that a program
+failed, was cut off or was killed; output is unchanged, except that a long stderr keeps its end, where Python puts the
+reason. A failure of the sandbox is an infrastructure failure, never an answer. At most `num_workers` programs run at once
+per process, and `rate_limit` in the whole cluster. Stateless calls share nothing; a stateful trajectory has its own
+interpreter from its first call to its release, and a new one only after its own code ended that: once a cell was sent,
+losing the interpreter in any other way is a permanent infrastructure failure, and no cell is ever sent twice.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,6 +30,8 @@ from etude.sandbox import (
     Language,
     Limits,
     RunRequest,
+    RunResult,
+    RunStatus,
     SandboxClient,
     SandboxError,
     SandboxRequestError,
@@ -36,12 +40,13 @@ from etude.sandbox import (
 from etude.sandbox.echo import echoing
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.tools.base import BaseTool, function_schema
-from etude.tools.builtin.code_report import cell_report, run_report
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
 
 MAX_IMAGE_PIXELS = 4_000_000
+MAX_STDERR_CHARS = 2000
+NOTHING = "(the code ran to its end and printed nothing)"
 _FENCE = re.compile(r"\s*```[ \t]*[\w+-]*[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 _SCHEMA = function_schema(
     "code_interpreter",
@@ -241,3 +246,60 @@ def _images(result: CellResult) -> list[Any]:
         with contextlib.suppress(DataError):
             images.append(load_image(content, MAX_IMAGE_PIXELS))
     return images
+
+
+def run_report(result: RunResult, limits: Limits) -> str:
+    """The text for a program that ran."""
+    if result.status is RunStatus.COMPILE_FAILED:
+        compiled = result.compile
+        late = compiled is not None and compiled.status is RunStatus.TIME_LIMIT
+        reason = "the compiler timed out" if late else "compilation failed"
+        return _joined(f"({reason})", tail(compiled.stderr or compiled.stdout) if compiled else "")
+    ending = _ending(result.status, limits.wall_seconds, limits)
+    code = result.return_code or 0
+    stderr = tail(result.stderr)
+    if not ending and code < 0:
+        ending = f"(killed by {_signal_name(-code)})"
+    elif not ending and code > 0 and not stderr:
+        ending = f"(ended with exit status {code} and no error message)"
+    return _joined(result.stdout.rstrip("\n"), stderr, ending) or NOTHING
+
+
+def cell_report(result: CellResult, limits: Limits, seconds: float) -> str:
+    """The text for a cell of a session that was given `seconds`."""
+    ending = _ending(result.status, seconds, limits)
+    if not result.session_alive:
+        ending = _joined(ending, "(the interpreter ended: its variables are lost, the next call starts a new one)")
+    images = f"({len(result.images)} image{'s' * (len(result.images) > 1)} shown)" if result.images else ""
+    error = tail(result.error.traceback) if result.error and result.status is RunStatus.FINISHED else ""
+    parts = (result.stdout.rstrip("\n"), result.text or "", images, tail(result.stderr), error, ending)
+    return _joined(*parts) or NOTHING
+
+
+def tail(text: str, limit: int = MAX_STDERR_CHARS) -> str:
+    """The last `limit` or so characters of `text`, from the start of a line."""
+    text = text.rstrip()
+    if len(text) <= limit:
+        return text
+    end = text[-limit:]
+    _, newline, rest = end.partition("\n")
+    return f"... (only the end)\n{rest if newline and rest else end}"
+
+
+def _ending(status: RunStatus, seconds: float, limits: Limits) -> str:
+    return {
+        RunStatus.TIME_LIMIT: f"(timed out after {seconds:g} s)",
+        RunStatus.MEMORY_LIMIT: f"(killed: it used more than {limits.memory_mb} MiB of memory)",
+        RunStatus.KILLED: "(killed: it interfered with its sandbox)",
+    }.get(status, "")
+
+
+def _joined(*parts: str) -> str:
+    return "\n".join(part for part in parts if part)
+
+
+def _signal_name(number: int) -> str:
+    try:
+        return signal.Signals(number).name
+    except ValueError:
+        return f"signal {number}"

@@ -71,8 +71,7 @@ def image_url(source: Any) -> str:
     """
     from PIL import Image as pillow
 
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path") or source.get("image")
+    source = _of_row(source)
     if isinstance(source, pillow.Image):
         stream = io.BytesIO()
         load_image(source, MAX_PIXELS).save(stream, "PNG")
@@ -86,8 +85,7 @@ def image_url(source: Any) -> str:
 def image_name(source: Any) -> bytes | None:
     """A cache key of the image in `source`: a digest of its bytes, or of its file's path, size and time. None if it
     has neither."""
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path") or source.get("image")
+    source = _of_row(source)
     if isinstance(source, bytes | bytearray):
         return hashlib.blake2b(source, digest_size=16, person=b"bytes").digest()
     if not isinstance(source, str | Path) or not str(source):
@@ -167,8 +165,7 @@ def _orientation(image: Image) -> int:
 def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
     from PIL import Image as pillow
 
-    if isinstance(source, Mapping):
-        source = source.get("bytes") or source.get("path") or source.get("image")
+    source = _of_row(source)
     try:
         if isinstance(source, pillow.Image):
             yield _checked(source, max_pixels)
@@ -183,6 +180,13 @@ def _opened(source: Any, max_pixels: int) -> Iterator[Image]:
         if _is_the_systems(error):
             raise InfrastructureError(f"image {_named(source)}: cannot be read now: {one_line(error)}") from error
         raise DataError(f"image {_named(source)}: cannot be read: {one_line(error)}") from error
+
+
+def _of_row(source: Any) -> Any:
+    """What a data set's mapping holds; anything else as it is."""
+    if isinstance(source, Mapping):
+        return source.get("bytes") or source.get("path") or source.get("image")
+    return source
 
 
 def _is_the_systems(error: Exception) -> bool:

@@ -8,7 +8,8 @@ deadline. The frame at `t` is the last one that starts at or before `t`.
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,7 +50,7 @@ def video_seconds(path: str | Path, limits: VideoLimits) -> float:
     Raises:
         DataError: the file is missing, not a video, or beyond the limits; names it.
     """
-    with _Video(path, limits) as video:
+    with _open(path, limits) as video:
         return video.seconds
 
 
@@ -59,89 +60,61 @@ def read_frames(path: str | Path, times: Sequence[float], longest: int, limits: 
     Raises:
         DataError: the video cannot be read or decoded within the limits; names the file.
     """
-    with _Video(path, limits) as video:
+    with _open(path, limits) as video:
         return [video.frame_at(seconds, longest) for seconds in times]
 
 
+@contextmanager
+def _open(path: str | Path, limits: VideoLimits) -> Iterator[_Video]:
+    """An open video; every error of the decoder within the block is a `DataError` that names the file."""
+    av = require_av()
+    path = Path(path).expanduser()
+    if not path.is_file():
+        raise DataError(f"video not found: {path}")
+    try:
+        with (
+            path.open("rb") as file,
+            av.open(file, mode="r", options={"protocol_whitelist": "none"}) as container,
+        ):
+            yield _Video(container, limits, f"video {path}")
+    except (av.FFmpegError, OSError, ValueError) as error:
+        raise DataError(f"video {path}: cannot be read: {one_line(error)}") from error
+
+
 class _Video:
-    """One open video; every error of the decoder is a `DataError` that names the file."""
-
-    def __init__(self, path: str | Path, limits: VideoLimits) -> None:
-        self._path = Path(path).expanduser()
-        self._limits = limits
-
-    def __enter__(self) -> _Video:
-        av = require_av()
-        self._errors = (av.FFmpegError, OSError, ValueError)
-        if not self._path.is_file():
-            raise DataError(f"video not found: {self._path}")
-        self._file = self._path.open("rb")
-        try:
-            self._container = av.open(self._file, mode="r", options={"protocol_whitelist": "none"})
-            try:
-                self._check()
-            except BaseException:
-                self._container.close()
-                raise
-        except self._errors as error:
-            self._file.close()
-            raise self._unreadable(error) from error
-        except BaseException:
-            self._file.close()
-            raise
-        self._deadline = time.monotonic() + self._limits.decode_seconds
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._container.close()
-        self._file.close()
-
-    def frame_at(self, seconds: float, longest: int) -> Image:
-        """The frame shown at `seconds`."""
-        try:
-            return self._scaled(self._decode(seconds), longest)
-        except self._errors as error:
-            raise self._unreadable(error) from error
-
-    def _check(self) -> None:
-        formats = set(self._container.format.name.split(","))
-        if not formats & _CONTAINERS or not self._container.streams.video:
-            raise DataError(f"video {self._path}: no video stream in a known container ({', '.join(sorted(formats))})")
-        self._stream = self._container.streams.video[0]
+    def __init__(self, container: Any, limits: VideoLimits, name: str) -> None:
+        self._container, self._limits, self._name = container, limits, name
+        self._deadline = time.monotonic() + limits.decode_seconds
+        formats = set(container.format.name.split(","))
+        if not formats & _CONTAINERS or not container.streams.video:
+            raise DataError(f"{name}: no video stream in a known container ({', '.join(sorted(formats))})")
+        self._stream = container.streams.video[0]
         width, height = self._stream.codec_context.width, self._stream.codec_context.height
-        if not 0 < width * height <= self._limits.max_pixels:
-            raise DataError(
-                f"video {self._path}: frames of {width} x {height}; {self._limits.max_pixels} pixels are allowed"
-            )
+        if not 0 < width * height <= limits.max_pixels:
+            raise DataError(f"{name}: frames of {width} x {height}; {limits.max_pixels} pixels are allowed")
         if self._stream.duration is not None and self._stream.time_base is not None:
             self.seconds = float(self._stream.duration * self._stream.time_base)
         else:
-            self.seconds = (self._container.duration or 0) / 1_000_000  # a container counts microseconds
-        if not 0 < self.seconds <= self._limits.max_seconds:
-            allowed = f"{self._limits.max_seconds:g} s are allowed"
-            raise DataError(f"video {self._path}: a duration of {self.seconds:g} s; {allowed}")
+            self.seconds = (container.duration or 0) / 1_000_000  # a container counts microseconds
+        if not 0 < self.seconds <= limits.max_seconds:
+            raise DataError(f"{name}: a duration of {self.seconds:g} s; {limits.max_seconds:g} s are allowed")
 
-    def _decode(self, seconds: float) -> Any:
+    def frame_at(self, seconds: float, longest: int) -> Image:
+        """The frame shown at `seconds`."""
         start = self._stream.start_time or 0
         self._container.seek(start + int(seconds / self._stream.time_base), stream=self._stream, backward=True)
         origin = float(start * self._stream.time_base)
-        shown = None
+        shown: Any = None
         for frame in self._container.decode(self._stream):
             if time.monotonic() > self._deadline:
-                raise DataError(f"video {self._path}: not decoded within {self._limits.decode_seconds:g} s")
+                raise DataError(f"{self._name}: not decoded within {self._limits.decode_seconds:g} s")
             if frame.width * frame.height > self._limits.max_pixels:
-                raise DataError(f"video {self._path}: a frame of {frame.width} x {frame.height} is too large")
+                raise DataError(f"{self._name}: a frame of {frame.width} x {frame.height} is too large")
             if shown is not None and frame.time is not None and frame.time - origin > seconds + 1e-6:
                 break
             shown = frame
         if shown is None:
-            raise DataError(f"video {self._path}: there is no frame at {seconds:.2f} s")
-        return shown
-
-    def _scaled(self, frame: Any, longest: int) -> Image:
-        scale = min(1.0, longest / max(frame.width, frame.height))
-        width, height = (max(1, round(side * scale)) for side in (frame.width, frame.height))
-        return frame.reformat(width=width, height=height, format="rgb24").to_image()
-
-    def _unreadable(self, error: Exception) -> DataError:
-        return DataError(f"video {self._path}: cannot be read: {one_line(error)}")
+            raise DataError(f"{self._name}: there is no frame at {seconds:.2f} s")
+        scale = min(1.0, longest / max(shown.width, shown.height))
+        width, height = (max(1, round(side * scale)) for side in (shown.width, shown.height))
+        return shown.reformat(width=width, height=height, format="rgb24").to_image()

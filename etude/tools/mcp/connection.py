@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import atexit
-import concurrent.futures
 import contextlib
 import random
 from collections.abc import Coroutine, Sequence
@@ -225,13 +224,9 @@ def run_in_loop(work: Coroutine[Any, Any, R], timeout: float) -> R:
     Raises:
         TimeoutError: it took longer than `timeout` seconds and was cancelled.
     """
-    future = asyncio.run_coroutine_threadsafe(work, _loop())
+    future = asyncio.run_coroutine_threadsafe(asyncio.wait_for(work, timeout), _loop())
     try:
-        return future.result(timeout)
-    except concurrent.futures.TimeoutError:
-        if future.done():
-            raise
-        raise TimeoutError(f"no answer within {timeout:g} s") from None
+        return future.result()
     finally:
         future.cancel()
 

@@ -13,8 +13,14 @@ from etude.sandbox import CellError, CellResult, Limits, RunResult, RunStatus, S
 from etude.schemas import OpenAIFunctionToolSchema
 from etude.tools import load_tools
 from etude.tools.builtin import builtin_config
-from etude.tools.builtin.code_interpreter import SandboxFusionTool
-from etude.tools.builtin.code_report import MAX_STDERR_CHARS, NOTHING, cell_report, run_report, tail
+from etude.tools.builtin.code_interpreter import (
+    MAX_STDERR_CHARS,
+    NOTHING,
+    SandboxFusionTool,
+    cell_report,
+    run_report,
+    tail,
+)
 
 pytestmark = pytest.mark.usefixtures("isolation")
 

@@ -1,0 +1,116 @@
+"""What preparing any dataset consists of: its files, the texts of its examples, rows of the RL contract, and tables.
+
+Invariant: each split is read from one file; a file whose name has no split, or a duplicate one, is an error. All rows of all
+files are made before one is written, in the files' order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from etude.data.files import Row, located_rows, write_parquet
+from etude.errors import DataError
+
+MakeRow = Callable[[Row, str, str, int], Row]
+"""From an example, its place (for errors), the table's name and the example's index to a row."""
+
+
+def texts(example: Mapping[str, Any], where: str, *names: str) -> list[str]:
+    """These fields of an example.
+
+    Raises:
+        DataError: one is missing, empty or no text; names `where`.
+    """
+    found = [example.get(name) for name in names]
+    held = [text for text in found if isinstance(text, str) and text.strip()]
+    if len(held) < len(found):
+        wanted = " and ".join(f"'{name}'" for name in names)
+        raise DataError(f"{where}: needs {wanted} as text (columns: {', '.join(example)})")
+    return held
+
+
+def training_row(
+    data_source: str,
+    prompt: Sequence[tuple[str, str]],
+    truth: object,
+    create_kwargs: Mapping[str, Mapping[str, Any]],
+    *,
+    ability: str,
+    extra: Mapping[str, Any],
+    **columns: Any,
+) -> Row:
+    """A row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs` by tool; `extra` goes to extra_info."""
+    return {
+        "data_source": data_source,
+        "prompt": [{"role": role, "content": content} for role, content in prompt],
+        **columns,
+        "ability": ability,
+        "reward_model": {"style": "rule", "ground_truth": truth},
+        "extra_info": {
+            **extra,
+            "need_tools_kwargs": True,
+            "tools_kwargs": {tool: {"create_kwargs": kwargs} for tool, kwargs in create_kwargs.items()},
+        },
+    }
+
+
+def make_tables(files: Mapping[str, Path], make_row: MakeRow) -> dict[str, list[Row]]:
+    """The rows of each file, by name; raises DataError as `located_rows` and `make_row`."""
+    return {
+        name: [make_row(example, where, name, index) for index, (where, example) in enumerate(located_rows(path))]
+        for name, path in files.items()
+    }
+
+
+def write_tables(tables: Mapping[str, Sequence[Row]], output_dir: str | Path) -> dict[str, Path]:
+    """Writes `<name>.parquet` for each table; returns the paths by name. Raises DataError as `write_parquet`."""
+    folder = Path(output_dir).expanduser()
+    return {name: write_parquet(rows, folder / f"{name}.parquet") for name, rows in tables.items()}
+
+
+def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
+    """The files by their names without suffix.
+
+    Raises:
+        DataError: two have the same name.
+    """
+    files = {path.stem: path for path in (Path(name).expanduser() for name in inputs)}
+    if len(files) < len(inputs):
+        raise DataError("two input files have the same name: rename one, since it names the file that is written")
+    return files
+
+
+def find_split_files(
+    inputs: Iterable[str | Path], splits: Sequence[str], *, folders: Sequence[str] = ("",), endings: Sequence[str]
+) -> dict[str, Path]:
+    """The file of each split among `inputs`: files whose names begin with a split, or folders that hold them.
+
+    In a folder, and in its `folders`, a split's file is `<split><ending>` for the first of `endings` that exists.
+
+    Raises:
+        DataError: nothing is found, a split is duplicate, or a file's name has no split.
+    """
+    found: dict[str, Path] = {}
+    sources = [Path(name).expanduser() for name in inputs]
+    for source in sources:
+        for path in _files_in(source, splits, folders, endings) if source.is_dir() else [source]:
+            split = next((split for split in splits if path.name.startswith(split)), None)
+            if split is None:
+                raise DataError(f"{path}: the name must start with {' or '.join(splits)}, which tells its split")
+            if split in found:
+                raise DataError(f"{path}: the {split} split is already read from {found[split]}")
+            found[split] = path
+    if not found:
+        names = " or ".join(f"{split}{endings[0]}" for split in splits)
+        raise DataError(f"no {names} in {', '.join(map(str, sources)) or 'no input'}")
+    return found
+
+
+def _files_in(folder: Path, splits: Sequence[str], folders: Sequence[str], endings: Sequence[str]) -> list[Path]:
+    files = []
+    for split in splits:
+        candidates = [folder / inner / f"{split}{ending}" for inner in folders for ending in endings]
+        files += [path for path in candidates if path.is_file()][:1]
+    return files

@@ -1,0 +1,141 @@
+"""Credit for rollouts however many sequences they left, and the columns that are read off rollouts for it."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.agents import Rollout, to_batch
+from etude.algorithms import ADVANTAGE_ESTIMATORS
+from etude.errors import ConfigError, DataError
+from etude.options import RewardOptions
+from etude.protocol import object_array
+from etude.trainer.columns import observations, read_column, reward_components, turn_numbers
+from etude.trainer.rollouts import place_scores
+from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
+from etude.trajectory import Provenance, Rewards, Trajectory
+
+OWN = {"gdpo": {"gdpo_reward_keys": ("step", "score", "format")}}
+JUDGES = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).episodes]
+
+
+def sequence(prompt, runs, first):
+    """Runs of (is sampled, ids); a sampled one is a turn. Every id of a batch is another one, from `first`."""
+    made = Trajectory("r", list(prompt))
+    for sampled, ids in runs:
+        made.append(
+            ids, Provenance.SAMPLED if sampled else Provenance.TOOL, log_probs=[-1.0] * len(ids) if sampled else None
+        )
+        made.assistant_turns += sampled
+    return made
+
+
+def batch_of(drawn, cuts):
+    """Rollouts of (uid, score, lengths of turns, turns with a step reward); each is cut before the turns in its `cuts`."""
+    results, token = [], 1
+    for (_, score, lengths, paid), cut in zip(drawn, cuts):
+        runs = []
+        for length in lengths:
+            runs += [(True, list(range(token, token + length))), (False, [token + length])]
+            token += length + 1
+        runs.pop()
+        starts = [0, *(2 * turn for turn in sorted(cut) if turn < len(lengths)), len(runs)]
+        parts = [runs[a:b] for a, b in pairwise(starts) if a < b]
+        sequences = [sequence([0], part, 0) for part in parts]
+        before = sum(s.assistant_turns for s in sequences[:-1])
+        steps = [(turn - before, "tool", 0.5) for turn in paid if before <= turn < len(lengths)]
+        sequences[-1].rewards = Rewards(steps=steps, score=score, score_info={"format": score**2})
+        results.append(Rollout(sequences))
+    batch = to_batch(results, 0)
+    uids = [uid for uid, *_ in drawn]
+    batch.non_tensor_batch |= {
+        "uid": object_array(uids),
+        "reward_baselines": object_array([{"a": 0.25, "b": 1.0, "c": 0.0}[uid] for uid in uids]),
+    }
+    place_scores(batch, RewardOptions())
+    batch = expand_sequences(batch, 0)
+    table = torch.rand(token, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    batch.batch["old_log_probs"] = table.log()[batch.batch["responses"]].clamp(min=-9)
+    batch.batch["sum_pi_squared"] = table[batch.batch["responses"]] ** 2
+    batch.batch["observations"] = torch.zeros_like(batch.batch["responses"])
+    return batch
+
+
+def by_token(batch, columns):
+    mask = batch.batch["response_mask"].bool()
+    return [dict(zip(batch.batch["responses"][mask].tolist(), column[mask].tolist())) for column in columns]
+
+
+_DRAWN = st.tuples(
+    st.sampled_from("abc"),
+    st.sampled_from([0.0, 0.5, 1.25]),
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    st.booleans(),
+)
+
+
+@pytest.mark.parametrize("name", JUDGES)
+@settings(max_examples=25)
+@given(drawn=st.lists(_DRAWN, min_size=1, max_size=6), seed=st.integers(0, 99))
+def test_it_makes_no_difference_into_how_many_sequences_a_rollout_was_cut(name, drawn, seed):
+    dice = np.random.default_rng(seed)
+    drawn = [(uid, score, lengths, [len(lengths) - 1] * paid) for uid, score, lengths, paid in drawn]
+    cuts = [{int(turn) for turn in dice.integers(1, 5, dice.integers(0, 3))} for _ in drawn]
+    options = {"gamma": 0.9} if ADVANTAGE_ESTIMATORS.reads(name, "gamma") else {}
+    options |= OWN.get(name, {})
+    found = []
+    for chosen in (cuts, [set() for _ in drawn]):
+        batch = batch_of(drawn, chosen)
+        columns = sequence_advantages(name, batch, sequence_scores(batch, episodes=False), **options)
+        assert not any(bool(column[batch.batch["response_mask"] == 0].any()) for column in columns)
+        found.append(by_token(batch, columns))
+    for cut, whole in zip(*found):
+        assert cut == pytest.approx(whole, rel=1e-9, abs=1e-9)
+
+
+def test_turns_of_later_sequences_come_later():
+    batch = batch_of([("a", 1.0, [2, 1, 1], []), ("a", 0.0, [1], [])], [{1, 2}, set()])
+    turns = by_token(batch, [read_column(batch, "turns")])[0]
+    ids = sorted(turns)[:4]
+    assert [turns[i] for i in ids] == sorted(turns[i] for i in ids)
+    assert len({turns[i] for i in ids}) == 3
+    assert turn_numbers(sequence([0], [(True, [1, 2]), (False, [3]), (True, [4])], 0)) == [0, 0, 1, 1]
+
+
+def test_observations_are_equal_where_what_was_answered_is():
+    made = sequence(
+        [7, 8], [(True, [1, 2]), (False, [3]), (True, [4]), (False, [3]), (True, [5, 6]), (False, [9]), (True, [2])], 0
+    )
+    other = sequence([7, 8], [(False, [3]), (True, [1])], 0)
+    one, two, three, four = (observations(made)[place] for place in (0, 3, 5, 8))
+    assert two == three
+    assert len({one, two, four, observations(other)[1]}) == 4
+    assert observations(sequence([7, 8], [(True, [9])], 0)) == [one]
+    assert observations(made)[:2] == [one, one]
+
+
+def test_observations_with_images_are_refused():
+    made = sequence([1], [(True, [1]), (False, [2]), (True, [3])], 0)
+    made.images = ["a picture"]
+    with pytest.raises(DataError, match="rollout of several turns has images"):
+        observations(made)
+
+
+def test_components_are_the_sources_and_what_the_scorer_returned():
+    one, two = sequence([0], [(True, [1])], 0), sequence([0], [(True, [2])], 0)
+    one.rewards = Rewards(
+        [(0, "t", 0.5), (0, "t", 0.25)], {"saw": 2.0}, 1.5, {"format": True, "note": "text", "acc": 0.5}
+    )
+    two.rewards = Rewards(score=0.0, score_info={"acc": 1})
+    found = reward_components([Rollout([one]), Rollout([two])])
+    assert found.keys() == {"step", "final", "score", "format", "acc"}
+    assert (found["step"].tolist(), found["final"].tolist()) == ([0.75, 0.0], [2.0, 0.0])
+    assert (found["score"].tolist(), found["acc"].tolist()) == ([1.5, 0.0], [0.5, 1.0])
+    assert found["format"].isnan().tolist() == [False, True]
+    batch = batch_of([("a", 1.0, [1], []), ("a", 0.0, [1], [])], [set(), set()])
+    scores = sequence_scores(batch, episodes=False)
+    with pytest.raises(ConfigError, match="scored without 'fromat'; did you mean 'format'"):
+        sequence_advantages("gdpo", batch, scores, gdpo_reward_keys=["fromat"])
