@@ -59,7 +59,7 @@ INERT = {
         "memory and speed alone; the result is the same": """
             *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
-            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
+            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
             *.use_prefix_grouper *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """

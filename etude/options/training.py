@@ -162,6 +162,9 @@ class TrainedModelOptions:
         default=False,
         verl_default="true",
     )
+    use_liger: Flag = key(
+        "Run norms, rotary embeddings and feed-forward layers with Liger's kernels. GPUs only.", default=False
+    )
     lora_rank: Natural = key(
         "Rank of LoRA's adapters, which are trained in place of the weights. 0: all weights are trained.", default=0
     )
