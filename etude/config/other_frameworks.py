@@ -59,7 +59,7 @@ INERT = {
         "memory and speed alone; the result is the same": """
             *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
-            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
+            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
             *.use_prefix_grouper *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
@@ -142,9 +142,8 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "*.fsdp_config.mixed_precision": (_DTYPE, (None,)),
     "*.qat.enable": ("delete it: weights are not quantised in training", _OFF),
     "*.mtp.enable": ("delete it: there is no multi-token prediction", _OFF),
-    "*.router_replay.mode": ("delete it: experts are routed anew in training", (None, "disabled")),
-    "*.enable_rollout_routing_replay": ("delete it: experts are routed anew in training", _OFF),
-    "*optim.optimizer": ("write optim.name=adamw or muon", (None, "AdamW", "adamw")),
+    "*.router_replay.mode": ("write rollout.enable_rollout_routing_replay=true", (None, "disabled")),
+    "*optim.optimizer": ("write optim.name=adamw, muon, adamw_8bit or adamw_schedule_free", (None, "AdamW", "adamw")),
     "*optim.lr_warmup_steps_ratio": (
         "write optim.lr_warmup_steps=N: that share of all training steps",
         (None, 0, 0.0, -1),

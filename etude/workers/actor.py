@@ -63,7 +63,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(*OF_SEQUENCES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""

@@ -196,6 +196,7 @@ UNSEEN = {
     "trainer.experiment_name": "a name: of the folder by default, and of pages at trackers",
     "trainer.num_threads": "changes speed alone",
     "trainer.device": "there is one device where the tests run",
+    "model.use_liger": "needs a GPU: the workers' tests see it refused",
 }
 
 
