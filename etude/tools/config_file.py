@@ -159,4 +159,4 @@ def import_class(name: str, file: Path, where: str, moved: Mapping[str, str], no
     try:
         return import_beside(name, file)
     except ConfigError as error:
-        raise ConfigError(f"{where}: {one_line(error)}") from error
+        raise ConfigError(f"{where}: {error}") from error  # whole: it may list every moved import
