@@ -14,15 +14,14 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.algorithms import adapt_kl_coef, apply_kl_penalty, distill
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
-from etude.rewards import duplicate_judge
 from etude.run_folder import run_record
+from etude.trainer.advantages import add_advantages
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import check_teachers, teacher_log_probs
@@ -30,9 +29,9 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, concat_batches, dump, main_rows, rollouts_of, spread_groups, survivors
-from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup
+from etude.trainer.rollouts import Rollouts, concat_batches, dump, rollouts_of, spread_groups, survivors
+from etude.trainer.sequences import expand_sequences
+from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.tracking import Tracking
 from etude.trajectory import Rollout
 
@@ -51,7 +50,7 @@ class PPOTrainer:
         self.setup, self.options, self.algorithm, self.groups = setup, setup.trainer, setup.algorithm, setup.groups
         self.run_dir = Path(self.options.default_local_dir)
         train = setup.dataset(setup.data.train_files)
-        self._warn_of_judges(train)
+        warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
             train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
@@ -72,23 +71,6 @@ class PPOTrainer:
         self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
-
-    def _warn_of_judges(self, train: RLDataset) -> None:
-        reward, catalogue = self.setup.roles.reward, self.setup.catalogue
-        scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
-        if not (scored or self.setup.roles.plugins or catalogue.judging_tools):
-            logger.warning(
-                "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
-                "call returns a reward, every answer earns 0",
-                ", ".join(catalogue.schemas),
-            )
-        if reward.enable and len(train):
-            row = train[0]
-            if duplicate_judge(row, row.get("tools_kwargs")):
-                logger.warning(
-                    "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice; "
-                    "set reward_model.enable=false or one of the weights to 0"
-                )
 
     def init_workers(self) -> None:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
@@ -214,7 +196,8 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
-                    metrics |= self._add_advantages(batch)
+                    self.kl_coef, found = add_advantages(batch, self.setup, self.kl_coef)
+                    metrics |= found
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
             learned, filtered = self._learned(batch)
             learned, corrections = correct_mismatch(
@@ -306,40 +289,6 @@ class PPOTrainer:
     def _with_values(self, batch: DataProto) -> DataProto:
         critic = self.groups.critic
         return batch if critic is None else batch.union(critic.compute_values(batch))
-
-    def _add_advantages(self, batch: DataProto) -> Metrics:
-        """Adds `token_level_rewards`, `advantages` and `returns`; returns the metrics of the KL in the reward and of
-        distillation, if any."""
-        columns, algorithm, distillation = batch.batch, self.algorithm, self.setup.roles.distillation
-        batch.meta_info["episodes"] = bool(self.setup.estimator.episodes)
-        rewards, metrics = sequence_scores(batch, episodes=batch.meta_info["episodes"]), Metrics()
-        if algorithm.use_kl_in_reward:
-            coefficient, old, ref = self.kl_coef, columns["old_log_probs"], columns["ref_log_prob"]
-            rewards, distance = apply_kl_penalty(
-                rewards, old, ref, columns["response_mask"], kind=algorithm.kl_penalty, kl_coef=coefficient
-            )
-            control = algorithm.kl_ctrl
-            if control.type == "adaptive":
-                rollouts = int(main_rows(batch).sum())
-                self.kl_coef = adapt_kl_coef(
-                    coefficient, distance, rollouts, target_kl=control.target_kl, horizon=control.horizon
-                )
-            metrics = {"actor/reward_kl_penalty": distance, "actor/reward_kl_penalty_coeff": coefficient}
-        columns["token_level_rewards"] = rewards
-        columns["advantages"], columns["returns"] = sequence_advantages(
-            algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
-        )
-        if distillation.teachers:
-            columns["advantages"], found = distill(
-                columns["advantages"],
-                teacher_log_probs=columns["teacher_log_probs"],
-                old_log_probs=columns["old_log_probs"],
-                response_mask=columns["response_mask"],
-                coef=distillation.coef,
-                task_coef=distillation.task_coef,
-            )
-            metrics |= found
-        return metrics
 
     def _learned(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ,

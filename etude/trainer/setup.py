@@ -28,6 +28,7 @@ from etude.options import (
     TrainOptions,
 )
 from etude.options.validate import to_options
+from etude.rewards import duplicate_judge
 from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
@@ -213,6 +214,25 @@ def _warn_of_unread_calls(
             name,
             unread,
         )
+
+
+def warn_of_rewards(setup: RunSetup, train: RLDataset) -> None:
+    """Warns where answers earn 0 unless a call returns a reward, and where a right answer counts twice."""
+    reward, catalogue = setup.roles.reward, setup.catalogue
+    scored = (reward.enable and reward.score_weight) or catalogue.interactions or catalogue.has_environment
+    if not (scored or setup.roles.plugins or catalogue.judging_tools):
+        logger.warning(
+            "no reward manager scores (reward_model.enable, score_weight), and no tool (%s) has a calc_reward: where no "
+            "call returns a reward, every answer earns 0",
+            ", ".join(catalogue.schemas),
+        )
+    if reward.enable and len(train):
+        row = train[0]
+        if duplicate_judge(row, row.get("tools_kwargs")):
+            logger.warning(
+                "a tool and the reward manager both judge reward_model.ground_truth, so a right answer counts twice; "
+                "set reward_model.enable=false or one of the weights to 0"
+            )
 
 
 def _reward_options(options: RewardOptions) -> RewardOptions:
