@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from array import array
 
     from etude.images import ImageInput
+from etude.routed_experts import RoutedExperts
 
 
 class Provenance(str, Enum):
@@ -167,7 +168,7 @@ class Trajectory:
     `extra_fields` are additional fields from its loop: the scorer finds them in `extra_info`. `images` are those of its
     context, in the order of their placeholders in `prompt_ids` and the segments, and of the image parts of `messages`. If it
     ended before its last messages reached the model (endings after tools or a user), they are in `messages` all the same, as
-    text only: `[image]` for each image.
+    text only: `[image]` for each image. `routed_experts` are those of its context, where the engine keeps them.
     """
 
     request_id: str
@@ -184,6 +185,7 @@ class Trajectory:
     sampling: dict[str, float] = field(default_factory=dict)
     images: list[ImageInput] = field(default_factory=list)
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    routed_experts: RoutedExperts | None = None
     _columns: tuple[_Column, _Column, _Column] = field(
         default_factory=_fresh_columns, init=False, repr=False, compare=False
     )

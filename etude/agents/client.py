@@ -14,6 +14,7 @@ from typing import Any
 from etude.errors import ConfigError, EngineError, EtudeError, InfrastructureError
 from etude.images import ImageInput
 from etude.inference import Engine, SamplingParams, TokenOutput
+from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
 from etude.trajectory import KeptIds
@@ -146,12 +147,13 @@ class RequestIds:
 
 
 class History:
-    """A context that grew turn by turn: its ids, and where in it the engine drew, with which log-probs, from which kept ids
-    (those of `TokenOutput`) and after the images of which digests."""
+    """A context that grew turn by turn: its ids, where in it the engine drew, with which log-probs, from which kept ids
+    (those of `TokenOutput`) and after the images of which digests; and to which experts its tokens went."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
         self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
+        self.experts: RoutedExperts | None = None
 
     def grows_to(self, asked: list[int]) -> bool:
         """Whether `asked` begins with this context."""
@@ -162,6 +164,7 @@ class History:
         kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
         self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
         self.context += output.token_ids
+        self.experts = output.routed_experts if self.experts is None else self.experts.extended(output.routed_experts)
 
 
 def token_ids(given: Any, name: str) -> list[int]:

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from etude.agents.client import TrajectoryClient, image_digests, is_empty, token_ids
 from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EtudeError, one_line
+from etude.routed_experts import RoutedExperts
 from etude.trajectory import AgentLoopOutput, KeptIds, Provenance, Trajectory
 
 
@@ -56,6 +57,7 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
             )
         _settle_log_probs(sequence, draws)
         _add_kept_ids(sequence, draws)
+        sequence.routed_experts = _routed_experts(sequence, client)
     for number, earlier in enumerate(sequences[:-1]):
         rewards = earlier.rewards
         if rewards.steps or rewards.final or rewards.score is not None:
@@ -64,6 +66,15 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
                 "whole rollout and carries all of its rewards"
             )
     return sequences
+
+
+def _routed_experts(sequence: Trajectory, client: TrajectoryClient) -> RoutedExperts | None:
+    """The engine's, of the longest history that the sequence begins with; None where the engine keeps none."""
+    context, found = sequence.context_ids(), list[RoutedExperts]()
+    for history in client.histories:
+        if history.experts is not None:
+            found.append(history.experts.first(common_beginning(history.context, context)))
+    return max(found, key=len, default=None)
 
 
 def _as_trajectory(output: Trajectory | AgentLoopOutput, client: TrajectoryClient, name: str) -> Trajectory:

@@ -247,8 +247,8 @@ def _components(run: TrainOptions) -> Iterator[Problem]:
         return
     if "gdpo_reward_keys" in (estimator.option_names or ()) and not run.algorithm.gdpo_reward_keys:
         yield (
-            "algorithm.gdpo_reward_keys",
-            f"adv_estimator={name} needs the names of the components, such as [score] or keys of the scorer's dict",
+            "algorithm.adv_estimator",
+            "needs the names of reward components: algorithm.gdpo_reward_keys=[score], or keys of the scorer's dict",
         )
     if run.algorithm.use_kl_in_reward:
         yield (

@@ -52,14 +52,14 @@ INERT = {
             *.strategy *.fsdp *.fsdp_config *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype
             *.layer_name_map
         """,
-        "a checkpoint holds all that a resumed run needs, and a model folder": """
+        "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
         "memory and speed alone; the result is the same": """
             *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
-            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_liger *.use_shm *.tiled_mlp
+            *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
             *.use_prefix_grouper *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
@@ -142,9 +142,8 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "*.fsdp_config.mixed_precision": (_DTYPE, (None,)),
     "*.qat.enable": ("delete it: weights are not quantised in training", _OFF),
     "*.mtp.enable": ("delete it: there is no multi-token prediction", _OFF),
-    "*.router_replay.mode": ("delete it: experts are routed anew in training", (None, "disabled")),
-    "*.enable_rollout_routing_replay": ("delete it: experts are routed anew in training", _OFF),
-    "*optim.optimizer": ("write optim.name=adamw or muon", (None, "AdamW", "adamw")),
+    "*.router_replay.mode": ("write rollout.enable_rollout_routing_replay=true", (None, "disabled")),
+    "*optim.optimizer": ("write optim.name=adamw, muon, adamw_8bit or adamw_schedule_free", (None, "AdamW", "adamw")),
     "*optim.lr_warmup_steps_ratio": (
         "write optim.lr_warmup_steps=N: that share of all training steps",
         (None, 0, 0.0, -1),

@@ -35,6 +35,11 @@ _NEEDED: dict[Command, dict[str, str]] = {
 _EXTRAS = {
     ("trainer.logger", "wandb"): ("wandb", "wandb"),
     ("trainer.logger", "mlflow"): ("mlflow", "mlflow"),
+    **{
+        (f"{section}optim.name", name): (package, package)
+        for section in ("actor_rollout_ref.actor.", "critic.", "")
+        for name, package in {"adamw_8bit": "bitsandbytes", "adamw_schedule_free": "schedulefree"}.items()
+    },
     (f"{_ROLLOUT}.name", "vllm"): ("vllm", "vllm"),
     (f"{_ROLLOUT}.trace.backend", "otel"): ("opentelemetry", "otel"),
     (f"{_ROLLOUT}.trace.backend", "opentelemetry"): ("opentelemetry", "otel"),

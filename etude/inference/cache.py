@@ -27,6 +27,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.models.experts import routers
 from etude.models.packable import key_width
 
 _SMALLEST = 64
@@ -37,17 +38,19 @@ _BUDGET_SLABS = 16  # a slab of several slots takes at most this part of the bud
 
 @dataclass(frozen=True)
 class KVShape:
-    """The shape of one token's keys and values, over all layers."""
+    """The shape of one token's keys and values, over all layers. `experts`: (layers, experts per token) where the ids of the
+    experts that it went to are kept too."""
 
     num_layers: int
     kv_heads: int
     head_dim: int
     dtype: torch.dtype
     device: torch.device
+    experts: tuple[int, int] | None = None
 
     @classmethod
-    def of(cls, model: Any) -> KVShape:
-        """Of a Hugging Face causal LM."""
+    def of(cls, model: Any, keep_experts: bool = False) -> KVShape:
+        """Of a Hugging Face causal LM; `keep_experts`: its choice of experts is kept beside the keys."""
         weight = next(model.parameters())
         kv_heads, head_dim = key_width(model)
         return cls(
@@ -56,21 +59,25 @@ class KVShape:
             head_dim=head_dim,
             dtype=weight.dtype,
             device=weight.device,
+            experts=(len(routers(model)), model.config.num_experts_per_tok) if keep_experts else None,
         )
 
     @property
     def token_bytes(self) -> int:
         """Bytes of one token in all layers."""
-        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize
+        experts = 2 * math.prod(self.experts) if self.experts else 0
+        return 2 * self.num_layers * self.kv_heads * self.head_dim * self.dtype.itemsize + experts
 
 
 class Slab:
-    """`slots` slots of `capacity` places: per layer keys and values (slots, kv_heads, capacity, head_dim)."""
+    """`slots` slots of `capacity` places: per layer keys and values (slots, kv_heads, capacity, head_dim); `experts` (slots,
+    capacity, layers, experts per token), if they are kept."""
 
     def __init__(self, shape: KVShape, capacity: int, slots: int) -> None:
         size = (slots, shape.kv_heads, capacity, shape.head_dim)
         self.keys = [_zeros(size, shape) for _ in range(shape.num_layers)]
         self.values = [_zeros(size, shape) for _ in range(shape.num_layers)]
+        self.experts = np.zeros((slots, capacity, *shape.experts), np.int16) if shape.experts else None
         self.capacity, self.slots = capacity, slots
         self.free = list(range(slots))
 
@@ -139,6 +146,8 @@ class SlabCache:
         pairs = zip(source.slab.keys + source.slab.values, target.slab.keys + target.slab.values)
         for old, new in pairs:
             new[target.index, :, :length] = old[source.index, :, :length]
+        if target.slab.experts is not None and source.slab.experts is not None:
+            target.slab.experts[target.index, :length] = source.slab.experts[source.index, :length]
 
 
 class Prefix:

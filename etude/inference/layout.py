@@ -84,6 +84,15 @@ class StepLayout:
             self._own.append((rows, own))
         self._share(bases[: self._singles])
 
+    def keep_experts(self, chosen: Sequence[Tensor]) -> None:
+        """Writes the experts of the step's tokens, (tokens, k) a layer, beside their keys."""
+        experts, offset = torch.stack(list(chosen), dim=1).to("cpu", torch.int16).numpy(), 0
+        for feed in self.feeds:
+            count, slab = len(feed.ids), feed.slot.slab
+            assert slab.experts is not None
+            slab.experts[feed.slot.index, feed.start : feed.start + count] = experts[offset : offset + count]
+            offset += count
+
     def _written(self, places: list[int]) -> list[tuple[Slab, slice, Tensor]]:
         """Slab by slab the step's tokens, and the rows of the slab, as (slots · kv_heads · capacity, head_dim), that their
         keys go to: token by token, head by head."""

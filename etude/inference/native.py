@@ -20,7 +20,7 @@ import copy
 from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -38,6 +38,7 @@ from etude.inference.types import ENGINES, SamplingParams, TokenOutput
 from etude.inference.vision import StepImages
 from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
+from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
@@ -46,7 +47,7 @@ from etude.models.vision import Vision, no_images
 
 @dataclass(frozen=True)
 class NativeEngineOptions:
-    """Field names are keys of `actor_rollout_ref.rollout`, except the last three.
+    """Field names are keys of `actor_rollout_ref.rollout`, except `deterministic`, `admit_every` and `tokenizer`.
 
     Attributes:
         max_num_seqs: trajectories decoded together.
@@ -58,6 +59,7 @@ class NativeEngineOptions:
         deterministic: see the module's docstring.
         admit_every: decode steps between scheduling points of the deterministic mode.
         tokenizer: decodes sampled ids, for requests with stop texts.
+        enable_rollout_routing_replay: whether outputs say which experts the tokens went to.
     """
 
     max_num_seqs: int = 256
@@ -69,6 +71,7 @@ class NativeEngineOptions:
     deterministic: bool = False
     admit_every: int = 8
     tokenizer: Any = None
+    enable_rollout_routing_replay: bool = False
 
 
 _Draw: TypeAlias = tuple[int, float, "array[int] | None"]
@@ -105,7 +108,12 @@ class NativeEngine:
         self._images = None
         if vision is not None:
             self._images = StepImages(self._model, vision, self.options.max_num_batched_tokens)
-        self._shape = KVShape.of(self._model)
+        if self.options.enable_rollout_routing_replay and not routers(model):
+            kind = model.config.model_type
+            raise ConfigError(
+                f"rollout.enable_rollout_routing_replay: a model of type '{kind}' has no routers to replay"
+            )
+        self._shape = KVShape.of(self._model, self.options.enable_rollout_routing_replay)
         self._threads = StepThreads(self._model, self._shape.device)
         megabytes = self.options.kv_cache_memory_mb
         self._budget = None if megabytes is None else megabytes << 20
@@ -115,6 +123,7 @@ class NativeEngine:
         self._admissions = 0
         self._paused = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
         self._metrics = EngineMetrics()
@@ -288,14 +297,14 @@ class NativeEngine:
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop = loop
+            self._loop, self._wake = loop, None
             if self._stepping is not None:
                 self._deliver(self._stepping)
 
     def _notify(self) -> None:
         """Goes on, after what the event loop is about to run: others may ask at the same time."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon(self._advance)
+        if self._wake is None and self._loop is not None and not self._loop.is_closed():
+            self._wake = self._loop.call_soon(self._advance)
 
     def _waiting_for(self) -> bool:
         """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
@@ -303,7 +312,7 @@ class NativeEngine:
 
     def _advance(self) -> None:
         """Admits requests and starts a step, unless one is running or there is nothing to compute yet."""
-        scheduler = self._scheduler
+        self._wake, scheduler = None, self._scheduler
         try:
             while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
                 at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
@@ -369,7 +378,7 @@ class NativeEngine:
             stopped = stopped or request.stops.complete(request.tokens)
         if stopped or len(request.tokens) >= request.limit:
             row.request = None
-            request.finish("stop" if stopped else "length")
+            request.finish("stop" if stopped else "length", row.routed_experts())
 
     def _drop_request(self, row: SequenceState, reason: str) -> None:
         request, row.request = row.request, None
@@ -404,7 +413,8 @@ class NativeEngine:
         with metrics.timed("scheduling"):
             layout = StepLayout([part.feed for part in plan.feeds], self._shape.device)
         ids, positions, images = layout.ids, layout.positions[None], self._images
-        with metrics.timed_forward(plan.prefill / layout.tokens):
+        recording: Any = record_experts(self._model) if self._shape.experts else nullcontext([])
+        with metrics.timed_forward(plan.prefill / layout.tokens), recording as chosen:
             if self._decoder is not None:
                 hidden = self._decoder.hidden(ids, positions, layout)
             elif images is None:
@@ -413,6 +423,8 @@ class NativeEngine:
                 positions = images.rotary(layout.feeds, layout.positions)
                 shown = images.shown(layout.feeds)
                 hidden = packed_hidden(self._model, images.token_ids(ids), positions, layout, shown)
+        if chosen:
+            layout.keep_experts(chosen)
         if not plan.drawing:
             return []
         with metrics.timed("sampling"):

@@ -16,6 +16,8 @@ import asyncio
 from array import array
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from etude.chat.encoding import common_beginning
 from etude.errors import EngineError
 from etude.inference.cache import Prefix, PrefixStore, SlabCache, Slot
@@ -23,6 +25,7 @@ from etude.inference.layout import StepInput
 from etude.inference.stop_texts import StopTexts
 from etude.inference.types import SamplingParams, TokenOutput
 from etude.models.image_positions import ImagePositions
+from etude.routed_experts import RoutedExperts
 
 
 @dataclass
@@ -43,11 +46,14 @@ class Request:
     versions: list[int] = field(default_factory=list)
     kept_ids: list[array[int] | None] = field(default_factory=list)
 
-    def finish(self, reason: str) -> None:
+    def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
         """Answers, once."""
         if not self.future.done():
             kept = self.kept_ids if any(self.kept_ids) else None
-            self.future.set_result(TokenOutput(self.tokens, self.log_probs, reason, self.versions, kept_ids=kept))
+            output = TokenOutput(
+                self.tokens, self.log_probs, reason, self.versions, kept_ids=kept, routed_experts=experts
+            )
+            self.future.set_result(output)
 
 
 @dataclass(eq=False)
@@ -86,6 +92,14 @@ class SequenceState:
             return common_beginning(list(head), context)
         own = common_beginning(self.own, context[self.shared : self.shared + len(self.own)])
         return self.shared + own
+
+    def routed_experts(self) -> RoutedExperts | None:
+        """Of the tokens that are computed; None where the cache does not keep them."""
+        parts = [(None if self.prefix is None else self.prefix.slot, self.shared), (self.slot, len(self.own))]
+        kept = [
+            slot.slab.experts[slot.index, :count] for slot, count in parts if slot and slot.slab.experts is not None
+        ]
+        return RoutedExperts.of(np.concatenate(kept)) if kept else None
 
     def forget(self, cache: SlabCache, prefixes: PrefixStore) -> None:
         """Releases its memory; nothing is cached any more."""

@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.registry import Registry, did_you_mean
+from etude.routed_experts import RoutedExperts
 
 
 @dataclass(frozen=True)
@@ -90,8 +91,8 @@ class TokenOutput:
     log_probs: list[float]
     stop_reason: str
     weight_versions: list[int] = field(default_factory=list)
-    num_preempted: int | None = None  # this and the next are read by verl's loops; no engine here sets them
-    routed_experts: Any = None
+    num_preempted: int | None = None  # read by verl's loops; no engine here sets it
+    routed_experts: RoutedExperts | None = None  # of the context, prompt included, but its last tokens
     extra_fields: dict[str, Any] = field(default_factory=dict)
     kept_ids: list[array[int] | None] | None = None
 

@@ -287,6 +287,12 @@ class RolloutOptions:
         default=True,
         when=NATIVE,
     )
+    enable_rollout_routing_replay: Flag = key(
+        "Of a mixture of experts: record which experts the engine's tokens go to, and repeat that in the actor's log-probs "
+        "and updates, gate weights computed anew.",
+        default=False,
+        when=NATIVE,
+    )
     dtype: Precision | None = key(
         "Precision of sampling. Null: model.dtype. Any other value costs a copy of the weights.",
         default=None,

@@ -32,11 +32,16 @@ DECAYING = When(
 
 
 def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
-    """Whether a full batch takes more than one optimizer step."""
-    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size
+    """Whether a full batch takes more than one optimizer step, or its only one at other weights than those it was sampled
+    with."""
+    steps_apart = own.optim.name == "adamw_schedule_free"
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or steps_apart
 
 
-_SEVERAL = "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size)"
+_SEVERAL = (
+    "where a batch gets several updates (ppo_epochs > 1, or ppo_mini_batch_size < data.train_batch_size), or the optimizer "
+    "is adamw_schedule_free"
+)
 SEVERAL_UPDATES = When(_SEVERAL, lambda own, run: has_several_updates(own, run.data.train_batch_size))
 
 
@@ -84,7 +89,11 @@ MIXED = When(
 class OptimOptions:
     """Optimizer and learning-rate schedule."""
 
-    name: Literal["adamw", "muon"] = key("Muon is for weight matrices, with AdamW for the rest.", default="adamw")
+    name: Literal["adamw", "muon", "adamw_8bit", "adamw_schedule_free"] = key(
+        "muon is for weight matrices, with AdamW for the rest. adamw_8bit (bitsandbytes) keeps its moments in 8 bits, "
+        "adamw_schedule_free (schedulefree) averages weights in place of a decaying rate.",
+        default="adamw",
+    )
     lr: NonNegative = key("Peak learning rate. 1e-6 suits pretrained models under policy gradients.", default=1e-6)
     betas: tuple[BelowOne, BelowOne] = key(
         "Decay rates of the two moments of Adam's gradients. Muon's matrices have none of their own.",
@@ -112,6 +121,10 @@ class OptimOptions:
     clip_grad: Positive | None = key(
         "Largest gradient norm; longer gradients are scaled down to it. Null: none is.", default=1.0
     )
+
+    def __post_init__(self) -> None:
+        if self.name == "adamw_schedule_free" and (self.lr_scheduler_type != "constant" or not self.betas[0]):
+            raise ValueError("name=adamw_schedule_free needs lr_scheduler_type=constant and betas[0] above 0")
 
 
 @options
@@ -148,6 +161,9 @@ class TrainedModelOptions:
         "more time, the same gradients.",
         default=False,
         verl_default="true",
+    )
+    use_liger: Flag = key(
+        "Run norms, rotary embeddings and feed-forward layers with Liger's kernels. GPUs only.", default=False
     )
     lora_rank: Natural = key(
         "Rank of LoRA's adapters, which are trained in place of the weights. 0: all weights are trained.", default=0
@@ -355,6 +371,20 @@ class ActorOptions:
         """
         loss = self.policy_loss
         return POLICY_LOSSES.settings(loss.loss_mode, self, loss, own=loss.loss_kwargs)
+
+
+@options
+class SFTLossOptions:
+    """What is learned from."""
+
+    name: Literal["sft", "dpo"] = key(
+        "sft: imitate; dpo: prefer the better of two rollouts of a prompt, from rollout dumps.", default="sft"
+    )
+    beta: Positive = key(
+        "Weight of the log-probs in DPO's margin; larger keeps the policy closer to the reference, the model at the start.",
+        default=0.1,
+        when=When("with name=dpo", lambda own, run: own.name == "dpo"),
+    )
 
 
 @options

@@ -8,6 +8,7 @@ longer than the budget is a micro-batch of its own. The split depends only on th
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from etude.models.vision import Vision
 from etude.protocol import DataProto
@@ -39,7 +40,7 @@ def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:
     return list(groups.values())
 
 
-def _within_budget(group: list[int], tokens: dict[int, list[int]], max_tokens: int) -> list[list[int]]:
+def _within_budget(group: list[int], tokens: dict[int, list[Any]], max_tokens: int) -> list[list[int]]:
     """The group in as few parts of similar length as fit the budget."""
     lengths = [len(tokens[row]) for row in group]
     fewest = max(1, -(-_cost([tokens[row] for row in group]) // max_tokens))
@@ -50,6 +51,6 @@ def _within_budget(group: list[int], tokens: dict[int, list[int]], max_tokens: i
     return [[row] for row in group]
 
 
-def _cost(sequences: Sequence[Sequence[int]]) -> int:
+def _cost(sequences: Sequence[Sequence[Any]]) -> int:
     """Tokens that packing lays out for these sequences."""
     return len(prefix_tree(sequences)[0])

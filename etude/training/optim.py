@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
 
 from etude.errors import CheckpointError, ConfigError
 from etude.options import OptimOptions
+from etude.training.extra_optimizers import adamw_8bit, schedule_free_adamw
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
 from etude.training.ranks import sum_gradients
@@ -71,6 +73,24 @@ class OptimizerSet:
         progress = min(1.0, max(0.0, (step - start) / max(steps - start, 1)))
         shape = 1 - progress if o.lr_scheduler_type == "linear" else 0.5 * (1 + math.cos(math.pi * progress))
         return o.min_lr_ratio + (1 - o.min_lr_ratio) * shape
+
+    @contextmanager
+    def training(self) -> Iterator[None]:
+        """An update: gradients left over from one that failed half-way are dropped. Inside, a schedule-free optimizer has
+        the weights where gradients are taken; outside, where they are used."""
+        self.zero_grad()
+        self._move("train")
+        try:
+            yield
+        finally:
+            self._move("eval")
+
+    def _move(self, where: str) -> None:
+        moves = [getattr(optimizer, where) for optimizer, _ in self._optimizers if hasattr(optimizer, where)]
+        for move in moves:
+            move()
+        if moves:
+            self._masters.publish()
 
     def backward(self, loss: Tensor) -> None:
         """Accumulates the gradients of a part of the loss for the next `step`."""
@@ -170,6 +190,13 @@ def _build(model: nn.Module, o: OptimOptions, masters: MasterWeights) -> list[tu
     taken = {id(p) for p in matrices}
     others = [p for _, p in named if id(p) not in taken]
     if others:
-        adamw = torch.optim.AdamW(others, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)
-        built.append((adamw, o.lr))
+        built.append((_adamw(others, o), o.lr))
     return built
+
+
+def _adamw(parameters: list[nn.Parameter], o: OptimOptions) -> torch.optim.Optimizer:
+    if o.name == "adamw_schedule_free":
+        return schedule_free_adamw(parameters, o)
+    if o.name == "adamw_8bit":
+        return adamw_8bit(parameters, o)
+    return torch.optim.AdamW(parameters, lr=o.lr, betas=o.betas, weight_decay=o.weight_decay, fused=True)

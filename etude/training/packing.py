@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -21,6 +22,8 @@ from etude.models.image_positions import ImagePositions
 from etude.models.packed import CausalSequences, packed_hidden
 from etude.models.vision import Vision
 from etude.protocol import DataProto
+from etude.routed_experts import COLUMN as ROUTED_EXPERTS
+from etude.routed_experts import RoutedExperts
 from etude.training.images import PackedImages, packed_images, placed_images
 from etude.training.log_probs import Support
 from etude.trajectory import KEPT_IDS
@@ -32,7 +35,8 @@ class PackedRows:
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
-    tokens; `support`: the ids that the labels were drawn from, None where these are all.
+    tokens; `support`: the ids that the labels were drawn from, None where these are all; `experts` (tokens, layers, k):
+    where the engine's routers sent them, see `etude.models.experts.replay_experts`.
     """
 
     token_ids: Tensor
@@ -44,6 +48,7 @@ class PackedRows:
     shape: tuple[int, int]
     images: PackedImages | None = None
     support: Support | None = None
+    experts: Tensor | None = None
 
     def hidden(self, model: Any) -> Tensor:
         """Final hidden states (scored, hidden) that predict the scored tokens, with the model's current weights."""
@@ -81,6 +86,12 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
         raise DataError(f"row {first}: its first token is scored but nothing precedes it: give it a prompt")
     sequences, placed = _needed_rows(batch, rows, vision)
     laid_out, layout, flat = prefix_tree(sequences)
+    experts = None
+    if laid_out and isinstance(laid_out[0], tuple):
+        laid_out, went = zip(*laid_out)
+        known = next(each for each in batch.non_tensor_batch[ROUTED_EXPERTS] if each is not None)
+        ids_of_experts = RoutedExperts(b"".join(went), known.layers, known.top_k).array()
+        experts = torch.from_numpy(ids_of_experts.astype(np.int64)).to(device)
     token_ids, places = torch.tensor(laid_out, dtype=torch.long), torch.tensor(flat)
     offsets = torch.tensor([0, *accumulate(len(tokens) for tokens in sequences)])
     source = places[offsets[row] + prompts[row] + column - 1]
@@ -100,6 +111,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
         shape=(len(index), mask.shape[1]),
         images=images,
         support=_support(batch, rows, row, column, device),
+        experts=experts,
     )
 
 
@@ -118,7 +130,7 @@ def _support(
 MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls than it saves
 
 
-def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSequences, list[int]]:
+def prefix_tree(sequences: Sequence[Sequence[Any]]) -> tuple[Sequence[Any], CausalSequences, list[int]]:
     """Lays sequences out as a tree in which every shared prefix of at least `MIN_SHARED` tokens appears once.
 
     Returns the laid-out tokens, their layout, and for every token of the concatenated sequences its index among the laid-out
@@ -126,12 +138,12 @@ def prefix_tree(sequences: Sequence[Sequence[int]]) -> tuple[list[int], CausalSe
     """
     order = sorted(range(len(sequences)), key=lambda i: list(sequences[i]))
     shared = [common_beginning(sequences[a], sequences[b]) for a, b in pairwise(order)]
-    tokens: list[int] = []
+    tokens: list[Any] = []
     lengths: list[int] = []
     ancestors: list[tuple[int, ...]] = []
     places: list[list[int]] = [[] for _ in sequences]
 
-    def add(members: Sequence[int], run: Sequence[int], up: tuple[int, ...]) -> tuple[int, ...]:
+    def add(members: Sequence[int], run: Sequence[Any], up: tuple[int, ...]) -> tuple[int, ...]:
         for member in members:
             places[member] += range(len(tokens), len(tokens) + len(run))
         tokens.extend(run)
@@ -165,19 +177,28 @@ def scored_rows(batch: DataProto) -> list[int]:
     return batch.batch["response_mask"].any(dim=1).nonzero().squeeze(1).tolist()
 
 
-def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None = None) -> list[list[int]]:
+def needed_tokens(batch: DataProto, rows: Sequence[int], vision: Vision | None = None) -> list[list[Any]]:
     """For each of `rows` the tokens that `pack` lays out, before shared prefixes are merged.
 
-    Image placeholders are keyed by image: equal tokens may be shared. Raises DataError as `pack`.
+    Image placeholders are keyed by image, and tokens by their experts: equal ones may be shared. Raises DataError as `pack`.
     """
     return _needed_rows(batch, rows, vision)[0]
 
 
 def _needed_rows(
     batch: DataProto, rows: Sequence[int], vision: Vision | None
-) -> tuple[list[list[int]], list[ImagePositions | None]]:
+) -> tuple[list[list[Any]], list[ImagePositions | None]]:
     index = torch.as_tensor(list(rows), dtype=torch.long)
     attention, mask = batch.batch["attention_mask"][index].bool(), batch.batch["response_mask"][index].bool()
     needed = [ids[kept].tolist() for ids, kept in zip(batch.batch["input_ids"][index], _needed(attention, mask))]
     placed = placed_images(batch, rows, vision)
-    return [ids if images is None else images.keyed(ids) for ids, images in zip(needed, placed)], placed
+    keyed: list[list[Any]] = [ids if images is None else images.keyed(ids) for ids, images in zip(needed, placed)]
+    experts = batch.non_tensor_batch.get(ROUTED_EXPERTS)
+    known = [] if experts is None else [went for row in rows if (went := experts[row]) is not None]
+    if (
+        experts is not None and known
+    ):  # tokens that went to different experts are different for what follows: they are not shared
+        nothing = known[0].first(0)
+        each = [nothing if experts[row] is None else experts[row] for row in rows]
+        keyed = [list(zip(ids, went.per_token(len(ids)))) for ids, went in zip(keyed, each)]
+    return keyed, placed

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from etude.algorithms import loss_count
 from etude.metrics import Max, Mean, Metric, Metrics, Pooled, add_metrics
+from etude.models.experts import replay_experts
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
 from etude.models.vision import Vision
@@ -45,11 +46,10 @@ class LossScale:
 
     def counts(self, micro: DataProto) -> dict[str, Any]:
         """What `agg_loss` takes of the mini-batch, for its part `micro`."""
-        rollout_tokens = micro.batch.get("rollout_tokens", None)
         return {
             "batch_num_tokens": self.batch_num_tokens,
             "global_batch_size": self.global_batch_size,
-            "rollout_tokens": rollout_tokens,
+            "rollout_tokens": micro.batch.get("rollout_tokens", None),
         }
 
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
@@ -131,7 +131,8 @@ class PolicyEngine:
         for rows in micro_batches(batch, self._max_tokens, self._vision):
             packed = pack(batch, rows, self._device, self._vision)
             squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
-            found = self._forward(packed, temperature, squares=squares)
+            with replay_experts(self.model, packed.experts):
+                found = self._forward(packed, temperature, squares=squares)
             for column, values in zip(result, found if squares is None else (*found, squares)):
                 column[rows] = packed.scatter(values).cpu()
         return result
@@ -149,15 +150,16 @@ class PolicyEngine:
         optimizer = self.optimizer
         assert optimizer is not None
         check_images(batch, self.model.config)
-        optimizer.zero_grad()  # left over if a step failed half-way
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
-        for rows in micro_batches(batch, self._max_tokens, self._vision):
-            packed = pack(batch, rows, self._device, self._vision)
-            values, entropies = self._forward(packed, temperature, entropy_grad)
-            micro = batch.select_idxs(rows).to(self._device)
-            loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
-            optimizer.backward(loss)
-            mask = micro.batch["response_mask"]
-            parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
-        return add_metrics(parts) | step_metrics(optimizer)
+        with optimizer.training():
+            for rows in micro_batches(batch, self._max_tokens, self._vision):
+                packed = pack(batch, rows, self._device, self._vision)
+                micro = batch.select_idxs(rows).to(self._device)
+                with replay_experts(self.model, packed.experts):  # checkpointed layers are computed again in backward
+                    values, entropies = self._forward(packed, temperature, entropy_grad)
+                    loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
+                    optimizer.backward(loss)
+                mask = micro.batch["response_mask"]
+                parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+            return add_metrics(parts) | step_metrics(optimizer)

@@ -51,23 +51,23 @@ class ValueEngine:
         """One optimizer step towards `returns` on this rank's part of a mini-batch, which may be empty; needs the columns
         `values` and `returns`. Metrics are named `critic/*`."""
         check_images(batch, self.model.config)
-        self.optimizer.zero_grad()  # left over if a step failed half-way
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
-        for rows in micro_batches(batch, self._max_tokens, self._vision):
-            micro = batch.select_idxs(rows).to(self._device)
-            mask = micro.batch["response_mask"]
-            loss, metrics = value_loss(
-                vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
-                values=micro.batch["values"],
-                returns=micro.batch["returns"],
-                response_mask=mask,
-                cliprange_value=cliprange_value,
-                loss_agg_mode=loss_agg_mode,
-                loss_scale_factor=loss_scale_factor,
-                **scale.counts(micro),
-            )
-            self.optimizer.backward(loss)
-            parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
-        stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
+        with self.optimizer.training():
+            for rows in micro_batches(batch, self._max_tokens, self._vision):
+                micro = batch.select_idxs(rows).to(self._device)
+                mask = micro.batch["response_mask"]
+                loss, metrics = value_loss(
+                    vpreds=self._forward(pack(batch, rows, self._device, self._vision)),
+                    values=micro.batch["values"],
+                    returns=micro.batch["returns"],
+                    response_mask=mask,
+                    cliprange_value=cliprange_value,
+                    loss_agg_mode=loss_agg_mode,
+                    loss_scale_factor=loss_scale_factor,
+                    **scale.counts(micro),
+                )
+                self.optimizer.backward(loss)
+                parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
+            stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
         return add_metrics(parts) | stepped

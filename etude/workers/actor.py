@@ -63,7 +63,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(*OF_SEQUENCES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""
@@ -96,7 +96,7 @@ class TrainWorker(TrainedWorker):
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights",))
     def update_sft(self, data: DataProto) -> Metrics:
         """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
         meta_info: `global_step`, and the counts of `etude.training.count_scored`."""

@@ -90,6 +90,7 @@ def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> Nativ
         max_model_len=longest,
         kv_cache_memory_mb=rollout.kv_cache_memory_mb,
         enable_prefix_caching=rollout.enable_prefix_caching,
+        enable_rollout_routing_replay=rollout.enable_rollout_routing_replay,
         dtype=rollout.dtype,
         deterministic=options.deterministic,
         tokenizer=tokenizer,

@@ -15,6 +15,7 @@ import torch
 
 from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
+from etude.errors import MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm
 from etude.models.lora import add_adapters
 from etude.options import TrainedModelOptions
@@ -94,6 +95,12 @@ class RoleWorker(Worker):
             MissingExtraError: a package that they need is not installed.
             ConfigError: `network` has no modules of the names that LoRA should adapt.
         """
+        if options.use_liger:  # before adapters: it replaces the forward passes of whole modules
+            try:
+                from liger_kernel.transformers import _apply_liger_kernel_to_instance
+            except ImportError as error:
+                raise MissingExtraError("model.use_liger", "liger") from error
+            _apply_liger_kernel_to_instance(model=network)
         if options.lora_rank:
             add_adapters(network, options, self.options.seed or 0)
         if options.enable_gradient_checkpointing:

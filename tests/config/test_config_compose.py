@@ -278,7 +278,10 @@ def test_a_section_cannot_become_a_value(key, value):
             "actor_rollout_ref.actor.optim.betas=[0.9]",
             "a list of 2 values, each a number from 0 below 1, got [0.9]",
         ),
-        ("actor_rollout_ref.actor.optim.name=adam", "must be one of adamw, muon, got 'adam'; did you mean 'adamw'?"),
+        (
+            "actor_rollout_ref.actor.optim.name=adam",
+            "must be one of adamw, muon, adamw_8bit, adamw_schedule_free, got 'adam'; did you mean 'adamw'?",
+        ),
         ("actor_rollout_ref.rollout.mode=asink", "did you mean 'async'?"),
         ("data.val_batch_size=many", "data.val_batch_size must be a whole number of at least 1 or null, got 'many'"),
         (

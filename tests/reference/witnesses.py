@@ -86,9 +86,14 @@ WITNESSES = {
         }.items()
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
     },
+    "workers/test_workers_experts.py": {
+        f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",
+    },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
         "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
+        "actor_rollout_ref.model.use_liger": "test_ligers_kernels_need_a_gpu",
+        "critic.model.use_liger": "test_ligers_kernels_need_a_gpu",
     },
     "workers/test_workers_engine_link.py": {
         f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",

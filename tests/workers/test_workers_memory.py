@@ -8,6 +8,7 @@ from ranks_stage import uneven_batch
 from workers_stage import learn, roles, save_model
 
 from etude.distributed import InProcessWorkerGroup
+from etude.errors import ConfigError
 from etude.models.decoder import PlainDecoder
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
@@ -64,3 +65,11 @@ def test_checkpointing_leaves_the_engine_its_fast_decoder(path):
     group = InProcessWorkerGroup(TrainWorker, 1, replace(roles(path), model=model))
     group.init_model(1)
     assert PlainDecoder.of(group._workers[0].model) is not None
+
+
+@pytest.mark.parametrize("key", ["actor_rollout_ref.model", "critic.model"])
+def test_ligers_kernels_need_a_gpu(path, key):
+    usual = roles(path)
+    actor, critic = ModelOptions(path=path, use_liger=key[0] == "a"), ValueModelOptions(use_liger=key[0] == "c")
+    with pytest.raises(ConfigError, match=rf"{key}.use_liger=true needs a GPU"):
+        replace(usual, model=actor, critic=replace(usual.critic, model=critic))

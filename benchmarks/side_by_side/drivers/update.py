@@ -2,7 +2,10 @@
 
 `etude` is `PolicyEngine`; `padded` pads rows on both sides and keeps all logits of the responses; `trl` is the same layout
 through TRL's fused head. 32 sequences of 64 to 1,024 tokens, of which the first quarter is prompt; with `--group`, so many
-sequences in a row share their prompt, as the answers to one question do.
+sequences in a row share their prompt, as the answers to one question do. `etude` also runs with `--checkpointing` and with
+adapters of rank `--lora`:
+
+    PYTHONPATH=benchmarks:. python -m side_by_side.drivers.update etude --checkpointing --lora 16
 """
 
 from __future__ import annotations
@@ -24,6 +27,9 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--group", type=int, default=1)
     parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--tokens", type=int, default=4096, help="of a micro-batch of Étude's")
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--lora", type=int, default=0, metavar="RANK")
     options = parser.parse_args()
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -43,9 +49,16 @@ def main() -> None:
     )
     model = Qwen3ForCausalLM(config)
     rows = sequences(options.group)
+    if options.lora:
+        from etude.models.lora import add_adapters
+        from etude.options.training import ModelOptions
+
+        add_adapters(model, ModelOptions(lora_rank=options.lora))
+    if options.checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
     before = resident_mib()
     build = {"etude": _etude, "padded": _padded, "trl": _trl}[options.contender]
-    log_probs, update = build(model, rows)
+    log_probs, update = build(model, rows, options.tokens) if build is _etude else build(model, rows)
     total = log_probs()
     readings = measured(log_probs, options.runs)
     after_log_probs = peak_mib() - before
@@ -89,7 +102,7 @@ def sequences(group: int) -> list[tuple[Any, Any]]:
 Work = tuple[Callable[[], float], Callable[[], object]]
 
 
-def _etude(model: Any, rows: list[tuple[Any, Any]]) -> Work:
+def _etude(model: Any, rows: list[tuple[Any, Any]], tokens: int) -> Work:
     import torch
 
     from etude.algorithms import policy_loss
@@ -103,7 +116,7 @@ def _etude(model: Any, rows: list[tuple[Any, Any]]) -> Work:
         span = slice(prompt_width - len(prompt), prompt_width + len(response))
         ids[i, span], attention[i, span], mask[i, : len(response)] = torch.cat([prompt, response]), 1, 1
     batch = DataProto.from_single_dict({"input_ids": ids, "attention_mask": attention, "response_mask": mask})
-    engine = PolicyEngine(model, max_tokens=4096, optimizer=OptimizerSet(model, OptimOptions(lr=0.0), None))
+    engine = PolicyEngine(model, max_tokens=tokens, optimizer=OptimizerSet(model, OptimOptions(lr=0.0), None))
 
     def log_probs() -> float:
         return float(engine.log_probs(batch, 1.0)[0].sum())
