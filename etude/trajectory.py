@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 if TYPE_CHECKING:
+    from array import array
+
     from etude.images import ImageInput
 from etude.routed_experts import RoutedExperts
 
@@ -47,11 +49,18 @@ class StopReason(str, Enum):
     CANCELLED = "cancelled"
 
 
+KEPT_IDS = "kept_ids"
+"""The column of a batch with, for each row, `Trajectory.kept_ids`; only where top-k or top-p are on."""
+KeptIds: TypeAlias = tuple["array[int] | None", ...]
+"""For each token the ids that it was drawn from; None where these are all."""
+
+
 class Segment(NamedTuple):
     """A run of tokens of one provenance.
 
     `log_probs` has one entry per token for sampled segments (natural log, of the distribution sampled from) and is None
-    otherwise; `weight_versions` likewise; `turn` counts assistant turns from 0.
+    otherwise; `weight_versions` likewise; `kept_ids` too, where top-k or top-p restricted that distribution; `turn` counts
+    assistant turns from 0.
     """
 
     token_ids: tuple[int, ...]
@@ -59,6 +68,7 @@ class Segment(NamedTuple):
     turn: int
     log_probs: tuple[float, ...] | None = None
     weight_versions: tuple[int, ...] | None = None
+    kept_ids: KeptIds | None = None
 
     def checked(self) -> Segment:
         """This segment.
@@ -228,6 +238,13 @@ class Trajectory:
         return self._columns[2].of(self.segments).copy()
 
     @property
+    def kept_ids(self) -> KeptIds:
+        """For each id after the prompt the ids that it was drawn from; empty where no segment has any."""
+        if all(segment.kept_ids is None for segment in self.segments):
+            return ()
+        return tuple(kept for each in self.segments for kept in each.kept_ids or (None,) * len(each.token_ids))
+
+    @property
     def response_length(self) -> int:
         """Number of ids after the prompt."""
         return len(self._columns[0].of(self.segments))
@@ -285,7 +302,8 @@ class Trajectory:
             "request_id": self.request_id,
             "prompt_ids": list(self.prompt_ids),
             "segments": [
-                {k: v for k, v in s._asdict().items() if v is not None} | {"provenance": s.provenance.value}
+                {k: v for k, v in s._asdict().items() if v is not None and k != KEPT_IDS}
+                | {"provenance": s.provenance.value}
                 for s in self.segments
             ],
             "messages": self.messages,

@@ -118,7 +118,6 @@ COMMANDS = {
         {
             "data.truncation": "data.truncation=drop",
             "data.gen_batch_size": None,
-            "algorithm.filter_groups.metric": None,
         },
     ),
 }

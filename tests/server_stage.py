@@ -8,6 +8,7 @@ import resource
 import signal
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -111,3 +112,11 @@ def decoded(content):
         return json.loads(content)
     except ValueError:
         return content.decode("utf-8", "replace")
+
+
+def in_background(function):
+    """A thread that calls `function`, and the list that its result will be in."""
+    results = []
+    thread = threading.Thread(target=lambda: results.append(function()))
+    thread.start()
+    return thread, results

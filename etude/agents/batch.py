@@ -16,16 +16,18 @@ from torch import Tensor
 
 from etude.protocol import DataProto, object_array
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
-from etude.trajectory import Rollout, Trajectory
+from etude.trajectory import KEPT_IDS, Rollout, Trajectory
 
 IMAGES = "multi_modal_inputs"
+OF_SEQUENCES: dict[str, Any] = {IMAGES: (), KEPT_IDS: (), ROUTED_EXPERTS: None}
+"""Object columns that a batch has if any of its sequences needs them, with what the others have there."""
 
 
 def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     """Columns `prompts` (batch, prompt_len), `responses`, `response_mask`, `rollout_log_probs` (batch, response_len),
     `input_ids`, `attention_mask`, `position_ids` (batch, prompt_len + response_len), and the object column `rollout`
-    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row, and `routed_experts` if
-    the engine keeps them."""
+    with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row; if any was drawn with
+    top-k or top-p, also `kept_ids`; if the engine keeps them, `routed_experts`."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
     responses = _padded([t.response_ids for t in trajectories], pad_token_id)
     prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
@@ -33,7 +35,11 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
     attention = torch.cat([before, after], dim=1).long()
-    images, experts = [tuple(t.images) for t in trajectories], [t.routed_experts for t in trajectories]
+    own: dict[str, list[Any]] = {
+        IMAGES: [tuple(t.images) for t in trajectories],
+        KEPT_IDS: [t.kept_ids for t in trajectories],
+        ROUTED_EXPERTS: [t.routed_experts for t in trajectories],
+    }
     return DataProto.from_single_dict(
         {
             "prompts": prompts,
@@ -45,22 +51,16 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
             "rollout": list(rollouts),
         }
-        | ({IMAGES: images} if any(images) else {})
-        | ({ROUTED_EXPERTS: experts} if any(experts) else {})
+        | {name: values for name, values in own.items() if any(values)}
     )
 
 
-PER_SEQUENCE = {IMAGES: (), ROUTED_EXPERTS: None}
-"""Columns that a batch has if any of its sequences needs them, with what the others have there."""
-
-
-def with_columns(parts: Sequence[DataProto]) -> Sequence[DataProto]:
-    """`parts` with those columns of `PER_SEQUENCE` that any of them has, so that they can be concatenated."""
-    for name, empty in PER_SEQUENCE.items():
+def add_missing_columns(parts: Sequence[DataProto]) -> None:
+    """Gives every batch the columns of `OF_SEQUENCES` that any of them has, so that they can be concatenated."""
+    for name, empty in OF_SEQUENCES.items():
         if any(name in part.non_tensor_batch for part in parts):
             for part in parts:
                 part.non_tensor_batch.setdefault(name, object_array([empty] * len(part)))
-    return parts
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from etude.inference import Engine, SamplingParams, TokenOutput
 from etude.routed_experts import RoutedExperts
 from etude.seeds import request_seed
 from etude.trace import TraceSpan, span
+from etude.trajectory import KeptIds
 
 
 class TrajectoryClient:
@@ -146,12 +147,12 @@ class RequestIds:
 
 
 class History:
-    """A context that grew turn by turn: its ids, where in it the engine drew, with which log-probs and after the images of
-    which digests, and to which experts its tokens went."""
+    """A context that grew turn by turn: its ids, where in it the engine drew, with which log-probs, from which kept ids
+    (those of `TokenOutput`) and after the images of which digests; and to which experts its tokens went."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.context = list(prompt)
-        self.turns: list[tuple[int, list[float], tuple[int, ...]]] = []
+        self.turns: list[tuple[int, list[float], KeptIds, tuple[int, ...]]] = []
         self.experts: RoutedExperts | None = None
 
     def grows_to(self, asked: list[int]) -> bool:
@@ -160,7 +161,8 @@ class History:
 
     def add(self, asked: list[int], output: TokenOutput, seen: tuple[int, ...]) -> None:
         self.context += asked[len(self.context) :]
-        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), seen))
+        kept = tuple(output.kept_ids or ()) or (None,) * len(output.token_ids)
+        self.turns.append((len(self.context), list(output.log_probs[: len(output.token_ids)]), kept, seen))
         self.context += output.token_ids
         self.experts = output.routed_experts if self.experts is None else self.experts.extended(output.routed_experts)
 

@@ -9,6 +9,7 @@ another context, is a bug of the loop, never a warning. A loop may still drop a 
 from __future__ import annotations
 
 import math
+from array import array
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -16,7 +17,7 @@ from etude.agents.client import TrajectoryClient, image_digests, is_empty, token
 from etude.chat.encoding import common_beginning
 from etude.errors import ConfigError, EtudeError, one_line
 from etude.routed_experts import RoutedExperts
-from etude.trajectory import AgentLoopOutput, Provenance, Trajectory
+from etude.trajectory import AgentLoopOutput, KeptIds, Provenance, Trajectory
 
 
 class Draw(NamedTuple):
@@ -25,6 +26,7 @@ class Draw(NamedTuple):
 
     place: int
     log_probs: list[float]
+    kept_ids: KeptIds
     history: int
     start: int
 
@@ -54,6 +56,7 @@ def validate_output(returned: object, client: TrajectoryClient, name: str, respo
                 f"than data.max_response_length={response_length}"
             )
         _settle_log_probs(sequence, draws)
+        _add_kept_ids(sequence, draws)
         sequence.routed_experts = _routed_experts(sequence, client)
     for number, earlier in enumerate(sequences[:-1]):
         rewards = earlier.rewards
@@ -139,12 +142,13 @@ def _draws(sequence: Trajectory, client: TrajectoryClient) -> list[Draw]:
     found = []
     for number, history in enumerate(client.histories):
         shared = common_beginning(history.context, context)
-        for place, log_probs, seen in history.turns:
+        for place, log_probs, kept_ids, seen in history.turns:
             if seen != shown[: len(seen)]:
                 continue
             first, last = max(place, first_response), min(place + len(log_probs), shared)
             if first < last:
-                found.append(Draw(first - first_response, log_probs[first - place : last - place], number, first))
+                part = slice(first - place, last - place)
+                found.append(Draw(first - first_response, log_probs[part], kept_ids[part], number, first))
     return found
 
 
@@ -160,6 +164,22 @@ def _settle_log_probs(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
             if segment.log_probs is not None:
                 kept = tuple(_engines(draws, i, v, trajectory) for i, v in enumerate(segment.log_probs, start))
             trajectory.segments[number] = segment._replace(log_probs=kept)
+        start = end
+
+
+def _add_kept_ids(trajectory: Trajectory, draws: Sequence[Draw]) -> None:
+    """Gives sampled segments the ids that their tokens were drawn from, where top-k or top-p were on. If the engine drew a
+    token several times after the same ids, it drew it from the same ones."""
+    if not any(kept is not None for draw in draws for kept in draw.kept_ids):
+        return
+    ours: list[array[int] | None] = [None] * trajectory.response_length
+    for draw in draws:
+        ours[draw.place : draw.place + len(draw.kept_ids)] = draw.kept_ids
+    start = 0
+    for number, segment in enumerate(trajectory.segments):
+        end = start + len(segment.token_ids)
+        if segment.provenance is Provenance.SAMPLED:
+            trajectory.segments[number] = segment._replace(kept_ids=tuple(ours[start:end]))
         start = end
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from etude.algorithms.distillation import distill
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
+    from etude.algorithms.preference import preference_loss
 
 __all__ = [
     "ADVANTAGE_ESTIMATORS",
@@ -45,6 +46,7 @@ __all__ = [
     "masked_mean",
     "off_policy_sequence_mask",
     "policy_loss",
+    "preference_loss",
     "register_estimator",
     "register_policy_loss",
     "rejection_mask",
@@ -59,6 +61,7 @@ _HOMES = {
     "distillation": {"distill"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
+    "preference": {"preference_loss"},
 }
 
 

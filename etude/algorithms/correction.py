@@ -221,8 +221,13 @@ def _effective_share(moments: tuple[float, ...]) -> float:
 
 
 def _histogram(sizes: Tensor) -> tuple[float, ...]:
-    """How many of `sizes` are in each bin, on a logarithmic scale; the first bin begins at 0, the last has no end."""
-    places = ((sizes.log10() - _SMALLEST) * _BINS_PER_DECADE).ceil().clamp(0, _BINS_PER_DECADE * _DECADES)
+    """How many of `sizes` are in each bin, on a logarithmic scale; the first bin begins at 0, the last has no end, and takes
+    what is no number."""
+    places = (
+        ((sizes.nan_to_num(nan=math.inf, posinf=math.inf).log10() - _SMALLEST) * _BINS_PER_DECADE)
+        .ceil()
+        .clamp(0, _BINS_PER_DECADE * _DECADES)
+    )
     return tuple(torch.bincount(places.long(), minlength=_BINS_PER_DECADE * _DECADES + 1).double().tolist())
 
 

@@ -6,7 +6,7 @@ model and no data.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -97,16 +97,64 @@ def config(
     settings = [each for each in overrides if each not in keys]
     composition = compose_with_sources(config_name, settings, config_path, resolve=resolve)
     if keys:
-        from etude.config.explain import explain
-
         for number, key in enumerate(keys):
-            click.echo("\n".join([*([""] if number else []), *explain(composition, key)]))
+            click.echo("\n".join([*([""] if number else []), *_explain(composition, key)]))
     elif as_yaml:
         from omegaconf import OmegaConf
 
         click.echo(OmegaConf.to_yaml(composition.config), nl=False)
     else:
         _print_table(composition)
+
+
+def _explain(composition: Composition, name: str) -> Iterator[str]:
+    """Lines on the key `name`, or on each key of the section `name`; a unique suffix suffices.
+
+    Raises:
+        ConfigError: no key matches, or several do.
+    """
+    from etude.config.checks import inert_reason, shown_value
+    from etude.options import declarations
+    from etude.options.types import allowed
+    from etude.options.validate import yaml_text
+
+    options = composition.options
+    declared = declarations(type(options))
+    for number, key in enumerate(_matches(declared, name)):
+        each, missing = declared[key], inert_reason(options, key)
+        about = each.about
+        if number:
+            yield ""
+        yield f"{key}={shown_value(options, key)}"
+        yield f"  {about.meaning}"
+        yield f"  takes       {allowed(each.hint)}{f', in {about.unit}' if about.unit else ''}"
+        yield f"  default     {about.written or yaml_text(each.default)}"
+        yield f"  set by      {composition.sources.get(key, 'its default')}"
+        if about.verl_default or about.verl_meaning:
+            default = f"default {about.verl_default}" if about.verl_default else ""
+            yield f"  in verl     {'; '.join(filter(None, (default, about.verl_meaning)))}"
+        if about.alias_of:
+            yield f"  other name  {about.alias_of}"
+        if missing:
+            yield f"  no effect   here: it applies {missing}"
+        elif each.when:
+            yield f"  applies     {each.when[-1][1].condition}, as here"
+
+
+def _matches(declared: Collection[str], name: str) -> list[str]:
+    from etude.errors import ConfigError
+    from etude.registry import did_you_mean
+
+    found = [key for key in declared if key == name or key.startswith(f"{name}.")]
+    if found:
+        return found
+    found = [key for key in declared if key.endswith(f".{name}")]
+    if len(found) > 1:
+        raise ConfigError(f"several keys end in {name}: {', '.join(found)}")
+    if not found:
+        sections = {key.rpartition(".")[0] for key in declared} - {""}
+        raise ConfigError(f"unknown key {name}{did_you_mean(name, [*declared, *sections])}")
+    return found
 
 
 def _print_table(composition: Composition) -> None:

@@ -205,12 +205,6 @@ def _contradictions(options: Options) -> Iterator[Problem]:
 
 def _sampling(run: TrainOptions) -> Iterator[Problem]:
     rollout = run.actor_rollout_ref.rollout
-    if run.algorithm.rollout_correction.bypass_mode and (rollout.top_p < 1 or rollout.top_k > 0):
-        yield (
-            "algorithm.rollout_correction.bypass_mode",
-            "needs rollout.top_p=1 and top_k=-1: the engine's log-probs are those of the restricted distribution, the "
-            "actor's are not",
-        )
     val = rollout.val_kwargs
     if val.n > 1 and not (val.do_sample and val.temperature > 0):
         yield (
@@ -253,8 +247,8 @@ def _components(run: TrainOptions) -> Iterator[Problem]:
         return
     if "gdpo_reward_keys" in (estimator.option_names or ()) and not run.algorithm.gdpo_reward_keys:
         yield (
-            "algorithm.gdpo_reward_keys",
-            f"adv_estimator={name} needs the names of the components, such as [score] or keys of the scorer's dict",
+            "algorithm.adv_estimator",
+            "needs the names of reward components: algorithm.gdpo_reward_keys=[score], or keys of the scorer's dict",
         )
     if run.algorithm.use_kl_in_reward:
         yield (
@@ -268,8 +262,12 @@ def _distillation(run: TrainOptions) -> Iterator[Problem]:
     if not run.distillation.teachers and any("teacher_log_probs" in record.needs for record in needed if record):
         yield "distillation.teachers", "the estimator or the loss needs a teacher's log-probs: name a teacher"
     servers = [name for name in run.distillation.teachers.values() if is_address(name)]
-    if servers and run.actor_rollout_ref.rollout.temperature != 1:
+    rollout = run.actor_rollout_ref.rollout
+    if servers and rollout.temperature != 1:
         yield f"{_ROLLOUT}.temperature", f"the teacher {servers[0]} scores at temperature 1 only: set it to 1"
+    for name, off in (("top_p", 1), ("top_k", -1)):
+        if servers and getattr(rollout, name) != off:
+            yield f"{_ROLLOUT}.{name}", f"the teacher {servers[0]} scores over the whole vocabulary: set it to {off}"
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:

@@ -7,6 +7,8 @@ Hydra leaves no output folder, logging set-up or global state.
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,7 +35,6 @@ from etude.config.layers import (
     root_layers,
 )
 from etude.config.preflight import Command, start_problems, start_remarks
-from etude.config.resolvers import register_resolvers
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
@@ -43,6 +44,16 @@ from etude.registry import did_you_mean
 logger = logging.getLogger(__name__)
 
 DEFAULT_ROOT = "ppo_trainer"
+_MULTI_TURN = ("tool_config_path", "function_tool_path", "interaction_config_path")
+_IDENTITY = (
+    *("actor_rollout_ref.model.path", "model.path", "trainer.seed", "custom_reward_function", "reward_model"),
+    *(f"actor_rollout_ref.rollout.multi_turn.{name}" for name in _MULTI_TURN),
+    *(f"multi_turn.{name}" for name in _MULTI_TURN),
+    *(f"data.{name}" for name in ("train_files", "train_batch_size", "shuffle", "seed")),
+    *("actor_rollout_ref.env", "algorithm.adv_estimator", "actor_rollout_ref.actor.optim.name", "optim.name"),
+)
+"""Keys that identify an experiment, for `etude train` and `etude sft`: they include all that a resumed run may not
+change."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +110,7 @@ def compose_with_sources(
     Raises:
         ConfigError: something is missing, unknown, contradictory or of the wrong type; names key and file.
     """
-    register_resolvers()
+    _register_resolvers()
     base, user = _layers(config_name or root, overrides, config_path, root)
     tree = TrainOptions if any("actor_rollout_ref" in layer.values for layer in base) else SFTOptions
     translation = translate(user, tree, base)
@@ -296,3 +307,32 @@ def _reason(error: OmegaConfBaseException) -> str:
 
 def _as_list(value: Any) -> list[Any]:
     return list(value) if isinstance(value, list | tuple) else [value]
+
+
+def _builtin_tools(*names: str) -> str | list[str]:
+    """`${etude.builtin_tools:calculator}`: the path of a built-in tool file; with several names the list of their paths,
+    which `tool_config_path` accepts."""
+    from etude.tools.builtin import builtin_config
+
+    paths = [str(builtin_config(name)) for name in names]
+    return paths[0] if len(paths) == 1 else paths
+
+
+def _experiment(name: str, *, _root_: DictConfig) -> str:
+    """`${etude.experiment:name}`: `name-` and an eight-digit hash of what the run trains on, so that each experiment has its
+    own folder; from values as they were written (interpolations unfilled)."""
+    whole: Any = OmegaConf.to_container(_root_, resolve=False)
+    chosen: list[Any] = []
+    for key in _IDENTITY:
+        value = whole
+        for part in key.split("."):
+            value = (value or {}).get(part)
+        chosen.append(value)
+    digest = hashlib.sha256(json.dumps(chosen, sort_keys=True, default=str).encode()).hexdigest()
+    return f"{name}-{digest[:8]}"
+
+
+def _register_resolvers() -> None:
+    """Registers `${etude.…}` with OmegaConf; idempotent."""
+    OmegaConf.register_new_resolver("etude.builtin_tools", _builtin_tools, replace=True)
+    OmegaConf.register_new_resolver("etude.experiment", _experiment, replace=True)

@@ -52,7 +52,7 @@ INERT = {
             *.strategy *.fsdp *.fsdp_config *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype
             *.layer_name_map
         """,
-        "a checkpoint holds all that a resumed run needs, and a model folder": """
+        "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
         """,
         "trainer.max_actor_ckpt_to_keep counts checkpoints of actor and critic together": "trainer.max_critic_ckpt_to_keep",
@@ -255,10 +255,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),
     "data.audio_key": (_IMAGES_ONLY, (None, "audios")),
     "algorithm.use_pf_ppo": ("delete it: rows are not drawn by weight", _OFF),
-    "algorithm.filter_groups.metric": (
-        "delete it: groups whose total rewards are all equal are left out, a length penalty included",
-        (None, "reward", "seq_reward", "seq_final_reward", "score"),
-    ),
     "algorithm.rollout_is*": ("write algorithm.rollout_correction.rollout_is and rollout_is_threshold", _OFF),
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),

@@ -7,7 +7,6 @@ OpenAI dictionaries or None. Tokens, masks and lengths are left to `etude.chat` 
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -32,14 +31,7 @@ class SFTDataset:
         self.files = file_list(files if isinstance(files, str) else list(files))
         if not self.files:
             raise DataError("no data file is named: set data.train_files")
-        digest = hashlib.sha256()
-        self._rows: list[Row] = []
-        for name in self.files:
-            for where, row in located_rows(name):
-                item = _checked_demonstration(row, where)
-                digest.update(repr(item).encode())
-                self._rows.append(item)
-        self.fingerprint = digest.hexdigest()[:16]
+        self._rows = [_checked_demonstration(row, where) for name in self.files for where, row in located_rows(name)]
 
     def __len__(self) -> int:
         return len(self._rows)

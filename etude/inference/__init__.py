@@ -3,6 +3,7 @@
 
 from etude.inference.engine_setup import (
     EngineSetup,
+    check_returns_kept_ids,
     check_serving,
     check_takes_images,
     check_trainable,
@@ -36,6 +37,7 @@ __all__ = [
     "VLLMServerEngine",
     "WeightMismatch",
     "WeightProbe",
+    "check_returns_kept_ids",
     "check_serving",
     "check_takes_images",
     "check_trainable",

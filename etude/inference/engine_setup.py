@@ -97,6 +97,21 @@ def check_trainable(name: str) -> None:
         raise ConfigError(f"{KEY}.name={name} {TEXT_ONLY}")
 
 
+def check_returns_kept_ids(rollout: RolloutOptions) -> None:
+    """Refuses top-k and top-p for training with an engine that does not return what they kept: the trainer could not
+    renormalise over it, and its log-probs would be of another distribution.
+
+    Raises:
+        ConfigError: names the key.
+    """
+    on = "top_p" if rollout.top_p < 1 else "top_k" if rollout.top_k > 0 else None
+    if on and not getattr(ENGINES.get(rollout.name), "returns_kept_ids", False):
+        raise ConfigError(
+            f"{KEY}.{on}={getattr(rollout, on)}: {KEY}.name={rollout.name} does not return the tokens that it kept, and the "
+            "trainer's log-probs would be of another distribution: set top_p=1 and top_k=-1, or name=native"
+        )
+
+
 def check_takes_images(name: str) -> None:
     """Rejects the engine `name` for a vision-language model if it takes text only.
 

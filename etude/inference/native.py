@@ -17,11 +17,12 @@ from __future__ import annotations
 
 import asyncio
 import copy
+from array import array
 from collections.abc import Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -73,6 +74,10 @@ class NativeEngineOptions:
     enable_rollout_routing_replay: bool = False
 
 
+_Draw: TypeAlias = tuple[int, float, "array[int] | None"]
+"""A token, its log-prob, and the ids that it was drawn from (see `sample`)."""
+
+
 @dataclass(frozen=True, eq=False)
 class _Step:
     """A step under way and what it will have drawn. `requests`: those of its rows when it was planned, since one may be
@@ -80,12 +85,14 @@ class _Step:
 
     plan: StepPlan
     requests: dict[SequenceState, Request | None]
-    drawn: Future[tuple[list[int], list[float]]]
+    drawn: Future[list[_Draw]]
 
 
 @ENGINES.register("native")
 class NativeEngine:
     """See the module's first paragraph; the interface is `etude.inference.Engine`."""
+
+    returns_kept_ids = True
 
     def __init__(self, model: Any, options: NativeEngineOptions | None = None) -> None:
         """Raises ConfigError if the architecture is not supported (see `etude.models.packable`), or the memory for keys
@@ -116,6 +123,7 @@ class NativeEngine:
         self._admissions = 0
         self._paused = False
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
         self._metrics = EngineMetrics()
@@ -289,14 +297,14 @@ class NativeEngine:
     def _use_running_loop(self) -> None:
         loop = asyncio.get_running_loop()
         if loop is not self._loop:
-            self._loop = loop
+            self._loop, self._wake = loop, None
             if self._stepping is not None:
                 self._deliver(self._stepping)
 
     def _notify(self) -> None:
         """Goes on, after what the event loop is about to run: others may ask at the same time."""
-        if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon(self._advance)
+        if self._wake is None and self._loop is not None and not self._loop.is_closed():
+            self._wake = self._loop.call_soon(self._advance)
 
     def _waiting_for(self) -> bool:
         """Whether some open trajectory is between turns (a tool runs), so that its next request may still come."""
@@ -304,7 +312,7 @@ class NativeEngine:
 
     def _advance(self) -> None:
         """Admits requests and starts a step, unless one is running or there is nothing to compute yet."""
-        scheduler = self._scheduler
+        self._wake, scheduler = None, self._scheduler
         try:
             while self._stepping is None and not self._paused and (scheduler.queue or scheduler.active):
                 at_point = not scheduler.active or self._steps_since_point >= self.options.admit_every
@@ -344,21 +352,23 @@ class NativeEngine:
             return
         self._stepping, scheduler = None, self._scheduler
         try:
-            tokens, log_probs = step.drawn.result()
+            drawn = step.drawn.result()
             with self._metrics.timed("scheduling"):
                 scheduler.fed(step.plan)
-                for (row, _), token, log_prob in zip(step.plan.drawing, tokens, log_probs):
+                for (row, _), draw in zip(step.plan.drawing, drawn):
                     request = step.requests[row]
                     if request is not None and row.request is request:
-                        self._take(row, request, token, log_prob)
+                        self._take(row, request, draw)
                 scheduler.active = [row for row, request in step.requests.items() if row.request is request]
                 scheduler.sweep()
         except Exception as error:
             self._fail(error)
         self._advance()
 
-    def _take(self, row: SequenceState, request: Request, token: int, log_prob: float) -> None:
+    def _take(self, row: SequenceState, request: Request, draw: _Draw) -> None:
+        token, log_prob, kept = draw
         request.tokens.append(token)
+        request.kept_ids.append(kept)
         request.log_probs.append(log_prob)
         request.versions.append(self._version)
         self._metrics.sampled_tokens += 1
@@ -394,8 +404,8 @@ class NativeEngine:
     # -- computing -----------------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def _compute(self, plan: StepPlan) -> tuple[list[int], list[float]]:
-        """One forward pass over the plan's tokens; draws one token for each of its drawing rows."""
+    def _compute(self, plan: StepPlan) -> list[_Draw]:
+        """One forward pass over the plan's tokens; draws one token for each of its drawing rows (see `sample`)."""
         metrics = self._metrics
         metrics.steps += 1
         metrics.rows += len(plan.feeds)
@@ -416,13 +426,13 @@ class NativeEngine:
         if chosen:
             layout.keep_experts(chosen)
         if not plan.drawing:
-            return [], []
+            return []
         with metrics.timed("sampling"):
             logits = logits_of(self._model, hidden[[layout.last[feed] for _, feed in plan.drawing]])
             requests = [row.request for row, _ in plan.drawing]
             params = [r.params if r else SamplingParams() for r in requests]
-            tokens, log_probs = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
-            return tokens.tolist(), log_probs.tolist()
+            tokens, log_probs, kept = sample(logits, params, [len(r.tokens) if r else 0 for r in requests])
+            return list(zip(tokens.tolist(), log_probs.tolist(), kept))
 
 
 def _copy_of(model: Any, dtype: torch.dtype) -> Any:

@@ -50,25 +50,17 @@ class RouterOptions:
 class _Replica:
     name: str
     engine: Engine
-    trajectories: set[str] = field(default_factory=set)
-    groups: Counter[str] = field(default_factory=Counter)
+    groups: Counter[str] = field(default_factory=Counter)  # of its trajectories
     cause: str = ""  # why it is out; empty while it is in
+    misfit: bool = False  # whether it answers, but not with the trainer's weights
     ejected: asyncio.Event = field(default_factory=asyncio.Event)
 
     @property
     def up(self) -> bool:
         return not self.cause
 
-    def take(self, request_id: str) -> None:
-        self.trajectories.add(request_id)
-        self.groups[_group_of(request_id)] += 1
-
     def drop(self, request_id: str) -> None:
-        self.trajectories.discard(request_id)
-        group = _group_of(request_id)
-        self.groups[group] -= 1
-        if not self.groups[group]:
-            del self.groups[group]
+        self.groups -= Counter([_group_of(request_id)])  # keeps no zeros
 
 
 class Router:
@@ -91,7 +83,6 @@ class Router:
         self._paused = False
         self._watcher: asyncio.Task[None] | None = None
         self._next_round = 0.0
-        self._misfits: set[str] = set()
         self._back = asyncio.Event()
         self._counters = _fresh_counters()
 
@@ -217,15 +208,15 @@ class Router:
         up = [replica for replica in self._replicas if replica.up]
         if not up:
             return None
-        fewest, group = min(len(replica.trajectories) for replica in up), _group_of(request_id)
+        fewest, group = min(replica.groups.total() for replica in up), _group_of(request_id)
 
         def cost(replica: _Replica) -> tuple[bool, bool, int]:
-            taken = len(replica.trajectories)
+            taken = replica.groups.total()
             follows = group in replica.groups and taken < fewest + self.options.group_lead
             return replica in tried, not follows, taken
 
         chosen = min(up, key=cost)
-        chosen.take(request_id)
+        chosen.groups[group] += 1
         self._home[request_id] = chosen
         return chosen
 
@@ -304,19 +295,14 @@ class Router:
                     await within(self.options.sync_timeout, self.admit, engine, weights[1])
         except Exception as error:
             # Logged once, since a restart will not fix it: the replica answers, but not with the trainer's weights.
-            told = replica.name in self._misfits or isinstance(error, EngineError) or not isinstance(error, EtudeError)
-            logger.log(
-                logging.INFO if told else logging.WARNING,
-                "engine replica %s stays out: %s",
-                replica.name,
-                one_line(error),
-            )
-            self._misfits |= set() if told else {replica.name}
+            misfit = isinstance(error, EtudeError) and not isinstance(error, EngineError)
+            level = logging.WARNING if misfit and not replica.misfit else logging.INFO
+            logger.log(level, "engine replica %s stays out: %s", replica.name, one_line(error))
+            replica.misfit |= misfit
             return
         if weights is not self._weights:  # newer ones were sent meanwhile: the next round sends it those
             return
-        self._misfits.discard(replica.name)
-        replica.cause, replica.ejected = "", asyncio.Event()
+        replica.cause, replica.misfit, replica.ejected = "", False, asyncio.Event()
         self._back.set()
         logger.warning("engine replica %s is back", replica.name)
 

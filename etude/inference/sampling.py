@@ -6,6 +6,7 @@ rows share the batch, so that a request draws the same tokens from the same logi
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 
 import numpy as np
@@ -38,7 +39,9 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return z ^ (z >> np.uint64(31))
 
 
-def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]) -> tuple[Tensor, Tensor]:
+def sample(
+    logits: Tensor, params: Sequence[SamplingParams], positions: Sequence[int]
+) -> tuple[Tensor, Tensor, list[array[int] | None]]:
     """Draws one token per row.
 
     Args:
@@ -47,12 +50,13 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         positions: how many tokens each row's request has drawn so far.
 
     Returns:
-        token ids (rows,) and their log-probs (rows,) in float32.
+        token ids (rows,), their log-probs (rows,) in float32, and per row the ids that top-k and top-p kept, ascending; None
+        where neither was on.
     """
     logits = logits.float()
     greedy = [p.temperature == 0 for p in params]
     if all(greedy):
-        return logits.argmax(dim=-1), logits.new_zeros(len(logits))
+        return logits.argmax(dim=-1), logits.new_zeros(len(logits)), [None] * len(logits)
     if any(p.temperature not in (0, 1) for p in params):
         logits = logits / torch.tensor([p.temperature or 1.0 for p in params], device=logits.device)[:, None]
     restricted = restrict(logits, params)
@@ -62,7 +66,22 @@ def sample(logits: Tensor, params: Sequence[SamplingParams], positions: Sequence
         point = torch.tensor(greedy, device=logits.device)
         tokens = torch.where(point, logits.argmax(dim=-1), tokens)
         chosen = torch.where(point, torch.zeros_like(chosen), chosen)
-    return tokens, chosen
+    return tokens, chosen, _kept_ids(restricted, params)
+
+
+def _restricted_rows(params: Sequence[SamplingParams]) -> list[int]:
+    return [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+
+
+def _kept_ids(restricted: Tensor, params: Sequence[SamplingParams]) -> list[array[int] | None]:
+    """Per row the ids that `restrict` kept; None where it left the row alone."""
+    found: list[array[int] | None] = [None] * len(params)
+    if rows := _restricted_rows(params):
+        place, ids = (restricted[rows] > float("-inf")).nonzero(as_tuple=True)
+        counts = torch.bincount(place, minlength=len(rows)).tolist()
+        for row, part in zip(rows, ids.to("cpu", torch.int32).split(counts)):
+            found[row] = array("i", part.numpy().tobytes())
+    return found
 
 
 def _draw(logits: Tensor, draws: Tensor) -> tuple[Tensor, Tensor]:
@@ -97,7 +116,7 @@ def restrict(logits: Tensor, params: Sequence[SamplingParams]) -> Tensor:
     Among tokens of equal probability those with lower ids come first. The vocabulary is not sorted: only as many of its
     largest logits are found as the sets need.
     """
-    rows = [i for i, p in enumerate(params) if p.temperature > 0 and (p.top_k > 0 or p.top_p < 1)]
+    rows = _restricted_rows(params)
     if not rows:
         return logits
     everything = len(rows) == len(params)

@@ -13,6 +13,7 @@ preempted for another, so some request always completes.
 from __future__ import annotations
 
 import asyncio
+from array import array
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -43,11 +44,15 @@ class Request:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     versions: list[int] = field(default_factory=list)
+    kept_ids: list[array[int] | None] = field(default_factory=list)
 
     def finish(self, reason: str, experts: RoutedExperts | None = None) -> None:
         """Answers, once."""
         if not self.future.done():
-            output = TokenOutput(self.tokens, self.log_probs, reason, self.versions, routed_experts=experts)
+            kept = self.kept_ids if any(self.kept_ids) else None
+            output = TokenOutput(
+                self.tokens, self.log_probs, reason, self.versions, kept_ids=kept, routed_experts=experts
+            )
             self.future.set_result(output)
 
 

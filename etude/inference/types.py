@@ -11,6 +11,7 @@ the deterministic mode uses it to know which trajectories to wait for.
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
@@ -83,7 +84,8 @@ _SAMPLING = frozenset(f.name for f in fields(SamplingParams))
 @dataclass(frozen=True)
 class TokenOutput:
     """One request's result. `stop_reason` is "stop" (a stop id was sampled, or a stop text completed), "length" or
-    "aborted"."""
+    "aborted". `kept_ids[i]` are the ids that top-k and top-p left to draw `token_ids[i]` from, None where these are off; an
+    engine whose class has `returns_kept_ids` gives them, and only such a one can be trained with while they are on."""
 
     token_ids: list[int]
     log_probs: list[float]
@@ -92,6 +94,7 @@ class TokenOutput:
     num_preempted: int | None = None  # read by verl's loops; no engine here sets it
     routed_experts: RoutedExperts | None = None  # of the context, prompt included, but its last tokens
     extra_fields: dict[str, Any] = field(default_factory=dict)
+    kept_ids: list[array[int] | None] | None = None
 
 
 class Engine(Protocol):

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from etude.options.declare import When, key, options
-from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, Share, Text, Texts
+from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, Number, Share, Text, Texts
 
 TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
 SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
@@ -82,10 +82,19 @@ class DataOptions:
 
 @options
 class SFTDataOptions:
-    """Conversations for supervised fine-tuning: files with a `messages` column and, optionally, `tools`."""
+    """Conversations to imitate (files with a `messages` column and, optionally, `tools`), or rollout dumps."""
 
     train_files: Texts = key("Training files: a path or a list of paths.", default=(), path="file")
-    train_batch_size: Count = key("Conversations per step.", default=32)
+    train_batch_size: Count = key("Conversations (sequences of rollouts, or pairs) per step.", default=32)
+    min_score: Number | None = key(
+        "Of rollout dumps: leave out rollouts with a lower score, or with loss.name=dpo pairs whose better one has. Null: "
+        "none.",
+        default=None,
+    )
+    max_per_prompt: Count | None = key(
+        "Of rollout dumps: at most so many rollouts of a prompt, the best; with loss.name=dpo, pairs. Null: all.",
+        default=None,
+    )
     max_length: Count = key(
         "Max conversation length; a longer row is an error that names it.", default=1024, unit="tokens"
     )

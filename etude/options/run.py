@@ -66,8 +66,15 @@ class FilterGroupsOptions:
         default=False,
         when=When("with zero_variance=null", lambda own, run: run.algorithm.zero_variance is None),
     )
+    metric: Text | None = key(
+        "What the answers of a group must differ in: reward (their total rewards, as seq_reward and seq_final_reward too), "
+        "score (the reward manager's), or a number that the scorer reports, such as acc. Null: reward.",
+        default=None,
+        when=When("where groups of equal scores leave the batch", lambda own, run: run.algorithm.drops_equal_groups),
+    )
     max_num_gen_batches: Count = key(
-        "Most batches generated for a step, the first included.",
+        "Most batches generated for a step, the first included; where they are not enough, the step trains on what it has "
+        "(training/filter_groups/missing_samples).",
         default=1,
         when=When(
             "with enable=true or zero_variance=refill",

@@ -374,6 +374,20 @@ class ActorOptions:
 
 
 @options
+class SFTLossOptions:
+    """What is learned from."""
+
+    name: Literal["sft", "dpo"] = key(
+        "sft: imitate; dpo: prefer the better of two rollouts of a prompt, from rollout dumps.", default="sft"
+    )
+    beta: Positive = key(
+        "Weight of the log-probs in DPO's margin; larger keeps the policy closer to the reference, the model at the start.",
+        default=0.1,
+        when=When("with name=dpo", lambda own, run: own.name == "dpo"),
+    )
+
+
+@options
 class RefOptions:
     """The frozen reference policy. It is built only where a KL term, an estimator or a loss asks for it."""
 

@@ -13,7 +13,15 @@ from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
 from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
-from etude.options.training import ActorOptions, CriticOptions, ModelOptions, OptimOptions, RefOptions, SFTOptimOptions
+from etude.options.training import (
+    ActorOptions,
+    CriticOptions,
+    ModelOptions,
+    OptimOptions,
+    RefOptions,
+    SFTLossOptions,
+    SFTOptimOptions,
+)
 from etude.options.types import Texts
 
 _PLUGINS = (
@@ -79,6 +87,7 @@ class SFTOptions:
     data: SFTDataOptions = key("", default_factory=SFTDataOptions)
     model: ModelOptions = key("", default_factory=ModelOptions)
     optim: OptimOptions = key("", default_factory=SFTOptimOptions)
+    loss: SFTLossOptions = key("", default_factory=SFTLossOptions)
     multi_turn: MultiTurnOptions = key("", default_factory=MultiTurnOptions)
     target_success: TargetSuccessOptions = key("", default_factory=TargetSuccessOptions)
     trainer: RunOptions = key("", default_factory=RunOptions)

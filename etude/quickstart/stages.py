@@ -55,15 +55,19 @@ class Quickstart:
 
     def run(self) -> dict[str, Any]:
         """All stages; returns the summary, which also stands in `summary.json`."""
+        self.warm_up()
+        self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
+        self._stage("train", "reinforcement learning: GRPO over rollouts with the calculator", self._train)
+        self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self._trained_model()))
+        return self._summary()
+
+    def warm_up(self) -> None:
+        """The first stages only: data, and the model that reinforcement learning starts from."""
         self._config()  # a wrong key is told before anything is made, a wrong value before the warm-up
         self._stage("data", "making tasks, demonstrations and an untrained model", self._prepare)
         if "train" not in self._times:
             self._check()
         self._stage("warm_up", "supervised warm-up: learns to talk, and mostly to guess", self._warm_up)
-        self._stage("evaluate_before", "evaluating before", lambda: self._evaluate("before", self._warm_model))
-        self._stage("train", "reinforcement learning: GRPO over rollouts with the calculator", self._train)
-        self._stage("evaluate_after", "evaluating after", lambda: self._evaluate("after", self._trained_model()))
-        return self._summary()
 
     def _stage(self, name: str, text: str, work: Callable[[], None]) -> None:
         if name in self._times:

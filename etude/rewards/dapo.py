@@ -6,12 +6,12 @@ buffer of `len` tokens before that limit: penalty = min(0, (max_resp_len − len
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any
 
 from etude.errors import ConfigError
-from etude.registry import did_you_mean
+from etude.options.declare import key, options
+from etude.options.types import Flag, Natural, NonNegative
+from etude.options.validate import to_options
 from etude.rewards.manager import NaiveRewardManager, RewardResult, register
 
 if TYPE_CHECKING:
@@ -20,14 +20,14 @@ if TYPE_CHECKING:
 _KEY = "reward_model.reward_kwargs"
 
 
-@dataclass(frozen=True)
+@options
 class OverlongBuffer:
-    """`overlong_buffer_cfg`: `len` in tokens; `log` reports `overlong_reward` and `overlong` beside the score."""
+    """`overlong_buffer_cfg`."""
 
-    enable: bool = True
-    len: int = 0
-    penalty_factor: float = 1.0
-    log: bool = False
+    enable: Flag = key("Whether long answers are punished.", default=True)
+    len: Natural = key("The length over which the penalty grows.", default=0, unit="tokens")
+    penalty_factor: NonNegative = key("The penalty at the maximum length.", default=1.0)
+    log: Flag = key("Reports `overlong_reward` and `overlong` beside the score.", default=False)
 
 
 @register("dapo")
@@ -36,11 +36,13 @@ class DAPORewardManager(NaiveRewardManager):
 
     def __init__(self, *parts: Any, **named: Any) -> None:
         super().__init__(*parts, **named)
-        options = dict(self.reward_kwargs)
-        self.buffer = _read_buffer(options.pop("overlong_buffer_cfg", None))
-        self.max_resp_len = options.pop("max_resp_len", None)
-        if options:
-            raise ConfigError(f"the reward manager 'dapo' has no {_KEY}.{next(iter(options))}")
+        given = dict(self.reward_kwargs)
+        section = given.pop("overlong_buffer_cfg", None) or {"enable": False}
+        buffer = to_options(OverlongBuffer, section, f"{_KEY}.overlong_buffer_cfg")
+        self.buffer = buffer if buffer.enable else None
+        self.max_resp_len = given.pop("max_resp_len", None)
+        if given:
+            raise ConfigError(f"the reward manager 'dapo' has no {_KEY}.{next(iter(given))}")
         if self.buffer is None:
             return
         if self.max_resp_len is None and self.config is not None:
@@ -63,16 +65,3 @@ class DAPORewardManager(NaiveRewardManager):
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
         info = {**result["reward_extra_info"], **logged}
         return {"reward_score": result["reward_score"] + penalty, "reward_extra_info": info}
-
-
-def _read_buffer(section: Mapping[str, Any] | None) -> OverlongBuffer | None:
-    """The section as options; None where it is absent or off."""
-    known = {field.name for field in fields(OverlongBuffer)}
-    for key in section or {}:
-        if key not in known:
-            raise ConfigError(f"unknown key {_KEY}.overlong_buffer_cfg.{key}{did_you_mean(str(key), known)}")
-    buffer = OverlongBuffer(**(section or {"enable": False}))
-    is_number = isinstance(buffer.len, int) and isinstance(buffer.penalty_factor, int | float)
-    if not is_number or buffer.penalty_factor < 0:
-        raise ConfigError(f"{_KEY}.overlong_buffer_cfg: len is a count of tokens, penalty_factor at least 0")
-    return buffer if buffer.enable else None

@@ -55,8 +55,6 @@ class ExecutorOptions:
     """Folders of third-party packages that Python programs may import; None for those of this environment."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Added to the programs' environment, which otherwise has no variable of the host's."""
-    preload: tuple[str, ...] = ()
-    """Modules preimported for every Python program; each makes every run's process larger."""
     cgroup: str | None = AUTO
     """A folder of cgroup v2 that an administrator delegated to this user; each box gets its own group in it. "auto" is the
     one delegated around this process, if any; None is none."""
@@ -136,7 +134,7 @@ class Executor:
             **self._options.environment,
         }
         scratch = str(self._scratch.folder) if self._scratch else ""
-        return Settings(isolated, scratch, search_path, environment, self._options.preload)
+        return Settings(isolated, scratch, search_path, environment)
 
     async def run(self, request: RunRequest) -> RunResult:
         """Runs one program from a fresh state.
@@ -183,7 +181,7 @@ class Executor:
             if self._fork_server is None:
                 self._fork_server = await ForkServer.start(self.isolation, self._settings(), self._libraries)
             fork_server = self._fork_server
-        guest = await fork_server.fork()
+        guest = await fork_server.fork(limits.output_bytes)
         if self._delegation is not None:
             try:
                 guest.admit(self._delegation.group(), limits, self._options.cpus)

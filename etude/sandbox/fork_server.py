@@ -13,7 +13,7 @@ import signal
 import socket
 import subprocess
 
-from etude.bounded import within
+from etude.bounded import uninterrupted, within
 from etude.errors import one_line
 from etude.sandbox import jail
 from etude.sandbox.guest.settings import Settings
@@ -78,8 +78,8 @@ class ForkServer:
         """Whether it can still fork."""
         return self._control.alive
 
-    async def fork(self) -> Guest:
-        """A new box.
+    async def fork(self, output_bytes: int) -> Guest:
+        """A new box, of whose stdout and stderr `output_bytes` each are kept.
 
         Raises:
             BoxGone: the fork server has ended or does not answer, or the box has ended at once.
@@ -96,9 +96,11 @@ class ForkServer:
                 os.close(fd)
             raise SandboxError(f"no descriptors for another box: {one_line(error)}") from error
         stdin_end, stdin, stdout, stdout_end, stderr, stderr_end, control, control_end, cells, cells_end = opened
-        ends = stdin_end, stdout_end, stderr_end, control_end, cells_end
-        isolated = self._settings.isolated
-        guest = Guest((stdin, stdout, stderr), control, cells, isolated=isolated, outlived=self.answers)
+        ends, ours = (
+            (stdin_end, stdout_end, stderr_end, control_end, cells_end),
+            (stdin, stdout, stderr, control, cells),
+        )
+        guest = Guest(ours, output_bytes, isolated=self._settings.isolated, outlived=self.answers)
         try:
             try:
                 await within(FORK_SECONDS, self._control.send_descriptors, ends)
@@ -107,7 +109,7 @@ class ForkServer:
                     os.close(fd)
             await within(FORK_SECONDS, guest.born)
         except BaseException as error:
-            guest.discard()
+            await uninterrupted(guest.close())
             if isinstance(error, TimeoutError):
                 self._control.close()
                 raise BoxGone(f"the fork server did not fork within {FORK_SECONDS:g} s") from error
@@ -119,7 +121,7 @@ class ForkServer:
     async def answers(self) -> bool:
         """Whether it still forks. A killed one never does, even while its processes are still exiting."""
         try:
-            (await self.fork()).discard()
+            await (await self.fork(1)).close()
         except SandboxError:
             return False
         return True

@@ -19,6 +19,7 @@ from etude.bounded import wake, within
 from etude.errors import one_line
 from etude.sandbox.cgroup import Group
 from etude.sandbox.guest import cells, frames
+from etude.sandbox.output import Capture
 from etude.sandbox.types import Limits, SandboxError, SandboxRequestError
 
 DEATH_SECONDS = 10.0
@@ -146,21 +147,18 @@ class Connection:
 
 
 class Guest:
-    """One box. It owns the ends of its standard streams until they are taken."""
+    """One box and the host's ends of all its connections."""
 
     def __init__(
-        self,
-        streams: tuple[int, int, int],
-        control: int,
-        session: int,
-        *,
-        isolated: bool,
-        outlived: Callable[[], Awaitable[bool]],
+        self, fds: Sequence[int], output_bytes: int, *, isolated: bool, outlived: Callable[[], Awaitable[bool]]
     ) -> None:
-        """`streams` lead to its stdin, stdout and stderr. `outlived` says whether the sandbox still answers: then the cause
-        of a failure was inside the box."""
+        """`fds` lead to its stdin, stdout, stderr, supervisor and session. `outlived` says whether the sandbox still
+        answers: then the cause of a failure was inside the box."""
         self.isolated, self.outlived = isolated, outlived
-        self._streams = streams
+        stdin, stdout, stderr, control, session = fds
+        self._stdin = os.fdopen(stdin, "wb", 0)
+        self._feed: asyncio.WriteTransport | None = None
+        self.stdout, self.stderr = Capture(stdout, output_bytes), Capture(stderr, output_bytes)
         self.control = Connection(socket.socket(fileno=control))
         self.cells = Connection(socket.socket(fileno=session), cells.MAX_HEADER, cells.MAX_ANSWER)
         self._pidfd = -1
@@ -209,35 +207,35 @@ class Guest:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def take_streams(self) -> tuple[int, int, int]:
-        """Hands over the ends of stdin, stdout and stderr."""
-        streams, self._streams = self._streams, (-1, -1, -1)
-        return streams
-
-    def discard(self) -> None:
-        """Ends the box and closes everything, without waiting."""
-        if self.isolated:
-            self.kill()
-        self.control.close()  # without isolation, only a supervisor that sees this finds its processes
-        self.cells.close()
-        for fd in self.take_streams():
-            if fd >= 0:
-                os.close(fd)
+    async def feed(self, data: bytes) -> None:
+        """Writes the standard input, as fast as it is read, and closes it; does not wait for that."""
+        self._feed, _ = await self._loop.connect_write_pipe(asyncio.BaseProtocol, self._stdin)
+        self._feed.write(data)
+        self._feed.write_eof()
 
     async def close(self) -> None:
-        """Ends the box and waits until it is gone.
+        """Ends the box, waits until it is gone, and reads the rest of its output.
 
         Raises:
             SandboxError: the kernel does not let it go.
         """
-        self.discard()
-        if self._pidfd < 0:
-            return
+        if self.isolated:
+            self.kill()
+        self.control.close()  # without isolation, only a supervisor that sees this finds its processes
         try:
-            await within(DEATH_SECONDS, self._gone.wait)
+            if self._pidfd >= 0:
+                await within(DEATH_SECONDS, self._gone.wait)
         except TimeoutError as error:
             self.kill()
             raise SandboxError(f"a box is still alive {DEATH_SECONDS:g} s after its end") from error
+        finally:
+            self.cells.close()
+            if self._feed is not None and self._feed.get_write_buffer_size():
+                self._feed.abort()
+            self._stdin.close()
+            for capture in (self.stdout, self.stderr):
+                capture.drain()
+                capture.close()
 
 
 def _process_of(pidfd: int) -> int:

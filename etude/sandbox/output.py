@@ -28,7 +28,6 @@ class Capture:
         self._head = bytearray()
         self._tail = bytearray()
         self._total = 0
-        self.ended: asyncio.Future[None] = self._loop.create_future()
         os.set_blocking(fd, False)
         self._loop.add_reader(fd, self._read)
 
@@ -51,17 +50,17 @@ class Capture:
 
     def drain(self) -> None:
         """Reads what is available, but not what arrives meanwhile, which may be endless."""
-        if not self.ended.done():
+        if self._fd >= 0:
             left = int.from_bytes(fcntl.ioctl(self._fd, termios.FIONREAD, bytes(4)), sys.byteorder)
             while left > 0 and (size := self._read()):
                 left -= size
 
     def close(self) -> None:
         """Stops reading."""
-        if not self.ended.done():
+        if self._fd >= 0:
             self._loop.remove_reader(self._fd)
             os.close(self._fd)
-            self.ended.set_result(None)
+            self._fd = -1
 
     def _read(self) -> int:
         """The number of bytes read; 0 if there is nothing now, or at the end."""

@@ -7,18 +7,15 @@ else is the program's own ending.
 
 from __future__ import annotations
 
-import asyncio
-import os
 from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from etude.bounded import within
+from etude.bounded import uninterrupted, within
 from etude.errors import one_line
 from etude.sandbox.guest import frames
 from etude.sandbox.guests import BoxGone, Guest
 from etude.sandbox.languages import RECIPES
-from etude.sandbox.output import Capture
 from etude.sandbox.types import RunRequest, RunResult, RunStatus, SandboxError, SandboxRequestError
 
 GRACE_SECONDS = 10.0
@@ -33,16 +30,10 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
         SandboxError: the box failed.
         SandboxRequestError: the files do not fit into it.
     """
-    stdin, stdout, stderr = guest.take_streams()
-    captures = Capture(stdout, request.limits.output_bytes), Capture(stderr, request.limits.output_bytes)
-    feed: asyncio.WriteTransport | None = None
     compiling = request.compile_seconds if RECIPES[request.language].compile else 0.0
     seconds = request.limits.wall_seconds + compiling + GRACE_SECONDS
     try:
-        loop, pipe = asyncio.get_running_loop(), os.fdopen(stdin, "wb", 0)
-        feed, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, pipe)
-        feed.write((request.stdin or "").encode("utf-8", "surrogatepass"))
-        feed.write_eof()
+        await guest.feed((request.stdin or "").encode("utf-8", "surrogatepass"))
         try:
             report, files = await within(seconds, _converse, guest, run_message(request), request.files)
         except TimeoutError:
@@ -52,18 +43,13 @@ async def run(guest: Guest, request: RunRequest) -> RunResult:
         except frames.FrameError as error:
             raise SandboxError(f"the box answered nonsense: {error}") from error
         await guest.close()
-        await asyncio.gather(*(capture.ended for capture in captures))
         if report["status"] == RunStatus.KILLED.value and not await guest.outlived():
             raise SandboxError("the sandbox died while the program ran")
         if guest.out_of_memory and report["status"] in (RunStatus.FINISHED.value, RunStatus.KILLED.value):
             report = {**report, "status": RunStatus.MEMORY_LIMIT.value, "code": None}
-        return _result(report, files, *captures)
+        return _result(report, files, guest)
     finally:
-        if feed is not None and feed.get_write_buffer_size():
-            feed.abort()
-        guest.discard()
-        for capture in captures:
-            capture.close()
+        await uninterrupted(guest.close())
 
 
 def run_message(request: RunRequest, session: bool = False) -> dict[str, Any]:
@@ -118,8 +104,8 @@ async def _converse(
     return {"status": RunStatus.KILLED.value}, []
 
 
-def _result(report: Mapping[str, Any], files: frames.Parts, stdout: Capture, stderr: Capture) -> RunResult:
-    (out, out_cut), (err, err_cut) = stdout.take(), stderr.take()
+def _result(report: Mapping[str, Any], files: frames.Parts, guest: Guest) -> RunResult:
+    (out, out_cut), (err, err_cut) = guest.stdout.take(), guest.stderr.take()
     compiled = report.get("compile")
     return RunResult(
         **_ending(report),

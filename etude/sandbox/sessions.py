@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,7 +18,6 @@ from etude.bounded import within
 from etude.errors import one_line
 from etude.sandbox.guest import cells, frames
 from etude.sandbox.guests import BoxGone, Guest
-from etude.sandbox.output import Capture
 from etude.sandbox.runs import failure, run_message
 from etude.sandbox.types import (
     BoxLostError,
@@ -50,10 +48,6 @@ class Session:
     def __init__(self, guest: Guest, limits: Limits) -> None:
         self._guest = guest
         self._limits = limits
-        stdin, stdout, stderr = guest.take_streams()
-        os.close(stdin)
-        self._stdout = Capture(stdout, limits.output_bytes)
-        self._stderr = Capture(stderr, limits.output_bytes)
         self._lock = asyncio.Lock()
         self._count = 0
         self.used = time.monotonic()
@@ -69,6 +63,7 @@ class Session:
         """
         session = cls(guest, limits)
         try:
+            await guest.feed(b"")
             request = RunRequest("", files=files, limits=limits)
             message = run_message(request, session=True)
             await within(START_SECONDS, session._ask, message, request.files, "started")
@@ -96,8 +91,8 @@ class Session:
             if not self.alive:
                 raise UnknownSessionError("the session has ended")
             self._count += 1
-            self._stdout.take()
-            self._stderr.take()
+            self._guest.stdout.take()
+            self._guest.stderr.take()
             started = time.monotonic()
             try:
                 with contextlib.suppress(ConnectionError):  # the answer reveals a dead interpreter
@@ -165,7 +160,7 @@ class Session:
         return RunStatus.KILLED
 
     def _result(self, answer: frames.Parts | None, status: RunStatus, seconds: float) -> CellResult:
-        (out, out_cut), (err, err_cut) = self._stdout.take(), self._stderr.take()
+        (out, out_cut), (err, err_cut) = self._guest.stdout.take(), self._guest.stderr.take()
         texts = {kind: content.decode("utf-8", "replace") for kind, content in answer or () if kind != "image"}
         trace = (texts.get(kind, "")[: cells.MAX_TRACEBACK] for kind in ("name", "value", "traceback"))
         return CellResult(
@@ -224,12 +219,7 @@ class Session:
     async def close(self) -> None:
         """Kills everything in the session's box and waits until it is gone."""
         self.alive = False
-        try:
-            await self._guest.close()
-        finally:
-            for capture in (self._stdout, self._stderr):
-                capture.drain()
-                capture.close()
+        await self._guest.close()
 
 
 def _images(images: Sequence[bytes]) -> tuple[bytes, ...]:

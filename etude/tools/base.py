@@ -8,12 +8,14 @@ passed to `create`. Calling the four methods in the right order, and exactly onc
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Generic, TypeVar
 from uuid import uuid4
 
 from etude.errors import ConfigError
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
 from etude.trace import rollout_trace_op
+
+State = TypeVar("State")
 
 
 def function_schema(name: str, description: str, required: Sequence[str] = (), **properties: Any) -> dict[str, Any]:
@@ -83,3 +85,25 @@ class BaseTool:
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Ends a trajectory, however it ended: frees what `create` made."""
+
+
+class StatefulTool(BaseTool, Generic[State]):
+    """Keeps one state for each trajectory, made by `begin` from the row's `create_kwargs`."""
+
+    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
+        super().__init__(config, tool_schema)
+        self._instance_dict: dict[str, State] = {}
+
+    async def begin(self, **create_kwargs: Any) -> State:
+        """The state of a new trajectory."""
+        raise NotImplementedError
+
+    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
+        """Begins a trajectory."""
+        instance_id = instance_id or str(uuid4())
+        self._instance_dict[instance_id] = await self.begin(**create_kwargs)
+        return instance_id, ToolResponse()
+
+    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
+        """Forgets the trajectory."""
+        self._instance_dict.pop(instance_id, None)

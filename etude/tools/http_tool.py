@@ -46,7 +46,7 @@ class HttpOptions(ToolOptions):
 
     url: HttpUrl
     method: Literal["GET", "POST", "PUT", "PATCH", "DELETE"] | None = None
-    headers: dict[str, str] = Field(default_factory=dict)
+    headers: dict[str, str] = Field(default_factory=dict, repr=False)
     send: Literal["json", "query"] | None = None
     result: str | None = None
     max_body_bytes: int = Field(default=1_000_000, ge=1, le=100_000_000)

@@ -77,11 +77,6 @@ class ToolInstance:
         return opening
 
     @property
-    def opened(self) -> bool:
-        """Whether `create` has ended, successfully or not."""
-        return self._opening.done()
-
-    @property
     def created(self) -> bool:
         """Whether `create` has succeeded."""
         return self._opening.done() and not self._opening.cancelled() and self._opening.exception() is None
@@ -179,11 +174,6 @@ class ToolInstance:
         if self.calls.recorder is not None:
             self.calls.recorder.calc_reward(self._trajectory, kwargs, value)
         return value
-
-    @property
-    def settled(self) -> bool:
-        """Whether `close` has nothing to do: none of the tool's code is running, and nothing needs releasing."""
-        return self.opened and not self.executing and not self._to_release
 
     @property
     def _to_release(self) -> bool:

@@ -237,13 +237,11 @@ class ToolSession:
 
     async def _close(self) -> None:
         """Runs `_close_all` to completion, even if the caller is cancelled meanwhile."""
+        self._over = True
         if self._closing is None:
-            if self._watch is not None and not self._over:
-                self._watch.close()
-            self._over = True
-            if not self._waiting and all(instance.settled for instance in self._instances.values()):
-                return
             self._closing = asyncio.ensure_future(self._close_all())
+            if self._watch is not None:
+                self._closing.add_done_callback(self._watch.close)
         await uninterrupted(self._closing)
 
     async def _close_all(self) -> None:
@@ -253,11 +251,9 @@ class ToolSession:
         executing = [task for instance in instances for task in instance.executing]
         await settle(executing)
         await settle(self._waiting)  # after what they wait for, so that no tool's clean-up is cancelled
-        if len(instances) == 1 and instances[0].opened:
-            return await self._close_one(instances[0])
         closers = {asyncio.ensure_future(self._close_one(each)): each.tool.name for each in instances}
         if not closers:
-            return None
+            return
         patience = max(instance.calls.policy.timeout for instance in instances) + 2 * GRACE_SECONDS
         _, late = await asyncio.wait(closers, timeout=patience)
         for task in late:  # its create ignores cancellation: release it if it ever ends
@@ -266,7 +262,6 @@ class ToolSession:
             self._calls[closers[task]].log_release(line)
             _closers.add(task)
             task.add_done_callback(_closers.discard)
-        return None
 
     async def _close_one(self, instance: ToolInstance) -> None:
         if not await instance.close():

@@ -25,7 +25,6 @@ from etude.tools.base import BaseTool
 
 STALL_SECONDS = 2.0
 TICK_SECONDS = 0.5
-LINGER_SECONDS = 10.0  # how long the thread lingers when no trajectory has tools open
 
 _LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
 
@@ -68,8 +67,8 @@ class LoopWatch:
         self._stalls: weakref.WeakKeyDictionary[asyncio.Task[object], int] = weakref.WeakKeyDictionary()
         threading.Thread(target=self._run, name="etude-loop-watch", daemon=True).start()
 
-    def close(self) -> None:
-        """Removes one user."""
+    def close(self, *_: object) -> None:
+        """Removes one user; serves as a callback."""
         with self._lock:
             self._users -= 1
 
@@ -78,17 +77,11 @@ class LoopWatch:
         return self._stalls.pop(task, 0) if self._stalls else 0
 
     def _run(self) -> None:
-        idle_since: float | None = None
         while True:
-            if self._users:
-                idle_since = None
-            elif idle_since is None:
-                idle_since = time.monotonic()
-            if self._loop.is_closed() or (idle_since is not None and time.monotonic() - idle_since > LINGER_SECONDS):
-                with self._lock:
-                    if self._loop.is_closed() or not self._users:
-                        del self._watches[self._loop]
-                        return
+            with self._lock:
+                if self._loop.is_closed() or not self._users:
+                    del self._watches[self._loop]
+                    return
             if self._turned:
                 self._turned = False
                 with contextlib.suppress(RuntimeError):  # closed just now

@@ -31,7 +31,7 @@ Side = Literal["left", "middle", "right"]
 def _check_url(url: str) -> str:
     parts = urlsplit(url)
     if parts.scheme not in ("http", "https") or not parts.hostname:
-        raise ValueError(f"must be an address such as https://host/path, not {url!r}")
+        raise ValueError("must be an address such as https://host/path")
     return url
 
 
@@ -39,7 +39,8 @@ HttpUrl = Annotated[str, AfterValidator(_check_url)]
 
 
 class ToolOptions(BaseModel):
-    """Base of a section of `config`; the types of `etude.options.types` say in words what a key takes."""
+    """Base of a section of `config`; the types of `etude.options.types` say in words what a key takes. The value of a field
+    with `repr=False`, which may be a secret, is in no message."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -187,7 +188,7 @@ def read_section(
 def _sentence(kind: type[BaseModel], error: Mapping[str, Any], prefix: str, others: frozenset[str]) -> str:
     """What is wrong, in one line."""
     hint: Any = kind
-    place = prefix.removesuffix(".")
+    place, secret = prefix.removesuffix("."), False
     path = [str(part) for part in error["loc"]]
     for part in path:
         inner = next((each for each in (hint, *get_args(hint)) if _is_section(each)), None)
@@ -197,6 +198,7 @@ def _sentence(kind: type[BaseModel], error: Mapping[str, Any], prefix: str, othe
         if part not in inner.model_fields:
             return f"unknown key {prefix}{part}{did_you_mean(part, [*inner.model_fields, *others])}"
         place, prefix, others, field = f"{prefix}{part}", f"{prefix}{part}.", frozenset(), inner.model_fields[part]
+        secret = secret or not field.repr
         hint = Annotated[(field.annotation, *field.metadata)] if field.metadata else field.annotation
     if error["type"] == "missing":
         return f"{place} is missing"
@@ -204,7 +206,8 @@ def _sentence(kind: type[BaseModel], error: Mapping[str, Any], prefix: str, othe
         return f"{place}: {reason}" if place else reason
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{place} must be a section of key: value, got {shown(error['input'])}"
-    return misfit(place, hint, error["input"])
+    told = misfit(place, hint, error["input"])
+    return told.rpartition(", got ")[0] if secret else told
 
 
 def _is_section(hint: object) -> bool:

@@ -151,7 +151,7 @@ class Checkpoints:
 
 
 @contextmanager
-def write_whole(target: Path) -> Iterator[Path]:
+def write_whole(target: Path, advice: str = "free space or set trainer.default_local_dir") -> Iterator[Path]:
     """A new folder that replaces `target` when the block succeeds, and is removed otherwise.
 
     Raises:
@@ -174,7 +174,6 @@ def write_whole(target: Path) -> Iterator[Path]:
         reason = f"{one_line(error).replace(f'{temporary}/', '')} ({_free(target.parent)} free)"
         shutil.rmtree(temporary, ignore_errors=True)
         if isinstance(error, (OSError, CheckpointError)):
-            advice = "free space, or name another folder (of a run: trainer.default_local_dir)"
             raise CheckpointError(f"cannot write {target}: {reason}; {advice}") from error
         raise
 

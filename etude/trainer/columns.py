@@ -61,8 +61,8 @@ def observations(sequence: Trajectory, place: int = 0) -> list[int]:
     """
     if sequence.images and sequence.assistant_turns > 1:
         raise DataError(
-            "observations are compared by their tokens, and a rollout of several turns has images: choose an estimator "
-            "that needs no observations"
+            f"rollout {sequence.request_id}: observations are compared by their tokens, and a rollout of several turns has "
+            "images: choose an estimator that needs no observations"
         )
     found: list[int] = []
     shown, digest, turn = list(sequence.prompt_ids), 0, None

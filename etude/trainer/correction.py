@@ -63,7 +63,7 @@ class MismatchAlarm:
     def note(self, metrics: Metrics, emit: EventSink) -> None:
         """Looks at a training step's metrics."""
         distance = metrics.get("rollout_corr/k3_kl", 0.0)
-        if self._threshold is None or distance <= self._threshold:
+        if self._threshold is None or not distance > self._threshold:  # nor where it is no number
             return
         self._threshold = 10 * distance
         emit(

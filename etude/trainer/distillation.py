@@ -21,6 +21,7 @@ from etude.options import DistillationOptions
 from etude.options.distillation import SELF, is_address
 from etude.protocol import DataProto
 from etude.trainer.setup import RunSetup
+from etude.trajectory import KEPT_IDS
 
 
 def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
@@ -71,7 +72,8 @@ def teacher_log_probs(setup: RunSetup, batch: DataProto) -> Tensor:
 
 
 def with_hint(setup: RunSetup, batch: DataProto, options: DistillationOptions) -> DataProto:
-    """What the teachers read of `batch`: `input_ids`, `attention_mask` and `response_mask`, with the hint in each prompt."""
+    """What the teachers read of `batch`: `input_ids`, `attention_mask`, `response_mask` and any `kept_ids`, with the hint in
+    each prompt."""
     assert options.hint is not None
     columns, width = batch.batch, batch.batch["responses"].shape[1]
     prompts = [_hinted_prompt(setup, row, real, options.hint) for row, real in zip(rows_of(batch), _prompts_of(batch))]
@@ -88,6 +90,8 @@ def with_hint(setup: RunSetup, batch: DataProto, options: DistillationOptions) -
         }
     )
     asked.meta_info = batch.meta_info
+    if KEPT_IDS in batch.non_tensor_batch:
+        asked.non_tensor_batch[KEPT_IDS] = batch.non_tensor_batch[KEPT_IDS]
     return asked
 
 

@@ -26,7 +26,7 @@ def export_model(source: Path, target: Path, dtype: str | None = None, *, trust_
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists already: name a new folder")
     folder = find_model(source)
-    with write_whole(target) as temporary:
+    with write_whole(target, "free space or name another folder") as temporary:
         if dtype is None:
             shutil.copytree(folder, temporary, dirs_exist_ok=True)
         else:

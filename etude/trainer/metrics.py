@@ -310,7 +310,7 @@ class SkippedSteps:
         if not any(taken.values()):
             return
         skipped = [role for role, count in taken.items() if count and metrics[f"{role}/skipped_steps"] >= count]
-        skipped = ["policy" if role == "sft" else role for role in skipped]
+        skipped = ["policy" if role in ("sft", "dpo") else role for role in skipped]
         self._in_a_row = self._in_a_row + 1 if skipped else 0
         if self._in_a_row >= self._limit:
             raise TrainingStopped(

@@ -216,12 +216,13 @@ class PPOTrainer:
                 with timings("adv"):
                     metrics |= self._add_advantages(batch)
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
+            learned, filtered = self._learned(batch)
             learned, corrections = correct_mismatch(
-                self._learned(batch),
+                learned,
                 self.algorithm.rollout_correction,
                 episodes=bool(self.setup.estimator.episodes),
             )
-            metrics |= corrections
+            metrics |= filtered | corrections
             kept = len({id(rollout) for rollout in rollouts_of(learned)})
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
@@ -260,6 +261,7 @@ class PPOTrainer:
         results: list[Rollout] = []
         baselines: list[Rollout] = []
         engine = []
+        metric, wanted = self.algorithm.filter_groups.metric, self.setup.data.train_batch_size
         for attempt in range(self.algorithm.max_gen_batches):
             rows, step = next(self._batches), self.global_step + 1
             rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
@@ -270,10 +272,13 @@ class PPOTrainer:
                 baselines += greedy
                 engine.append(sampling)
             parts.append(survivors(rolled, self.options.min_valid_fraction))
-            enough = sum(len(spread_groups(part)) for part in parts) >= self.setup.data.train_batch_size
-            if enough or self._passes_are_over:
+            if attempt + 1 == self.algorithm.max_gen_batches or self._passes_are_over:
+                break
+            if sum(len(spread_groups(part, metric)) for part in parts) >= wanted:
                 break
         metrics = self.rollouts.rollout_metrics(results)
+        if self.algorithm.drops_equal_groups:
+            metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
         if baselines:
             metrics |= self.rollouts.rollout_metrics(baselines, "baseline")
         return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
@@ -336,12 +341,18 @@ class PPOTrainer:
             metrics |= found
         return metrics
 
-    def _learned(self, batch: DataProto) -> DataProto:
-        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ."""
+    def _learned(self, batch: DataProto) -> tuple[DataProto, Metrics]:
+        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ,
+        and how many prompts were left out for equal scores or as surplus, and how many are missing."""
         if not self.algorithm.drops_equal_groups:
-            return batch
-        groups = spread_groups(batch)[: self.setup.data.train_batch_size]
-        return batch.select_idxs([row for rows in groups for row in rows])
+            return batch, {}
+        spread, wanted = spread_groups(batch, self.algorithm.filter_groups.metric), self.setup.data.train_batch_size
+        name, groups = "training/filter_groups", len(set(batch.non_tensor_batch["uid"].tolist()))
+        return batch.select_idxs([row for rows in spread[:wanted] for row in rows]), {
+            f"{name}/evicted_samples": float(groups - len(spread)),
+            f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),
+            f"{name}/missing_samples": float(max(wanted - len(spread), 0)),
+        }
 
     def _update_critic(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches towards the returns."""

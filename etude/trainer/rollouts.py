@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents import token_level_scores
-from etude.agents.batch import rows_of, with_columns
+from etude.agents.batch import add_missing_columns, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
@@ -31,6 +31,7 @@ from etude.trainer.setup import RunSetup
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
+_TOTALS = ("reward", "seq_reward", "seq_final_reward")  # names of a rollout's total reward
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
 
 
@@ -224,15 +225,37 @@ def main_rows(batch: DataProto) -> torch.Tensor:
     return torch.ones(len(batch), dtype=torch.bool) if column is None else column.bool()
 
 
-def spread_groups(batch: DataProto) -> list[list[int]]:
-    """The rows of groups whose total scores differ: only these teach a group-relative estimator anything."""
-    totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+def spread_groups(batch: DataProto, metric: str | None = None) -> list[list[int]]:
+    """The rows of groups whose rollouts differ in `metric` (see `filter_groups.metric`), by default in total reward: only
+    these teach a group-relative estimator anything.
+
+    Raises:
+        DataError: the scorer does not report `metric`; names the row.
+    """
     main = main_rows(batch).tolist()
+    if metric is None or metric in _TOTALS:
+        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    else:
+        totals = [_reported(result, metric) if is_main else 0.0 for result, is_main in zip(rollouts_of(batch), main)]
     groups: dict[Any, list[int]] = {}
     for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()):
         groups.setdefault(uid, []).append(row)
     scored = [(rows, [totals[row] for row in rows if main[row]]) for rows in groups.values()]
     return [rows for rows, scores in scored if not equal_scores(torch.tensor(scores, dtype=torch.float64))]
+
+
+def _reported(rollout: Rollout, metric: str) -> float:
+    """The scorer's own number of that name."""
+    assert rollout.trajectory is not None
+    rewards = rollout.trajectory.rewards
+    value = rewards.score if metric == "score" else rewards.score_info.get(metric)
+    if isinstance(value, bool | int | float):
+        return float(value)
+    known = ", ".join(["reward", "score"][: 1 + (rewards.score is not None)] + sorted(rewards.score_info))
+    raise DataError(
+        f"algorithm.filter_groups.metric={metric}: the scorer reports no such number for {rollout.trajectory.request_id} "
+        f"(known: {known})"
+    )
 
 
 def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:
@@ -271,7 +294,7 @@ def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     """Batches of different widths as one: prompts padded on the left, responses on the right."""
     if len(parts) == 1:
         return parts[0]
-    parts = with_columns(parts)
+    add_missing_columns(parts)
     prompt = max(part.batch["prompts"].shape[1] for part in parts)
     response = max(part.batch["responses"].shape[1] for part in parts)
     for part in parts:

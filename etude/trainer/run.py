@@ -16,7 +16,7 @@ from omegaconf import DictConfig
 
 from etude.errors import ConfigError, EtudeError
 from etude.events import EventSink, RunEnded, RunStarted, ignore_event
-from etude.inference import check_trainable
+from etude.inference import check_returns_kept_ids, check_trainable
 from etude.jsonl import json_safe, write_json
 from etude.options import RewardOptions
 from etude.protocol import DataProto
@@ -40,6 +40,7 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     setup = prepare(config)
     with closing(setup.groups):
         check_trainable(setup.roles.rollout.name)
+        check_returns_kept_ids(setup.roles.rollout)
         trainer = PPOTrainer(setup)
         with run_lock(trainer.run_dir):
             trainer.init_workers()

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from etude.agents import to_batch
-from etude.agents.batch import PER_SEQUENCE
+from etude.agents.batch import OF_SEQUENCES
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
 from etude.trainer.columns import read_column, sampled_earlier
@@ -42,7 +42,7 @@ def expand_sequences(batch: DataProto, pad_token_id: int) -> DataProto:
         return batch
     added = to_batch([Rollout([sequence]) for sequence in earlier], pad_token_id)
     added.batch["token_level_scores"] = torch.zeros_like(added.batch["rollout_log_probs"], dtype=torch.float64)
-    shared = {name: column for name, column in batch.non_tensor_batch.items() if name not in PER_SEQUENCE}
+    shared = {name: column for name, column in batch.non_tensor_batch.items() if name not in OF_SEQUENCES}
     added.non_tensor_batch |= {name: column[owners] for name, column in shared.items()}
     added.meta_info = batch.meta_info
     whole = concat_batches([batch[:], added])

@@ -1,4 +1,5 @@
-"""`SFTTrainer`: supervised fine-tuning on conversations with tool calls, through the same workers as reinforcement.
+"""`SFTTrainer`: supervised fine-tuning on conversations with tool calls, through the same workers as reinforcement; also on
+the best rollouts of a dump, and on pairs of them (DPO).
 
 With `target_success`, the model is evaluated every few steps on sampled rollouts, and the run keeps the *last* snapshot
 whose success lies in the target window: a policy that succeeds often enough for reinforcement learning to have a signal, and
@@ -9,6 +10,7 @@ Checkpoints and resuming are those of reinforcement learning: every `save_freq` 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,9 +19,11 @@ from typing import Any
 from omegaconf import DictConfig
 
 from etude.data import ResumableLoader, RLDataset, SFTDataset
+from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
+from etude.models.loading import model_config
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
 from etude.seeds import trial_seed
@@ -28,6 +32,7 @@ from etude.trainer.groups import open_groups
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
+from etude.trainer.preference import preference_step
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
@@ -61,12 +66,14 @@ class SFTTrainer:
         register_names(options, options.trainer)
         self.config, self.options = config, options.trainer
         self.data, self.target, self.model = options.data, options.target_success, options.model
-        self.multi_turn, self.optim = options.multi_turn, options.optim
+        self.multi_turn, self.optim, self.loss = options.multi_turn, options.optim, options.loss
         if self.model.path is None:
             raise ConfigError("model.path is not set: give the folder of a Hugging Face model")
         self.roles = self._roles(options.plugins, plain)
         bundle = load_tokenizer_bundle(self.model, self.data.apply_chat_template_kwargs)
         self.tokenizer, self.chat, self.images = bundle.tokenizer, bundle.chat, bundle.images
+        rows = model_config(self.model.path).get("vocab_size")  # a model may have more rows than its tokenizer tokens
+        self._vocabulary = max(len(self.tokenizer), rows if isinstance(rows, int) else 0)
         self.run_dir = Path(self.options.default_local_dir)
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
@@ -83,7 +90,7 @@ class SFTTrainer:
     def _read_data(self) -> None:
         """Reads the rows, for which the workers know the tools, and goes to the place of a checkpoint to resume from."""
         catalogue, *_ = self.groups.rollout.load_tools()
-        self.examples = self._tokenise(SFTDataset(self.data.train_files), list(catalogue.schemas.values()))
+        self.examples = self._read_examples(list(catalogue.schemas.values()))
         self.loader = ResumableLoader(
             self.examples, self.data.train_batch_size, self.data.shuffle, self.data.seed, drop_last=False
         )
@@ -94,9 +101,28 @@ class SFTTrainer:
                 self._trials = Trials(**state["trials"])
                 self.step = state["step"]
 
-    def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> _Examples:
-        """All demonstrations as tokens; one that is not a conversation, or longer than `data.max_length`, is an error that
-        names its row."""
+    def _read_examples(self, schemas: list[dict[str, Any]]) -> _Examples:
+        """What is learned from: conversations and sequences of dumped rollouts as `demonstration`, or with DPO each `pair`;
+        one that is longer than `data.max_length` is an error that names its row."""
+        data, dumps = self.data, [file for file in self.data.train_files if is_dump(file)]
+        talks = [file for file in data.train_files if file not in dumps]
+        rollouts = read_dumps(dumps)
+        for rollout in rollouts:
+            for sequence in rollout.sequences:
+                self._check_sequence(sequence, rollout.place)
+        if self.loss.name == "dpo":
+            if talks:
+                raise ConfigError(
+                    f"loss.name=dpo learns from rollout dumps (trainer.rollout_data_dir); {talks[0]} is none"
+                )
+            pairs = rank_pairs(rollouts, data.min_score, data.max_per_prompt)
+            return _Examples([{"pair": (chosen.sequences, rejected.sequences)} for chosen, rejected in pairs])
+        examples = self._tokenise(SFTDataset(talks), schemas) if talks or not dumps else []
+        kept = select_rollouts(rollouts, data.min_score, data.max_per_prompt) if dumps else []
+        return _Examples([*examples, *({"demonstration": runs} for rollout in kept for runs in rollout.sequences)])
+
+    def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """All demonstrations as tokens; a row that is not a conversation is an error that names it."""
         examples = []
         for number, row in enumerate(rows):
             where = f"{', '.join(rows.files)}: row {number}"
@@ -104,14 +130,19 @@ class SFTTrainer:
                 demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None)
             except (EtudeError, ValueError) as error:
                 raise DataError(f"{where}: {one_line(error)}") from error
-            length = sum(len(ids) for ids, _ in demonstration)
-            if length > self.data.max_length:
-                raise DataError(
-                    f"{where} has {length} tokens, more than data.max_length="
-                    f"{self.data.max_length}; raise it or leave the row out"
-                )
+            self._check_sequence(demonstration, where)
             examples.append({"demonstration": demonstration})
-        return _Examples(examples, rows.fingerprint)
+        return examples
+
+    def _check_sequence(self, sequence: Demonstration, where: str) -> None:
+        length = sum(len(ids) for ids, _ in sequence)
+        if length > self.data.max_length:
+            raise DataError(
+                f"{where} has {length} tokens, more than data.max_length="
+                f"{self.data.max_length}; raise it or leave the row out"
+            )
+        if not all(0 <= token < self._vocabulary for ids, _ in sequence for token in ids):
+            raise DataError(f"{where} has token ids that the tokenizer of {self.model.path} does not have")
 
     def _trial_rows(self, catalogue: ToolCatalogue) -> RLDataset | None:
         files = self.target.data_files
@@ -150,6 +181,7 @@ class SFTTrainer:
             actor=ActorOptions(optim=self.optim),
             rollout=rollout,
             chat_template_kwargs=self.data.apply_chat_template_kwargs,
+            needs_ref=self.loss.name == "dpo",
         )
 
     def fit(self, emit: EventSink = ignore_event) -> Path:
@@ -211,7 +243,7 @@ class SFTTrainer:
     ) -> None:
         """One step, and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)
-        metrics = self._step([row["demonstration"] for row in rows])
+        metrics = self._prefer(rows) if self.loss.name == "dpo" else self._step([row["demonstration"] for row in rows])
         self.step += 1
         last = self.step == self.total_steps
         if self.trial is not None and (last or self.step % self.target.every == 0):
@@ -246,6 +278,12 @@ class SFTTrainer:
             metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(parts)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 
+    def _prefer(self, rows: list[dict[str, Any]]) -> dict[str, float]:
+        timings, pad, pairs = Timings(), self.tokenizer.pad_token_id or 0, [row["pair"] for row in rows]
+        with timings("step"):
+            metrics = preference_step(self.groups.actor, pairs, beta=self.loss.beta, pad_token_id=pad, step=self.step)
+        return metrics | {"timing_s/step": timings.seconds["step"]}
+
     def _try_out(self, rows: RLDataset, step: int) -> dict[str, float]:
         """Success and tool use of `samples` sampled rollouts."""
         seed = trial_seed(self.options.seed, step)
@@ -269,10 +307,13 @@ class SFTTrainer:
 
 
 class _Examples:
-    """Tokenised demonstrations, as `ResumableLoader` takes rows."""
+    """Tokenised demonstrations or pairs, as `ResumableLoader` takes rows."""
 
-    def __init__(self, rows: list[dict[str, Any]], fingerprint: str) -> None:
-        self._rows, self.fingerprint = rows, fingerprint
+    def __init__(self, rows: list[dict[str, Any]]) -> None:
+        self._rows, digest = rows, hashlib.sha256()
+        for row in rows:
+            digest.update(repr(row).encode())
+        self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._rows)

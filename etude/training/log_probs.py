@@ -9,16 +9,35 @@ With logits z, p = softmax(z) and H = -Σ p log p:  ∂ log p(y) / ∂z = onehot
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 _CHUNK = 1 << 22  # logits computed at once (16 MiB in float32): few enough to stay in a processor's cache
+_NEVER = -1e30  # the logit of an id that could not be drawn
 _KEEP = 1 << 24  # probabilities (64 MiB) up to which keeping them is cheaper than recomputing them
 
 Finish = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Support:
+    """The ids that tokens were drawn from: of token i, `ids[offsets[i]:offsets[i + 1]]`; where these are none, all."""
+
+    offsets: Sequence[int]
+    ids: Tensor
+
+    def outside(self, rows: slice, vocabulary: int) -> Tensor:
+        """(rows, vocabulary) true where an id was not to be drawn."""
+        offsets = torch.tensor(self.offsets[rows.start : rows.stop + 1], device=self.ids.device)
+        counts = offsets.diff()
+        left_out = (counts > 0)[:, None].repeat(1, vocabulary)
+        place = torch.arange(len(counts), device=self.ids.device).repeat_interleave(counts)
+        left_out[place, self.ids[offsets[0] : offsets[-1]]] = False
+        return left_out
 
 
 def token_log_probs(
@@ -31,6 +50,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     sum_pi_squared: Tensor | None = None,
+    support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Log-prob of each label and entropy of each distribution, in float32 (float64 for a float64 model).
@@ -42,6 +62,7 @@ def token_log_probs(
         labels: (tokens,).
         entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
         sum_pi_squared: (tokens,), filled with Σ p² over the vocabulary, without a gradient.
+        support: the distributions are renormalised over these ids, among which the labels are.
         chunk: tokens per chunk.
 
     Returns:
@@ -49,7 +70,7 @@ def token_log_probs(
     """
     size = chunk or max(64, _CHUNK // weight.shape[0])
     keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
-    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared)
+    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, support)
     log_probs, entropies = _LabelLogProbs.apply(hidden, weight, bias, labels, head)
     return log_probs, entropies
 
@@ -65,16 +86,20 @@ class _Head:
         chunk: int,
         keep: bool,
         sum_pi_squared: Tensor | None,
+        support: Support | None,
     ) -> None:
         self.finish, self.temperature, self.entropy_grad = finish, temperature, entropy_grad
-        self.chunk, self.keep, self.sum_pi_squared = chunk, keep, sum_pi_squared
+        self.chunk, self.keep, self.sum_pi_squared, self.support = chunk, keep, sum_pi_squared, support
 
-    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor]:
-        """The product, and the softmax's input; (rows, vocabulary) both, the second at least float32."""
-        product = torch.nn.functional.linear(hidden, weight, bias)
+    def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
+        """The product of some rows, and the softmax's input; (rows, vocabulary) both, the second at least float32."""
+        product = torch.nn.functional.linear(hidden[rows], weight, bias)
         finished = product if self.finish is None else self.finish(product)
         finished = finished.to(torch.promote_types(finished.dtype, torch.float32))
-        return product, finished if self.temperature == 1.0 else finished / self.temperature
+        finished = finished if self.temperature == 1.0 else finished / self.temperature
+        if self.support is not None:  # finite, so that 0 · logit is 0
+            finished = finished.masked_fill(self.support.outside(rows, weight.shape[0]), _NEVER)
+        return product, finished
 
     def gradient(self, product: Tensor, gradient: Tensor) -> Tensor:
         """From the gradient of the softmax's input to that of the product, in the product's dtype."""
@@ -97,8 +122,8 @@ class _LabelLogProbs(torch.autograd.Function):
         entropies = torch.empty_like(log_probs)
         kept: list[Tensor] = []
         for start in range(0, len(labels), head.chunk):
-            rows = slice(start, start + head.chunk)
-            _, logits = head.logits(hidden[rows], weight, bias)
+            rows = slice(start, min(start + head.chunk, len(labels)))
+            _, logits = head.logits(hidden, weight, bias, rows)
             probs = logits.softmax(dim=-1)
             normaliser = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # log Σ exp: the largest p is exp(max - that)
             log_probs[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - normaliser
@@ -123,12 +148,12 @@ class _LabelLogProbs(torch.autograd.Function):
         for_weight = torch.zeros_like(weight, dtype=entropies.dtype) if wants_weight else None
         for_bias = torch.zeros_like(bias, dtype=entropies.dtype) if wants_bias else None
         for number, start in enumerate(range(0, len(labels), head.chunk)):
-            rows = slice(start, start + head.chunk)
+            rows = slice(start, min(start + head.chunk, len(labels)))
             product = None
             if kept and head.finish is None:
                 probs = kept[number]
             else:
-                product, logits = head.logits(hidden[rows], weight, bias)
+                product, logits = head.logits(hidden, weight, bias, rows)
                 probs = logits.softmax(dim=-1)
             gradient = probs * -of_log_probs[rows, None]
             gradient.scatter_add_(1, labels[rows, None], of_log_probs[rows, None])

@@ -25,6 +25,8 @@ from etude.protocol import DataProto
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.routed_experts import RoutedExperts
 from etude.training.images import PackedImages, packed_images, placed_images
+from etude.training.log_probs import Support
+from etude.trajectory import KEPT_IDS
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,8 @@ class PackedRows:
 
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
-    tokens; `experts` (tokens, layers, k): where the engine's routers sent them, see `etude.models.experts.replay_experts`.
+    tokens; `support`: the ids that the labels were drawn from, None where these are all; `experts` (tokens, layers, k):
+    where the engine's routers sent them, see `etude.models.experts.replay_experts`.
     """
 
     token_ids: Tensor
@@ -44,6 +47,7 @@ class PackedRows:
     column: Tensor
     shape: tuple[int, int]
     images: PackedImages | None = None
+    support: Support | None = None
     experts: Tensor | None = None
 
     def hidden(self, model: Any) -> Tensor:
@@ -106,8 +110,21 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
         images=images,
+        support=_support(batch, rows, row, column, device),
         experts=experts,
     )
+
+
+def _support(
+    batch: DataProto, rows: Sequence[int], row: Tensor, column: Tensor, device: torch.device
+) -> Support | None:
+    given = batch.non_tensor_batch.get(KEPT_IDS)
+    if given is None:
+        return None
+    kept = [(of_row := given[rows[r]]) and of_row[c] for r, c in zip(row.tolist(), column.tolist())]
+    flat = b"".join(ids.tobytes() for ids in kept if ids)
+    ids = torch.frombuffer(bytearray(flat), dtype=torch.int32) if flat else torch.zeros(0)
+    return Support([0, *accumulate(len(each or ()) for each in kept)], ids.long().to(device))
 
 
 MIN_SHARED = 8  # tokens: a shorter shared run costs more in attention calls than it saves

@@ -46,11 +46,10 @@ class LossScale:
 
     def counts(self, micro: DataProto) -> dict[str, Any]:
         """What `agg_loss` takes of the mini-batch, for its part `micro`."""
-        rollout_tokens = micro.batch.get("rollout_tokens", None)
         return {
             "batch_num_tokens": self.batch_num_tokens,
             "global_batch_size": self.global_batch_size,
-            "rollout_tokens": rollout_tokens,
+            "rollout_tokens": micro.batch.get("rollout_tokens", None),
         }
 
     def as_mean(self, part: Tensor, response_mask: Tensor) -> Mean:
@@ -117,6 +116,7 @@ class PolicyEngine:
             temperature=temperature,
             entropy_grad=entropy_grad,
             sum_pi_squared=squares,
+            support=packed.support,
         )
 
     @torch.no_grad()

@@ -39,13 +39,15 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
 
 def sft_step(engine: PolicyEngine, batch: DataProto) -> Metrics:
     """One optimizer step on the mean negative log-likelihood per sampled token of a `demonstrations_to_batch` batch, or on a
-    rank's part of it.
+    rank's part of it; with a column `token_weights` (batch, width), on the sum of so weighted ones instead.
 
     Returns the metrics `loss`, `grad_norm`, `lr`, `optimizer_steps`, `skipped_steps`.
     """
 
     def loss(log_probs: Tensor, _: Tensor, micro: DataProto, scale: LossScale) -> tuple[Tensor, dict[str, float]]:
-        mask = micro.batch["response_mask"]
+        mask, weights = micro.batch["response_mask"], micro.batch.get("token_weights")
+        if weights is not None:
+            return -(log_probs * weights.to(log_probs.dtype)).sum(), {}
         return agg_loss(-log_probs, mask, "token-mean", batch_num_tokens=scale.batch_num_tokens), {}
 
     return engine.update(batch, loss, temperature=1.0)

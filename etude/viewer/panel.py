@@ -65,7 +65,7 @@ ROWS = (
     Row("response length", "length", ("response_length/mean",), _whole),
     Row("KL", "KL", ("actor/kl_loss", "actor/reward_kl_penalty", "actor/ppo_kl"), _small),
     Row("entropy", "entropy", ("actor/entropy",), _number),
-    Row("loss", "loss", ("sft/loss",), _number),
+    Row("loss", "loss", ("sft/loss", "dpo/loss"), _number),
     Row("gradient norm", "grad", ("actor/grad_norm", "sft/grad_norm"), _number),
     Row("dropped", "dropped", ("rollout/dropped",), _whole),
 )

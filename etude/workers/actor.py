@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.agents.batch import IMAGES
+from etude.agents.batch import OF_SEQUENCES
 from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -26,7 +26,6 @@ from etude.metrics import Metrics
 from etude.models import torch_dtype
 from etude.models.lora import without_adapters
 from etude.protocol import DataProto
-from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
@@ -64,7 +63,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, ROUTED_EXPERTS))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(*OF_SEQUENCES,))
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""
@@ -72,7 +71,7 @@ class TrainWorker(TrainedWorker):
         found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
         return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
         """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
         if self._ref is None:
@@ -84,14 +83,7 @@ class TrainWorker(TrainedWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(
-            *PolicyLoss.columns,
-            "rollout_tokens",
-            "selected_tokens",
-            "rollout_is_weights",
-            IMAGES,
-            ROUTED_EXPERTS,
-        ),
+        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", "rollout_is_weights", *OF_SEQUENCES),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -104,7 +96,7 @@ class TrainWorker(TrainedWorker):
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights",))
     def update_sft(self, data: DataProto) -> Metrics:
         """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
         meta_info: `global_step`, and the counts of `etude.training.count_scored`."""

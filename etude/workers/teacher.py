@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from etude.agents.batch import IMAGES
+from etude.agents.batch import OF_SEQUENCES
 from etude.bounded import settle
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, EngineError
@@ -45,7 +45,7 @@ class TeacherWorker(RoleWorker):
         )
         self._engine = PolicyEngine(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """`teacher_log_probs` (batch, response_len) at meta_info's `temperature`, 0 where `response_mask` is 0.
 

@@ -263,7 +263,7 @@ def interpreter(processes):
 
 def kill_jail(tool):
     """Kills the process that all boxes of the tool's sandbox come from; the kernel ends what is inside."""
-    signal.pidfd_send_signal(tool._client._sandbox._executor._pool._fork_server._pidfd, signal.SIGKILL)
+    signal.pidfd_send_signal(tool._client._sandbox._executor._fork_server._pidfd, signal.SIGKILL)
 
 
 def kill_in_mid_call(tool, kill, times):

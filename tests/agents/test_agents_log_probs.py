@@ -1,17 +1,25 @@
 """The log-probs that are trained on: the engine's for every sampled token, whatever the loop says of them."""
 
+import json
+import pickle
+from array import array
+from dataclasses import replace
+
 import numpy as np
 import pytest
+import torch
 from agents_stage import Drawn, Recorder, loop_that_returns, run, says
 
 from etude.agents import (
     AgentLoopBase,
     AgentLoopOutput,
     SingleTurnAgentLoop,
+    to_batch,
 )
 from etude.errors import EtudeError
 from etude.inference import TokenOutput
-from etude.trajectory import StopReason, Trajectory
+from etude.trainer.rollouts import concat_batches
+from etude.trajectory import KEPT_IDS, Rollout, StopReason, Trajectory
 
 
 def without_log_probs(trajectory):
@@ -51,6 +59,39 @@ def test_the_log_probs_that_are_trained_on_are_the_engines(loop_named, made):
     trajectory = result.trajectory
     assert [v for v, m in zip(trajectory.response_log_probs, trajectory.response_mask) if m] == expected
     assert [v for v, m in zip(trajectory.response_log_probs, trajectory.response_mask) if not m] == [0.0, 0.0]
+
+
+class Kept(Drawn):
+    """Draws every other token from it and its successor alone."""
+
+    async def generate(self, request_id, prompt_ids, sampling_params, *, images=None):
+        output = await super().generate(request_id, prompt_ids, sampling_params)
+        kept = [array("i", [t, t + 1]) if place % 2 else None for place, t in enumerate(output.token_ids)]
+        return replace(output, kept_ids=kept)
+
+
+@pytest.mark.parametrize("made", [Trajectory.to_output, flat(lambda values: None)])
+def test_a_sampled_token_keeps_what_the_engine_drew_it_from(loop_named, made):
+    """However the loop returns it; what others wrote has none, and no dump has any."""
+    loop_named("own", loop_that_returns(made))
+    ([result], _) = run("own", engine=Kept(TURNS))
+    trajectory = pickle.loads(pickle.dumps(result.trajectory))
+    expected = [place % 2 for turn in TURNS for place, _ in enumerate(turn)]
+    sampled = [kept for kept, m in zip(trajectory.kept_ids, trajectory.response_mask) if m]
+    assert [0 if kept is None else 1 for kept in sampled] == expected
+    for kept, token in zip(trajectory.kept_ids, trajectory.response_ids):
+        assert kept is None or kept.tolist() == [token, token + 1]
+    assert len(trajectory.kept_ids) == trajectory.response_length
+    assert "kept_ids" not in json.dumps(trajectory.to_record())
+    batch = to_batch([result, Rollout(dropped=StopReason.INFRASTRUCTURE)], 0)
+    assert [len(kept) for kept in batch.non_tensor_batch[KEPT_IDS]] == [trajectory.response_length, 0]
+    ([plain], _) = run("own", engine=Drawn(TURNS))
+    without = to_batch([plain], 0)
+    assert KEPT_IDS not in without.non_tensor_batch
+    for part in (batch, without):  # as a step's batches are
+        part.batch["token_level_scores"] = torch.zeros_like(part.batch["rollout_log_probs"])
+    both = concat_batches([without, batch]).non_tensor_batch[KEPT_IDS]
+    assert [len(kept) for kept in both] == [0, trajectory.response_length, 0]
 
 
 @pytest.mark.parametrize(

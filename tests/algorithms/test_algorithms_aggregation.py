@@ -27,6 +27,9 @@ MASK = torch.tensor([[1, 0, 1], [0, 1, 0], [0, 0, 0]])
         ("token-mean", {"batch_num_tokens": 7.0}, 21 / 7),
         ("seq-mean-token-mean", {"global_batch_size": 4.0, "dp_size": 2}, (2.5 + 16) / 4 * 2),
         ("token-sum", {"dp_size": 3}, 63),
+        # the rows are two sequences of one rollout, which has a third, elsewhere, of two tokens
+        ("seq-mean-token-mean", {"global_batch_size": 1.0, "rollout_tokens": torch.tensor([5, 5, 5])}, 21 / 5),
+        ("seq-mean-token-sum", {"global_batch_size": 1.0, "rollout_tokens": torch.tensor([5, 5, 5])}, 21),
     ],
 )
 @pytest.mark.parametrize("mask", [MASK, MASK.bool(), MASK.float()])

@@ -107,6 +107,16 @@ def test_a_ratio_that_is_no_number_is_rejected():
     assert rejection_mask(ratio, ONES, [("seq_sum_k1", (0.5, 2.0))])[0].tolist() == [[0, 0, 0], [1, 1, 1]]
 
 
+def test_a_policy_that_computes_no_numbers_is_measured_as_far_away():
+    """Its gradients are skipped and counted; what measures it must not end the run."""
+    broken = torch.tensor([[math.nan, -1.0, -math.inf], [-1.0, -1.0, -1.0]])
+    found = finish_metrics(rollout_mismatch(broken, -ONES, ONES))
+    assert found["rollout_corr/log_prob_diff_p99"] == pytest.approx(100.0)
+    for level in ("token", "sequence"):
+        importance_weights(broken + ONES, ONES, level=level, bounds=2.0, batch_normalize=True)
+    off_policy_sequence_mask(broken, -ONES, -ONES, ONES, 0.5)
+
+
 def test_nothing_sampled_is_nothing_measured():
     nothing = torch.zeros(2, 3)
     assert rollout_mismatch(nothing, nothing, nothing) == {}

@@ -58,7 +58,8 @@ def test_a_policy_loss_is_verls(recorded):
 @pytest.mark.parametrize("name", POLICY_LOSSES.built_in)
 def test_the_documentation_has_its_row(name):
     record, page = POLICY_LOSSES.get(name), (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text("utf-8")
-    [row] = [line for line in page.splitlines() if line.startswith("| `") and f"`{name}`" in line.split(" | ")[0]]
+    section = page.partition("## Policy losses")[2]
+    [row] = [line for line in section.splitlines() if line.startswith("| `") and f"`{name}`" in line.split(" | ")[0]]
     for option, value in record.defaults.items():
         assert (f"`{option}` {value:g}" if value is not None else f"`{option}`: must be set") in row
     assert f"| `{record.loss_agg_mode}` |" in row

@@ -76,3 +76,15 @@ def test_every_estimator_of_verl_is_recorded():
     names = {name_of(recorded) for recorded in RECORDED["results"]}
     assert len(names) == 14
     assert names <= set(ADVANTAGE_ESTIMATORS.names())
+
+
+@pytest.mark.parametrize("name", ADVANTAGE_ESTIMATORS.built_in)
+def test_the_documentation_has_its_row(name):
+    page = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text("utf-8")
+    section = page.partition("## Advantages")[2].partition("\n## ")[0]
+    if name.endswith("_vectorized"):
+        assert f"`{name}`" in section
+        return
+    [row] = [line for line in section.splitlines() if line.startswith("| `") and f"`{name}`" in line.split(" | ")[0]]
+    general = {"singleton_advantage"}
+    assert all(f"`{option}`" in row for option in ADVANTAGE_ESTIMATORS.get(name).option_names - general)

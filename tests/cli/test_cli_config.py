@@ -65,7 +65,7 @@ def test_the_end_of_a_name_and_a_section_are_explained(capsys):
     ] == "algorithm.kl_ctrl.target_kl=0.1"
     assert "default     ${data.max_prompt_length}" in shown(capsys, "prompt_length")
     assert "other name  data.max_prompt_length" in shown(capsys, "prompt_length")
-    assert "in verl     default null; whether a reward model scores" in shown(capsys, "reward_model.enable")
+    assert "in verl     default null; turns on a reward model" in shown(capsys, "reward_model.enable")
 
 
 def test_an_unknown_or_ambiguous_key_is_one_line(capsys):

@@ -154,15 +154,32 @@ def test_the_same_for_supervised_runs(override):
     assert refusal(override, root="sft").startswith(override.partition("=")[0])
 
 
+GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score]")
+
+
 @pytest.mark.parametrize(
     ("overrides", "key", "why"),
     [
         ((*GRPO, f"{ROLLOUT}.n=1"), f"{ROLLOUT}.n", "2 or more"),
         (("algorithm.filter_groups.enable=true",), "algorithm.filter_groups.enable", "do have gradients"),
+        (("algorithm.zero_variance=mask",), "algorithm.zero_variance", "do have gradients"),
+        ((*GRPO, "algorithm.zero_variance=refill"), "algorithm.zero_variance", "max_num_gen_batches of 2 or more"),
         (
-            ("algorithm.rollout_correction.bypass_mode=true", f"{ROLLOUT}.top_p=0.9"),
-            "algorithm.rollout_correction.bypass_mode",
-            "top_p=1",
+            (*GRPO, "algorithm.zero_variance=keep", "algorithm.filter_groups.enable=true"),
+            "algorithm.zero_variance",
+            "says otherwise",
+        ),
+        (("algorithm.adv_estimator=gdpo",), "algorithm.adv_estimator", "algorithm.gdpo_reward_keys=[score]"),
+        (
+            (*GDPO, "algorithm.use_kl_in_reward=true"),
+            "algorithm.use_kl_in_reward",
+            "no penalty reaches",
+        ),
+        ((*GDPO, "algorithm.gdpo_reward_weights=[1,2]"), "algorithm", "2 for the 1 of gdpo_reward_keys"),
+        (
+            ("algorithm.adv_estimator=gigpo", "algorithm.adv_estimator_kwargs={step_advantage_w:high}"),
+            "algorithm.adv_estimator_kwargs",
+            "must be a number",
         ),
         (
             (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token"),

@@ -148,7 +148,7 @@ def test_a_group_stays_together_as_long_as_no_replica_idles():
         router.close("u0/0/0")
         router.open(["u0/0/1"])
         router.open([f"big/{i}/0" for i in range(24)])
-        return homes, [len(replica.trajectories) for replica in router._replicas]
+        return homes, [replica.groups.total() for replica in router._replicas]
 
     homes, loads = played(scenario())
     assert homes == [{"u0": 8}, {"u1": 8}, {"u2": 8}]
@@ -374,7 +374,7 @@ def test_a_killed_or_hung_server_loses_no_trajectory(tmp_path, end):
         router.open(names)
         tasks = [asyncio.ensure_future(talk(name, i)) for i, name in enumerate(names)]
         await asyncio.sleep(0.4)
-        assert Counter(len(r.trajectories) for r in router._replicas) == {4: 3}
+        assert Counter(r.groups.total() for r in router._replicas) == {4: 3}
         os.kill(processes[1].popen.pid, end)
         return await asyncio.gather(*tasks)
 

@@ -30,11 +30,13 @@ def test_draws_follow_the_distribution_they_report(options):
     logits = torch.randn(12) * 1.5
     draws = 20_000
     params = [SamplingParams(seed=i, **options) for i in range(draws)]
-    tokens, log_probs = sample(logits.expand(draws, -1), params, [3] * draws)
+    tokens, log_probs, kept = sample(logits.expand(draws, -1), params, [3] * draws)
     reported = torch.zeros(12, dtype=torch.float64)
     reported[tokens] = log_probs.double().exp()
     counts = torch.bincount(tokens, minlength=12).double()
     assert reported.sum() == pytest.approx(1.0, abs=1e-5)  # every possible token was drawn, and they sum to one
+    possible = reported.nonzero().squeeze(1).tolist() if "top_k" in options or "top_p" in options else None
+    assert all((ids and ids.tolist()) == possible for ids in kept)
     assert p_value(*chi_square(counts, reported / reported.sum())) > 1e-6
 
 
@@ -49,14 +51,16 @@ def test_uniforms_are_uniform_along_positions_and_seeds():
 def test_draw_depends_on_seed_and_position_only():
     logits = torch.randn(3, 50)
     params = [SamplingParams(seed=4), SamplingParams(seed=5, top_k=3), SamplingParams(seed=6, temperature=0.5)]
-    together, _ = sample(logits, params, [0, 9, 2])
+    together, _, kept = sample(logits, params, [0, 9, 2])
     alone = [int(sample(logits[i : i + 1], [params[i]], [p])[0]) for i, p in enumerate([0, 9, 2])]
     assert together.tolist() == alone
+    assert [ids and ids.tolist() for ids in kept] == [None, sorted(logits[1].topk(3).indices.tolist()), None]
 
 
 def test_greedy_is_argmax_with_probability_one():
     logits = torch.tensor([[0.0, 3.0, 1.0], [5.0, 0.0, 0.0]])
-    tokens, log_probs = sample(logits, [SamplingParams(temperature=0), SamplingParams()], [0, 0])
+    tokens, log_probs, kept = sample(logits, [SamplingParams(temperature=0, top_k=1), SamplingParams()], [0, 0])
+    assert kept == [None, None]
     assert int(tokens[0]) == 1
     assert float(log_probs[0]) == 0.0
     assert float(log_probs[1]) < 0.0

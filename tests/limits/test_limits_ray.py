@@ -515,7 +515,7 @@ def test_a_tool_follows_its_process_out_of_a_cluster_and_into_another(cluster):
     """
     command = [sys.executable, "-c", textwrap.dedent(program), cluster.address]
     ended = subprocess.run(command, timeout=2 * WAIT, capture_output=True, text=True)
-    assert ended.stdout.split() == ["said"] * 3, ended.stderr[-2000:]
+    assert ended.stdout.splitlines().count("said") == 3, ended.stderr[-2000:]  # Ray prints, too
 
 
 def test_the_class_cannot_be_left_half_open(cluster):

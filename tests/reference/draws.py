@@ -69,6 +69,7 @@ CHOICES = {
     "algorithm.kl_ctrl.horizon": [20],
     "algorithm.kl_ctrl.target_kl": [5.0, 0.01],
     "algorithm.filter_groups.enable": ["true"],
+    "algorithm.filter_groups.metric": ["score"],
     "algorithm.filter_groups.max_num_gen_batches": [3],
     f"{CORRECTION}.bypass_mode": ["true"],
     f"{CORRECTION}.loss_type": ["reinforce"],
@@ -185,6 +186,7 @@ NEEDS = {
     "algorithm.kl_ctrl.horizon": ADAPTIVE,
     "algorithm.kl_ctrl.target_kl": ADAPTIVE,
     "algorithm.filter_groups.enable": GRPO,
+    "algorithm.filter_groups.metric": GRPO | {"algorithm.filter_groups.enable": "true", "reward_model.enable": None},
     "algorithm.filter_groups.max_num_gen_batches": GRPO | {"algorithm.filter_groups.enable": "true"},
     f"{ACTOR}.clip_ratio": CLIPPED | {f"{ACTOR}.clip_ratio_low": None, f"{ACTOR}.clip_ratio_high": None},
     f"{ACTOR}.clip_ratio_low": CLIPPED,
@@ -235,9 +237,7 @@ def configuration(seed):
 def allowed(chosen):
     """`chosen` without what is refused together with the rest of it (docs/training.md says why), and with something to
     learn beside the KL of policies that are equal as yet: its gradient is rounding, which optimizers make large."""
-    if f"{CORRECTION}.bypass_mode" in chosen:  # the engine's log-probs would be of a cut distribution
-        chosen.pop(f"{ROLLOUT}.top_p", None)
-        chosen.pop(f"{ROLLOUT}.top_k", None)
+    if f"{CORRECTION}.bypass_mode" in chosen:
         chosen.pop(f"{CORRECTION}.rollout_is_batch_normalize", None)
         if f"{CORRECTION}.loss_type" in chosen:
             chosen.pop(f"{LOSS}.loss_mode", None)
@@ -259,6 +259,7 @@ def allowed(chosen):
     chosen.pop("custom_reward_function.path", None)
     if "reward_model.enable" in chosen:
         chosen["custom_reward_function.path"] = "null"
+        chosen.pop("algorithm.filter_groups.metric", None)  # nothing is reported
     return chosen
 
 

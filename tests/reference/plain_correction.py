@@ -159,6 +159,7 @@ def correct(rows, options, together):
         figures |= rejected
         for row in rows:
             stays = torch.tensor(kept[row], dtype=torch.bool)
+            row.kept_ids = [ids for ids, flag in zip(row.kept_ids, kept[row]) if flag]
             for name in ("sampled", "engine", "current", "old", "ref", "values", "advantages", "returns", "weights"):
                 setattr(row, name, getattr(row, name)[stays])
     return [row for row in rows if len(row)], figures

@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass, field
 
 import numpy as np
+from plain_advantages import are_equal
 
 
 @dataclass
@@ -13,13 +14,14 @@ class Sequence:
     """One context: the prompt, and what followed it, token by token.
 
     `mask` is 1 for the tokens that the policy sampled; `engine_log_probs` are the engine's for those; `turns` counts the
-    assistant's turns."""
+    assistant's turns; `kept_ids` are what a token was drawn from, where that is not the whole vocabulary."""
 
     prompt: list[int]
     response: list[int]
     mask: list[int]
     engine_log_probs: list[float]
     turns: list[int]
+    kept_ids: list[list[int] | None]
 
     @property
     def sampled(self) -> list[int]:
@@ -119,3 +121,29 @@ def rollout_figures(asked, config):
         for tool, value in tools.items():
             given[tool].append(value)
     return figures | {f"tool/{tool}/reward": float(np.mean(values)) for tool, values in given.items()}
+
+
+def filter_prompts(rows, asked, config):
+    """(rows without those of prompts whose answers all measure the same, and of never more prompts than a batch has;
+    figures)."""
+    algorithm, wanted = config["algorithm"], config["data"]["train_batch_size"]
+    kind, options = algorithm["zero_variance"], algorithm["filter_groups"]
+    if kind == "keep" or (kind is None and not options["enable"]):
+        return rows, {}
+    measure = {
+        "reward": lambda rollout: total_reward(rollout, config["reward_model"]),
+        "score": lambda rollout: rollout.score,
+    }[options["metric"] or "reward"]
+    measured = defaultdict(list)
+    for row in rows:
+        if row.is_main:
+            measured[row.rollout.uid].append(measure(row.rollout))
+    spread = [uid for uid, given in measured.items() if not are_equal(given)]
+    figures = {
+        "num_gen_batches": 1 + max(int(r.uid.split("-")[0].split(".")[1]) for r in asked),
+        "evicted_samples": len(measured) - len(spread),
+        "discarded_surplus_samples": max(len(spread) - wanted, 0),
+        "missing_samples": max(wanted - len(spread), 0),
+    }
+    kept = [row for row in rows if row.rollout.uid in spread[:wanted]]
+    return kept, {f"training/filter_groups/{name}": value for name, value in figures.items()}

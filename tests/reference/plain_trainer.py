@@ -21,10 +21,10 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from plain_advantages import Story, advantages, are_equal, gae
+from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
-from plain_rollouts import Rollout, Sequence, rollout_figures, spread, total_reward
+from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM
@@ -40,6 +40,7 @@ class Row:
         self.sampled = torch.tensor(sequence.sampled)
         flagged = [value for value, flag in zip(sequence.engine_log_probs, sequence.mask) if flag]
         self.engine = torch.tensor(flagged, dtype=torch.float64)
+        self.kept_ids = [kept for kept, flag in zip(sequence.kept_ids, sequence.mask) if flag]
         self.turns = [turn for turn, flag in zip(sequence.turns, sequence.mask) if flag]
         zero = torch.zeros(len(self.sampled), dtype=torch.float64)
         self.current, self.old, self.ref, self.kl = zero, zero, zero, zero  # log-probs, and the penalty
@@ -165,16 +166,19 @@ class Critic(nn.Module):
 
 
 def log_distributions(model, row, temperature):
-    """(T, vocabulary) log-probs where each sampled token was drawn."""
-    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()
-    return torch.log_softmax(logits[row.sampled - 1] / temperature, dim=-1)
+    """(T, vocabulary) log-probs where each sampled token was drawn, -inf of what it was not drawn from."""
+    logits = model(input_ids=row.ids, use_cache=False).logits[0].double()[row.sampled - 1] / temperature
+    left_out = torch.tensor(
+        [[kept is not None and i not in kept for i in range(logits.shape[1])] for kept in row.kept_ids]
+    )
+    return torch.log_softmax(logits.masked_fill(left_out, -torch.inf), dim=-1)
 
 
 def log_probs_and_entropy(model, row, temperature):
     """(T,) log-prob of each sampled token given what stood before it, and (T,) entropy there, in nats."""
     log_p = log_distributions(model, row, temperature)
     chosen = log_p[torch.arange(len(row)), row.ids[0, row.sampled]]
-    return chosen, -(log_p.exp() * log_p).sum(dim=-1)
+    return chosen, -(log_p.exp() * log_p.clamp(min=-1e30)).sum(dim=-1)
 
 
 # -- the step ----------------------------------------------------------------------------------------------------
@@ -221,11 +225,11 @@ class PlainTrainer:
             figures |= {f"baseline/{name}": value for name, value in seen if not name.startswith("tool/")}
             rollouts = [r for r in rollouts if r.baseline.sequences]
         rows = [Row(r, s) for r in rollouts for s in reversed(r.sequences) if s.sampled]
-        learned = []
+        learned, filtered = filter_prompts(rows, asked, self.config)
+        figures |= filtered
         warming_up = self.has_critic and self.steps < self.config["trainer"]["critic_warmup"]
         if rows:
             figures |= self.judge(rows) | self.describe(rows)
-            learned = self.filter(rows)
             if self.needs_old_log_probs:
                 figures |= mismatch(rows)
             elif learned and not warming_up:
@@ -362,20 +366,6 @@ class PlainTrainer:
             total_reward(rollout.baseline, weights) if rollout.baseline else 0.0,
             components,
         )
-
-    def filter(self, rows):
-        """Without groups whose scores are all equal, and never more groups than a batch has."""
-        if self.algorithm["zero_variance"] == "keep":
-            return rows
-        if self.algorithm["zero_variance"] is None and not self.algorithm["filter_groups"]["enable"]:
-            return rows
-        scores = defaultdict(list)
-        for row in rows:
-            if row.is_main:
-                scores[row.rollout.uid].append(total_reward(row.rollout, self.config["reward_model"]))
-        spread = [uid for uid, given in scores.items() if not are_equal(given)]
-        kept = spread[: self.config["data"]["train_batch_size"]]
-        return [row for row in rows if row.rollout.uid in kept]
 
     # -- updates -------------------------------------------------------------------------------------------------
 

@@ -279,6 +279,7 @@ def fill(rollout, sequences):
                 mask=[int(run.provenance is Provenance.SAMPLED) for run in runs for _ in run.token_ids],
                 engine_log_probs=[p for run in runs for p in run.log_probs or [0.0] * len(run.token_ids)],
                 turns=[run.turn for run in runs for _ in run.token_ids],
+                kept_ids=[kept for run in runs for kept in run.kept_ids or [None] * len(run.token_ids)],
             )
         )
     if sequences:

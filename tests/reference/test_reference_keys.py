@@ -118,6 +118,8 @@ def test_a_drawn_key_changes_what_is_computed(folder, busy, key):
     settings = BUSY | NEEDS.get(key, {})
     if key in ("algorithm.filter_groups.enable", "algorithm.zero_variance"):
         settings["reward_model.tool_reward_weight"] = 0  # few scores, so that some groups have equal ones
+    if key == "algorithm.filter_groups.metric":
+        settings["reward_model.score_weight"] = 0  # rewards are those of tools alone, of which some groups have none
     for other in settings:
         if settings[other] is None:
             settings[other] = OmegaConf.select(usual, other)

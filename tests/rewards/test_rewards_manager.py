@@ -449,7 +449,10 @@ def test_dapo_takes_the_longest_response_from_the_configuration():
         ({"overlong_buffer_cfg": {"len": 4}}, "from 1 to max_resp_len tokens: 4, None"),
         ({"overlong_buffer_cfg": {"len": 40}, "max_resp_len": 20}, "from 1 to max_resp_len"),
         ({"overlong_buffer_cfg": {"lenn": 4}}, "overlong_buffer_cfg.lenn; did you mean 'len'"),
-        ({"overlong_buffer_cfg": {"len": 4, "penalty_factor": -1}, "max_resp_len": 20}, "penalty_factor at least 0"),
+        (
+            {"overlong_buffer_cfg": {"len": 4, "penalty_factor": -1}, "max_resp_len": 20},
+            "penalty_factor must be a number of at least 0",
+        ),
         ({"overlong": 4}, "'dapo' has no reward_model.reward_kwargs.overlong"),
     ],
 )

@@ -106,8 +106,9 @@ def captured(chunks, limit):
         for chunk in chunks:
             await loop.run_in_executor(None, _write_all, writer, chunk)
         os.close(writer)
-        await capture.ended
-        return capture.take()
+        output = capture.take()
+        capture.close()
+        return output
 
     return asyncio.run(read())
 

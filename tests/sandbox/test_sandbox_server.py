@@ -5,7 +5,6 @@ import base64
 import json
 import signal
 import socket
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,7 +15,7 @@ from fastapi import HTTPException
 from sandbox_fusion import async_client as fusion_async
 from sandbox_fusion import client as fusion
 from sandbox_fusion import models as fusion_models
-from server_stage import PATIENCE, ServerProcess
+from server_stage import PATIENCE, ServerProcess, in_background
 
 from etude.cli.main import run as run_command
 from etude.cli.sandbox import sandbox as sandbox_command
@@ -470,13 +469,6 @@ async def test_a_client_that_sends_slowly_is_not_waited_for(monkeypatch):
     with pytest.raises(HTTPException) as raised:
         await middleware.BodyLimit(reads_all, 1 << 20)({"type": "http", "headers": []}, slow, None)
     assert raised.value.status_code == 408
-
-
-def in_background(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
 
 
 @pytest.mark.parametrize("signum", [signal.SIGTERM, signal.SIGINT])

@@ -4,13 +4,12 @@ import asyncio
 import contextlib
 import re
 import socket
-import threading
 from pathlib import Path
 
 import psutil
 import pytest
 import uvicorn
-from server_stage import PATIENCE, ServerProcess
+from server_stage import PATIENCE, ServerProcess, in_background
 
 from etude.sandbox.service import ANSWER_BYTES
 from etude.sandbox.serving import limited_protocol, listen
@@ -22,13 +21,6 @@ pytestmark = pytest.mark.usefixtures("isolation")
 def server():
     with ServerProcess("--workers", "2", "--max-run-seconds", "60", "--memory-mb", "1024") as process:
         yield process
-
-
-def in_background(function):
-    results = []
-    thread = threading.Thread(target=lambda: results.append(function()))
-    thread.start()
-    return thread, results
 
 
 def peak_memory(server):

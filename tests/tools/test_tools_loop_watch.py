@@ -23,7 +23,6 @@ PATIENCE = 30.0  # seconds: for what takes a fraction of one, on a machine that 
 def quick(monkeypatch):
     monkeypatch.setattr(loop_watch, "STALL_SECONDS", 0.06)
     monkeypatch.setattr(loop_watch, "TICK_SECONDS", 0.02)
-    monkeypatch.setattr(loop_watch, "LINGER_SECONDS", 0.1)
     monkeypatch.setattr(LoopWatch, "_warned", set())
 
 

@@ -3,7 +3,10 @@
 import pytest
 from house_stage import ROLLOUT, metrics
 
+from etude.errors import ConfigError
 from etude.events import Notice
+from etude.inference import ENGINES
+from etude.inference.native import NativeEngine
 from etude.trainer.correction import MismatchAlarm
 from etude.trainer.run import train
 
@@ -83,3 +86,27 @@ def test_the_temperature_is_the_same_on_both_sides(tiny, tmp_path):
         (record,) = metrics(run)
         assert record["rollout_corr/log_prob_diff_max"] < 1e-3
         assert record["rollout_corr/eff_sample_size"] == pytest.approx(1, abs=1e-6)
+
+
+@pytest.mark.parametrize("restriction", [f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"])
+@pytest.mark.parametrize("epochs", [1, 2])
+def test_the_trainer_renormalises_over_what_top_p_and_top_k_kept(tiny, tmp_path, restriction, epochs):
+    settings = ("trainer.total_training_steps=2", restriction, f"actor_rollout_ref.actor.ppo_epochs={epochs}")
+    hot = f"{ROLLOUT}.temperature=1.5"  # so that they cut something off
+    train(tiny.config(tmp_path, *settings, hot, "actor_rollout_ref.actor.use_kl_loss=true"))
+    for record in metrics(tmp_path):
+        assert record["rollout_corr/log_prob_diff_max"] < 1e-5
+        assert record["rollout_corr/rollout_ppl"] > 1.0001
+        if epochs == 1:
+            assert record["actor/kl_loss"] < 1e-5 or record["step"] > 1  # the reference renormalises, too
+
+
+def test_an_engine_that_does_not_return_what_it_kept_cannot_be_trained_with(tiny, tmp_path):
+    @ENGINES.register("keeps_no_ids")
+    class Engine(NativeEngine):
+        returns_kept_ids = False
+
+    for restriction in ("top_p=0.9", "top_k=5"):
+        config = tiny.config(tmp_path, f"{ROLLOUT}.name=keeps_no_ids", f"{ROLLOUT}.{restriction}")
+        with pytest.raises(ConfigError, match=f"^{ROLLOUT}.{restriction}: {ROLLOUT}.name=keeps_no_ids does not return"):
+            train(config)

@@ -1,20 +1,23 @@
 """Credit for rollouts however many sequences they left, and the columns that are read off rollouts for it."""
 
-from itertools import pairwise
+import itertools
 
 import numpy as np
 import pytest
 import torch
+from house_stage import metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from etude.agents import Rollout, to_batch
 from etude.algorithms import ADVANTAGE_ESTIMATORS
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
 from etude.options import RewardOptions
 from etude.protocol import object_array
 from etude.trainer.columns import observations, read_column, reward_components, turn_numbers
 from etude.trainer.rollouts import place_scores
+from etude.trainer.run import train
 from etude.trainer.sequences import expand_sequences, sequence_advantages, sequence_scores
 from etude.trajectory import Provenance, Rewards, Trajectory
 
@@ -22,8 +25,8 @@ OWN = {"gdpo": {"gdpo_reward_keys": ("step", "score", "format")}}
 JUDGES = [name for name in ADVANTAGE_ESTIMATORS.names() if not ADVANTAGE_ESTIMATORS.get(name).episodes]
 
 
-def sequence(prompt, runs, first):
-    """Runs of (is sampled, ids); a sampled one is a turn. Every id of a batch is another one, from `first`."""
+def sequence(prompt, runs):
+    """Runs of (is sampled, ids); a sampled one is a turn."""
     made = Trajectory("r", list(prompt))
     for sampled, ids in runs:
         made.append(
@@ -43,8 +46,8 @@ def batch_of(drawn, cuts):
             token += length + 1
         runs.pop()
         starts = [0, *(2 * turn for turn in sorted(cut) if turn < len(lengths)), len(runs)]
-        parts = [runs[a:b] for a, b in pairwise(starts) if a < b]
-        sequences = [sequence([0], part, 0) for part in parts]
+        parts = [runs[a:b] for a, b in itertools.pairwise(starts) if a < b]
+        sequences = [sequence([0], part) for part in parts]
         before = sum(s.assistant_turns for s in sequences[:-1])
         steps = [(turn - before, "tool", 0.5) for turn in paid if before <= turn < len(lengths)]
         sequences[-1].rewards = Rewards(steps=steps, score=score, score_info={"format": score**2})
@@ -102,30 +105,29 @@ def test_turns_of_later_sequences_come_later():
     ids = sorted(turns)[:4]
     assert [turns[i] for i in ids] == sorted(turns[i] for i in ids)
     assert len({turns[i] for i in ids}) == 3
-    assert turn_numbers(sequence([0], [(True, [1, 2]), (False, [3]), (True, [4])], 0)) == [0, 0, 1, 1]
+    assert turn_numbers(sequence([0], [(True, [1, 2]), (False, [3]), (True, [4])])) == [0, 0, 1, 1]
 
 
 def test_observations_are_equal_where_what_was_answered_is():
-    made = sequence(
-        [7, 8], [(True, [1, 2]), (False, [3]), (True, [4]), (False, [3]), (True, [5, 6]), (False, [9]), (True, [2])], 0
-    )
-    other = sequence([7, 8], [(False, [3]), (True, [1])], 0)
+    seen, again = (False, [3]), (True, [4])
+    made = sequence([7, 8], [(True, [1, 2]), seen, again, seen, (True, [5, 6]), (False, [9]), (True, [2])])
+    other = sequence([7, 8], [seen, (True, [1])])
     one, two, three, four = (observations(made)[place] for place in (0, 3, 5, 8))
     assert two == three
     assert len({one, two, four, observations(other)[1]}) == 4
-    assert observations(sequence([7, 8], [(True, [9])], 0)) == [one]
+    assert observations(sequence([7, 8], [(True, [9])])) == [one]
     assert observations(made)[:2] == [one, one]
 
 
 def test_observations_with_images_are_refused():
-    made = sequence([1], [(True, [1]), (False, [2]), (True, [3])], 0)
+    made = sequence([1], [(True, [1]), (False, [2]), (True, [3])])
     made.images = ["a picture"]
     with pytest.raises(DataError, match="rollout of several turns has images"):
         observations(made)
 
 
 def test_components_are_the_sources_and_what_the_scorer_returned():
-    one, two = sequence([0], [(True, [1])], 0), sequence([0], [(True, [2])], 0)
+    one, two = sequence([0], [(True, [1])]), sequence([0], [(True, [2])])
     one.rewards = Rewards(
         [(0, "t", 0.5), (0, "t", 0.25)], {"saw": 2.0}, 1.5, {"format": True, "note": "text", "acc": 0.5}
     )
@@ -139,3 +141,31 @@ def test_components_are_the_sources_and_what_the_scorer_returned():
     scores = sequence_scores(batch, episodes=False)
     with pytest.raises(ConfigError, match="scored without 'fromat'; did you mean 'format'"):
         sequence_advantages("gdpo", batch, scores, gdpo_reward_keys=["fromat"])
+
+
+SCORES = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    even = sum(solution_str.count(digit) for digit in "02468")
+    return {"score": even / 8, "even": even % 3, "length": len(solution_str) / 100}
+"""
+
+
+def test_components_of_the_scorers_dict_reach_the_estimator(tiny, tmp_path):
+    (tmp_path / "scores.py").write_text(SCORES)
+    keys = ("algorithm.gdpo_reward_keys=[even,length]", "algorithm.gdpo_reward_weights=[1,0.5]")
+    run = (f"custom_reward_function.path={tmp_path}/scores.py", "trainer.total_training_steps=1")
+    train(tiny.config(tmp_path, "algorithm.adv_estimator=gdpo", *keys, *run))
+    (figures,) = (record for record in metrics(tmp_path) if record["step"] == 1)
+    groups, worth, tokens = {}, [], []
+    for record in read_rollouts(tmp_path / "rollouts" / "1.jsonl"):
+        groups.setdefault(record["uid"], []).append(record)
+    for group in groups.values():
+        parts = torch.tensor([[each["rewards"]["score_info"][key] for key in ("even", "length")] for each in group])
+        centred = (parts - parts.mean(dim=0)) / (parts.std(dim=0) + 1e-6)
+        worth += (centred * torch.tensor([1.0, 0.5])).sum(dim=1).tolist()
+        tokens += [sum(len(s["token_ids"]) for s in each["segments"] if s["provenance"] == "sampled") for each in group]
+    every = torch.tensor(worth).repeat_interleave(torch.tensor(tokens))
+    assert float(every.std()) > 0.1
+    white = (every - every.mean()) / every.std()
+    assert figures["critic/advantages/max"] == pytest.approx(float(white.max()), abs=1e-3)
+    assert figures["critic/advantages/min"] == pytest.approx(float(white.min()), abs=1e-3)

@@ -65,9 +65,9 @@ def test_a_wrong_setting_is_one_line(refused, override):
 
 
 def test_settings_that_do_not_go_together_are_one_line(refused):
-    bypass = "algorithm.rollout_correction.bypass_mode=true"
-    for restriction in (f"{ROLLOUT}.top_p=0.9", f"{ROLLOUT}.top_k=5"):
-        assert "bypass_mode=true (command line): needs rollout.top_p=1 and top_k=-1" in refused(bypass, restriction)
+    correction = "algorithm.rollout_correction"
+    line = refused(f"{correction}.bypass_mode=true", f"{correction}.rollout_is=token")
+    assert f"{correction}.rollout_is=token (command line): with bypass_mode=true the loss's own ratio" in line
 
 
 def test_an_unknown_logger_is_one_line(tiny, tmp_path, capsys):

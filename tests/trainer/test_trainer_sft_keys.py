@@ -15,12 +15,14 @@ from test_trainer_sft import arguments
 
 from etude.config import compose
 from etude.data.files import write_parquet
+from etude.dumps import rollout_record, write_rollouts
 from etude.errors import EtudeError
 from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
 from etude.options import SFTOptions, declarations
 from etude.options.validate import value_of
 from etude.trainer.run import fine_tune
 from etude.trainer.sft import SFTTrainer
+from etude.trajectory import Provenance, StopReason, Trajectory
 
 FUNCTION = '''
 from etude.tools import function_tool
@@ -44,6 +46,8 @@ def stage(tiny, tmp_path_factory):
     write_parquet([by_heart(n % 2) for n in range(8)], folder / "rows.parquet")
     write_parquet([by_heart(0) for _ in range(8)], folder / "other.parquet")
     (folder / "look.py").write_text(FUNCTION)
+    rolled = [rolled_out(uid, number, score) for uid in "ab" for number, score in enumerate((0.0, 0.5, 1.0, 1.5))]
+    write_rollouts(folder, 1, rolled)
     trials = f"{tiny.folder}/data/val.parquet"
 
     def settings(given, run):
@@ -68,6 +72,14 @@ def stage(tiny, tmp_path_factory):
     return left
 
 
+def rolled_out(uid, number, score):
+    made = Trajectory(f"{uid}{number}", [ord(uid), 40, 41])
+    made.append([50 + number, 60, 70 + number], Provenance.SAMPLED, log_probs=[0.0] * 3)
+    made.stop_reason = StopReason.COMPLETED
+    return rollout_record(made, {"uid": uid}, step=1, input="", output="", score=score)
+
+
+DUMP = "data.train_files={folder}/1.jsonl"
 LINEAR = "optim.lr_scheduler_type=linear"
 TRIAL = (
     "target_success.data_files={trials}",
@@ -82,6 +94,10 @@ MOVED = {
     "data.train_batch_size": (3, ()),
     "data.max_length": (20, ()),
     "data.shuffle": ("false", ()),
+    "data.min_score": (0.6, (DUMP,)),
+    "data.max_per_prompt": (1, (DUMP,)),
+    "loss.name": ("dpo", (DUMP,)),
+    "loss.beta": (2.0, (DUMP, "loss.name=dpo")),
     "data.seed": (5, ()),
     "data.apply_chat_template_kwargs": ("{{loud:true}}", ()),
     "model.path": ("{folder}/other", ()),

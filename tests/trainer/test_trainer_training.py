@@ -12,6 +12,7 @@ from etude.cli.main import cli
 from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
 from etude.dumps import read_rollouts, trajectory_from_record
+from etude.errors import DataError
 from etude.rewards import TrajectoryScorer
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
@@ -242,6 +243,46 @@ def test_a_batch_without_any_spread_is_a_step_without_an_update(tiny, tmp_path):
     assert steps(tmp_path) == [1, 2]
     assert same(weights(tmp_path, 2), load_file(tiny.model / "model.safetensors"))
     assert metrics(tmp_path)[0]["training/filter_groups/kept"] == 0
+
+
+FILTERED = ("trainer.total_training_steps=1", "algorithm.filter_groups.enable=true")
+
+
+def filtered(folder):
+    (record,) = metrics(folder)
+    return {name.rpartition("/")[2]: value for name, value in record.items() if "filter_groups" in name}
+
+
+def test_refills_end_at_their_bound_and_what_they_lacked_is_counted(tiny, tmp_path):
+    (tmp_path / "flat.py").write_text("def compute_score(**kwargs):\n    return 1.0\n")
+    flat = f"custom_reward_function.path={tmp_path}/flat.py"
+    train(tiny.config(tmp_path / "run", *FILTERED, flat, "algorithm.filter_groups.max_num_gen_batches=3"))
+    left_out = {"evicted_samples": 6, "discarded_surplus_samples": 0, "missing_samples": 2}
+    assert filtered(tmp_path / "run") == {"num_gen_batches": 3, "kept": 0, **left_out}
+
+
+SCORER = """
+def compute_score(solution_str, **kwargs):
+    return {"score": float(len(solution_str)), "acc": 1.0}
+"""
+
+
+@pytest.mark.parametrize("metric", ["reward", "acc"])
+def test_groups_are_told_apart_by_the_chosen_number(tiny, tmp_path, metric):
+    """Scores that all differ, and one number that never does."""
+    (tmp_path / "long.py").write_text(SCORER)
+    scorer = f"custom_reward_function.path={tmp_path}/long.py"
+    train(tiny.config(tmp_path / "run", *FILTERED, scorer, f"algorithm.filter_groups.metric={metric}"))
+    assert filtered(tmp_path / "run")["evicted_samples"] == (2 if metric == "acc" else 0)
+
+
+def test_a_number_that_the_scorer_does_not_report_is_an_error_that_names_those_it_does(tiny, tmp_path):
+    (tmp_path / "long.py").write_text(SCORER)
+    scorer = f"custom_reward_function.path={tmp_path}/long.py"
+    with pytest.raises(
+        DataError, match=r"metric=acuracy: the scorer reports no such number .*known: reward, score, acc"
+    ):
+        train(tiny.config(tmp_path / "run", *FILTERED, scorer, "algorithm.filter_groups.metric=acuracy"))
 
 
 @pytest.mark.parametrize("limit", ["data.max_response_length=12", f"{ROLLOUT}.max_model_len=64"])

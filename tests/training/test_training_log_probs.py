@@ -5,6 +5,7 @@ import torch
 from torch.distributions import Categorical
 
 from etude.training import log_probs, token_log_probs
+from etude.training.log_probs import Support
 
 TOKENS, HIDDEN, VOCAB = 11, 6, 23
 
@@ -46,6 +47,40 @@ def test_chunks_equal_the_whole(inputs, monkeypatch, temperature, recompute, ent
 
     ours = values_and_gradients(chunked, hidden, weight, bias, entropy_weight)
     expected = values_and_gradients(plain, hidden, weight, bias, entropy_weight)
+    for a, b in zip(ours, expected):
+        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("entropy_weight", [0.0, 0.7])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_distributions_are_renormalised_over_their_support(inputs, monkeypatch, recompute, entropy_weight, chunk):
+    hidden, weight, bias, labels = inputs
+    if recompute:
+        monkeypatch.setattr(log_probs, "_KEEP", 0)
+    generator = torch.Generator().manual_seed(1)
+    kept = torch.rand(TOKENS, VOCAB, generator=generator) < 0.3
+    kept[torch.arange(TOKENS), labels] = True
+    kept[3] = False
+    kept[3, labels[3]] = True  # the only one
+    given = [row.nonzero().squeeze(1) for row in kept]
+    given[5], kept[5] = given[5][:0], True  # none given: all
+    offsets = [0, *torch.tensor([len(ids) for ids in given]).cumsum(0).tolist()]
+    support = Support(offsets, torch.cat(given))
+
+    def chunked(h, w, b):
+        asks = entropy_weight != 0
+        return token_log_probs(h, w, labels, bias=b, temperature=0.7, entropy_grad=asks, support=support, chunk=chunk)
+
+    def plain(h, w, b):
+        logits = ((h @ w.T + b) / 0.7).masked_fill(~kept, -torch.inf)
+        logs = logits.log_softmax(dim=-1)
+        entropy = -(logs.exp() * logs.masked_fill(~kept, 0.0)).sum(dim=-1)
+        return logs.gather(1, labels[:, None]).squeeze(1), entropy
+
+    ours = values_and_gradients(chunked, hidden, weight, bias, entropy_weight)
+    expected = values_and_gradients(plain, hidden, weight, bias, entropy_weight)
+    assert ours[0][3] == 0
     for a, b in zip(ours, expected):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 

@@ -1,6 +1,7 @@
 """The packed policy engine against an unpadded forward a row, through eager attention: values, gradients, cuts, masks."""
 
 import copy
+from array import array
 
 import pytest
 import torch
@@ -10,9 +11,10 @@ from etude.algorithms import LOSS_AGG_MODES, agg_loss, kl_penalty, policy_loss
 from etude.errors import ConfigError, DataError
 from etude.metrics import finish_metrics
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer
-from etude.protocol import DataProto
+from etude.protocol import DataProto, object_array
 from etude.training import OptimizerSet, OptimOptions, PolicyEngine
 from etude.training.packing import needed_tokens, pack
+from etude.trajectory import KEPT_IDS
 
 EVERYTHING = 10_000
 CPU = torch.device("cpu")
@@ -44,10 +46,27 @@ def reference_log_probs(model, batch, row_ids, temperature):
         ids, prompt = row_ids(i)
         logits = model(input_ids=ids[None]).logits[0] / temperature
         for column in mask[i].nonzero().flatten().tolist():
-            distribution = Categorical(logits=logits[prompt + column - 1])
+            given = logits[prompt + column - 1]
+            if KEPT_IDS in batch.non_tensor_batch and (kept := batch.non_tensor_batch[KEPT_IDS][i][column]):
+                left_out = torch.ones(len(given), dtype=torch.bool)
+                left_out[list(kept)] = False
+                given = given.masked_fill(left_out, -torch.inf)
+            distribution = Categorical(logits=given)
             log_probs[i, column] = distribution.log_prob(ids[prompt + column])
             entropies[i, column] = distribution.entropy()
     return log_probs, entropies
+
+
+def restrict(batch):
+    """`batch` as an engine with top-k or top-p leaves it: a token in four was drawn without them."""
+    generator, mask = torch.Generator().manual_seed(3), batch.batch["response_mask"]
+    width, labels = mask.shape[1], batch.batch["input_ids"][:, -mask.shape[1] :]
+    kept = object_array([()] * len(batch))
+    for i in mask.any(dim=1).nonzero().flatten().tolist():
+        drawn = [{*torch.randint(0, 97, (9,), generator=generator).tolist(), int(labels[i, c])} for c in range(width)]
+        kept[i] = tuple(array("i", sorted(ids)) if mask[i, c] and c % 4 else None for c, ids in enumerate(drawn))
+    batch.non_tensor_batch[KEPT_IDS] = kept
+    return batch
 
 
 def objective(mode="token-mean", seen=None):
@@ -88,9 +107,11 @@ def assert_same_bits(one, other):
     assert one[1] == other[1]
 
 
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("max_tokens", [1, 20, EVERYTHING])
-def test_log_probs_are_those_of_unpadded_rows(model, batch, row_ids, temperature, max_tokens):
+def test_log_probs_are_those_of_unpadded_rows(model, batch, row_ids, temperature, max_tokens, restricted):
+    batch = restrict(batch) if restricted else batch
     with torch.no_grad():
         expected = reference_log_probs(eager(model), batch, row_ids, temperature)
     engine = PolicyEngine(model, max_tokens=max_tokens)
@@ -128,8 +149,10 @@ def test_sums_of_squares_are_those_of_unpadded_rows(batch, row_ids, architecture
     assert torch.equal(log_probs, engine.log_probs(batch, 0.7)[0])
 
 
+@pytest.mark.parametrize("restricted", [False, True])
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
-def test_gradients_are_those_of_unpadded_rows(model, batch, row_ids, mode):
+def test_gradients_are_those_of_unpadded_rows(model, batch, row_ids, mode, restricted):
+    batch = restrict(batch) if restricted else batch
     reference = eager(model)
     log_probs, entropy = reference_log_probs(reference, batch, row_ids, 0.8)
     columns = batch.batch

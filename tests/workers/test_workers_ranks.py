@@ -1,6 +1,7 @@
 """One, two and three ranks make the same gradients, weights and figures of the same batch."""
 
 import typing
+from dataclasses import replace
 from multiprocessing import get_context
 
 import pytest
@@ -10,6 +11,7 @@ from workers_stage import roles, save_model
 
 from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
+from etude.options import RolloutCorrectionOptions
 from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
 from etude.trainer.minibatches import update_batches
 from etude.workers import CriticWorker, TrainWorker
@@ -75,6 +77,32 @@ def test_ranks_make_one_update_of_the_critic(monkeypatch, critics, mode):
     figures, _, _ = agree(monkeypatch, critics, uneven_batch(), loss_agg_mode=mode, ppo_mini_batch_size=2)
     assert figures["critic/optimizer_steps"] == 3
     assert figures["critic/vf_loss"] > 0
+
+
+CORRECTIONS = {
+    "weights": {},
+    "off-policy mask": {"off_policy_mask_threshold": 0.05},
+    "bypass": {"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+    "bypass, reinforce": {"bypass_mode": True, "rollout_is": "sequence", "rollout_is_threshold": "0.7_1.5"},
+}
+
+
+@pytest.mark.parametrize("which", CORRECTIONS)
+def test_ranks_make_one_update_with_every_correction(monkeypatch, actors, which):
+    batch = uneven_batch()
+    batch.meta_info["compare_rollout"] = True
+    batch.batch["rollout_log_probs"] += 0.5 * batch.batch["response_mask"]  # about what the policy's are
+    if which == "weights":
+        batch.batch["rollout_is_weights"] = torch.rand(batch.batch["advantages"].shape).double()
+    correction = RolloutCorrectionOptions(**CORRECTIONS[which])
+    for world in actors:
+        monkeypatch.setattr(world, "options", replace(world.options, correction=correction))
+    loss = "reinforce" if "reinforce" in which else "vanilla"
+    figures, _, _ = agree(monkeypatch, actors, batch, ppo_mini_batch_size=2, policy_loss=PolicyLossOptions(loss))
+    assert figures["rollout_corr/eff_sample_size"] < 1
+    share = {"off-policy mask": "off_policy_masked_fraction", "bypass": "rollout_rs_masked_fraction"}.get(which)
+    if share or "reinforce" in which:
+        assert 0 < figures[f"rollout_corr/{share or 'rollout_is_oob_ratio'}"] < 1
 
 
 def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, actors):

@@ -1,7 +1,6 @@
 """An update of the actor against TRL 1.16's GRPOTrainer, on the frozen trajectories of `record_trl_grpo.py`."""
 
 import json
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
@@ -12,7 +11,7 @@ from record_trl_grpo import PROMPT, WIDTH, batch, log_probs, model, norm_in_floa
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from etude.metrics import add_metrics, finish_metrics
-from etude.options import ActorOptions, OptimOptions
+from etude.options import ActorOptions, OptimOptions, RolloutCorrectionOptions
 from etude.options.training import PolicyLossOptions
 from etude.protocol import DataProto, object_array
 from etude.trainer.minibatches import update_batches
@@ -63,7 +62,9 @@ class Recorder(OptimizerSet):
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_loss_and_gradients_are_trls(recorded, ranks):
     options, columns = options_of(recorded["given"]), batch()
-    worker = SimpleNamespace(options=SimpleNamespace(actor=options, rollout=SimpleNamespace(response_length=WIDTH)))
+    worker = object.__new__(TrainWorker)  # without a model of its own
+    lengths, correction = SimpleNamespace(response_length=WIDTH), RolloutCorrectionOptions()
+    worker.options = SimpleNamespace(actor=options, rollout=lengths, correction=correction)
     with mock.patch.object(Qwen3RMSNorm, "forward", norm_in_float64):
         policy = model()
         with torch.no_grad():
@@ -76,6 +77,7 @@ def test_loss_and_gradients_are_trls(recorded, ranks):
                 "response_mask": mask,
                 "advantages": columns["advantages"][:, None] * mask,
                 "old_log_probs": current + columns["old_shift"],
+                "rollout_log_probs": current,
                 "ref_log_prob": current + columns["ref_shift"],
                 "uid": object_array(["one prompt"] * len(mask)),
             },
@@ -87,7 +89,7 @@ def test_loss_and_gradients_are_trls(recorded, ranks):
         for part in parts:
             optimizer = Recorder(policy, OptimOptions(), None)
             engine = PolicyEngine(policy, max_tokens=options.ppo_max_token_len_per_gpu, optimizer=optimizer)
-            figures.append(engine.update(part, partial(TrainWorker._loss, worker), 1.0, False, options.aggregation))
+            figures.append(engine.update(part, worker._loss, 1.0, False, options.aggregation))
             gradients.append(optimizer.gradients)
     assert finish_metrics(add_metrics(figures))["loss"] == pytest.approx(recorded["loss"], rel=1e-6, abs=1e-7)
     names = [name for name, _ in policy.named_parameters()]

@@ -19,7 +19,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -61,6 +61,29 @@ class Environment:
         """The tools of an `Env`'s manager, including those that it created itself."""
         return self.target.tool_manager.all_tools if isinstance(self.target, Env) else {}
 
+    async def call(self, method: str, function: Any, *args: Any, limited: bool = True, **kwargs: Any) -> Any:
+        """The user's method's return value: awaited, or from a thread, within `timeout`.
+
+        Raises:
+            InfrastructureError: it raised one, or timed out.
+            EtudeError: it raised anything else.
+        """
+        try:
+            if not inspect.iscoroutinefunction(function):
+                return await within(self.timeout, _threads.run, function, *args, **kwargs)
+            return await (within(self.timeout, function, *args, **kwargs) if limited else function(*args, **kwargs))
+        except Exception as error:
+            line = f"environment '{self.name}': {method} failed: {describe_error(error)}"
+            if is_infrastructure(error):
+                raise InfrastructureError(line) from error
+            if isinstance(error, EtudeError):
+                raise
+            raise EtudeError(line) from error
+
+    def wrong(self, rule: str, what: str) -> EtudeError:
+        """The error for a method that does not keep to `rule`."""
+        return EtudeError(f"environment '{self.name}': {rule}: {what}")
+
 
 @dataclass(frozen=True)
 class Observed:
@@ -70,18 +93,6 @@ class Observed:
     over: bool
     reward: Any = None
     metrics: Mapping[str, Any] = field(default_factory=dict)
-
-
-class Stage(Protocol):
-    """One trajectory's side of an environment."""
-
-    async def begin(self, data: Conversation, row: dict[str, Any]) -> str: ...
-
-    async def step(self, data: Conversation, text: str) -> Observed: ...
-
-    async def score(self, data: Conversation, row: dict[str, Any]) -> float | None: ...
-
-    async def close(self) -> None: ...
 
 
 @register("env_agent")
@@ -100,7 +111,8 @@ class EnvAgentLoop(ToolAgentLoop):
         environment = self.context.environment
         if environment is None:
             raise EtudeError("the agent loop 'env_agent' needs actor_rollout_ref.env.name")
-        self._stage: Stage = _stage_of(self, environment)
+        env = environment.target
+        self._stage = EnvStage(self, environment, env) if isinstance(env, Env) else TextStage(self, environment)
         try:
             if greeting := await self._stage.begin(data, row):
                 append_to_last_user(data.trajectory.messages, self.chat.disarm(greeting))
@@ -181,12 +193,12 @@ class EnvStage:
             record(data.trajectory, outcome, outcome.response.text or "")
         reward = None
         if self._env.use_process_reward:
-            rewards = await _called(self._environment, "get_step_reward", self._env.get_step_reward, [text])
+            rewards = await self._environment.call("get_step_reward", self._env.get_step_reward, [text])
             try:
                 reward = rewards[0]
             except (TypeError, LookupError) as error:
-                raise _wrong(
-                    self._environment, "get_step_reward must return one reward a response", one_line(error)
+                raise self._environment.wrong(
+                    "get_step_reward must return one reward a response", one_line(error)
                 ) from error
         return Observed([] if over else self._loop.as_messages(observation, text), over, reward)
 
@@ -204,13 +216,12 @@ class EnvStage:
     async def _batch(self, asked: Sequence[tuple[str, Turn]], step: Any, *, limited: bool) -> list[tuple[Any, bool]]:
         texts, turns = [text for text, _ in asked], [turn for _, turn in asked]
         with bound(turns):
-            returned = await _called(self._environment, "step", step, texts, self._loop.tokenizer, limited=limited)
+            returned = await self._environment.call("step", step, texts, self._loop.tokenizer, limited=limited)
         try:
             observations, dones, _, _ = returned
             return [(observation, bool(done)) for _, observation, done in zip(texts, observations, dones, strict=True)]
         except (TypeError, ValueError) as error:
-            raise _wrong(
-                self._environment,
+            raise self._environment.wrong(
                 "step must return next_obs, dones, valid_action, is_tool, each with one entry a response",
                 one_line(error),
             ) from error
@@ -219,8 +230,8 @@ class EnvStage:
         """The environment's final score, if it has rules for one."""
         if not self._env.scores:
             return None
-        return await _called(
-            self._environment, "compute_score", environment_score, self._env, data.trajectory, row, self._loop.tokenizer
+        return await self._environment.call(
+            "compute_score", environment_score, self._env, data.trajectory, row, self._loop.tokenizer
         )
 
     async def close(self) -> None:
@@ -240,14 +251,13 @@ class TextStage:
         """Creates the environment and resets it; returns its first observation."""
         data.tool_schemas = []
         make: Any = self._environment.target
-        self._env = await _called(self._environment, "__init__", make)
+        self._env = await self._environment.call("__init__", make)
         options = dict(row.get("extra_info") or {})
-        returned = await _called(
-            self._environment, "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
+        returned = await self._environment.call(
+            "reset", self._env.reset, seed=environment_seed(data.sampling.seed), options=options
         )
         if not (isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[0], str)):
-            raise _wrong(
-                self._environment,
+            raise self._environment.wrong(
                 "reset must return (observation, info), the observation a text",
                 f"got {returned!r:.200}",
             )
@@ -255,13 +265,13 @@ class TextStage:
 
     async def step(self, data: Conversation, text: str) -> Observed:
         """One step."""
-        returned = await _called(self._environment, "step", self._env.step, text)
+        returned = await self._environment.call("step", self._env.step, text)
         try:
             observation, reward, terminated, truncated, info = returned
             figures = dict(info or {})
         except (TypeError, ValueError) as error:
-            raise _wrong(
-                self._environment, "step must return observation, reward, terminated, truncated, info", one_line(error)
+            raise self._environment.wrong(
+                "step must return observation, reward, terminated, truncated, info", one_line(error)
             ) from error
         over = bool(terminated or truncated)
         return Observed([] if over else self._loop.as_messages(observation, text), over, reward, figures)
@@ -275,7 +285,7 @@ class TextStage:
         closing = getattr(self._env, "close", None)
         if closing is not None:
             try:
-                await _called(self._environment, "close", closing)
+                await self._environment.call("close", closing)
             except EtudeError as error:
                 logger.warning("%s", error)
 
@@ -284,39 +294,6 @@ def _steps_itself(env: Env) -> bool:
     """Whether the user's class overrides part of a step's tool execution, which then runs in a thread and in batches."""
     manager = type(env.tool_manager)
     return type(env).step is not Env.step or manager.execute_actions is not ToolManager.execute_actions
-
-
-def _wrong(environment: Environment, rule: str, what: str) -> EtudeError:
-    return EtudeError(f"environment '{environment.name}': {rule}: {what}")
-
-
-def _stage_of(loop: EnvAgentLoop, environment: Environment) -> Stage:
-    target = environment.target
-    return EnvStage(loop, environment, target) if isinstance(target, Env) else TextStage(loop, environment)
-
-
-async def _called(
-    environment: Environment, method: str, function: Any, *args: Any, limited: bool = True, **kwargs: Any
-) -> Any:
-    """The user's method's return value: awaited, or from a thread, within `timeout`.
-
-    Raises:
-        InfrastructureError: it raised one, or timed out.
-        EtudeError: it raised anything else.
-    """
-    try:
-        if inspect.iscoroutinefunction(function):
-            return await (
-                within(environment.timeout, function, *args, **kwargs) if limited else function(*args, **kwargs)
-            )
-        return await within(environment.timeout, _threads.run, function, *args, **kwargs)
-    except Exception as error:
-        line = f"environment '{environment.name}': {method} failed: {describe_error(error)}"
-        if is_infrastructure(error):
-            raise InfrastructureError(line) from error
-        if isinstance(error, EtudeError):
-            raise
-        raise EtudeError(line) from error
 
 
 def environment_score(env: Env, trajectory: Trajectory, row: Mapping[str, Any], tokenizer: Any) -> float:

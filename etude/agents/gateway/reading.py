@@ -80,7 +80,9 @@ async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bo
 
 
 def _cut(output: TokenOutput, kept: int) -> TokenOutput:
-    return TokenOutput(output.token_ids[:kept], output.log_probs[:kept], "stop", output.weight_versions[:kept])
+    supports = None if output.kept_ids is None else output.kept_ids[:kept]
+    versions = output.weight_versions[:kept]
+    return TokenOutput(output.token_ids[:kept], output.log_probs[:kept], "stop", versions, kept_ids=supports)
 
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str) -> ReadTurn:

@@ -78,7 +78,7 @@ def _enter(host: socket.socket) -> None:
 def _warm_up(settings: Settings) -> None:
     sys.path[:] = [path for path in sys.path if path.startswith(sys.base_prefix)]
     sys.path.extend(settings.search_path)
-    for name in (*_USUAL_MODULES, *settings.preload):
+    for name in _USUAL_MODULES:
         importlib.import_module(name)
     os.environ.clear()
     os.environ.update(settings.environment)

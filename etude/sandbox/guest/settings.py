@@ -32,8 +32,6 @@ class Settings:
     """Appended to `sys.path` of Python programs: third-party libraries."""
     environment: dict[str, str]
     """The whole environment of every program."""
-    preload: tuple[str, ...] = ()
-    """Modules imported once, before the first run."""
 
     def encode(self) -> str:
         """As one command-line argument."""
@@ -43,4 +41,4 @@ class Settings:
     def decode(cls, text: str) -> Settings:
         """The reverse of `encode`."""
         values = json.loads(text)
-        return cls(**{**values, "search_path": tuple(values["search_path"]), "preload": tuple(values["preload"])})
+        return cls(**{**values, "search_path": tuple(values["search_path"])})

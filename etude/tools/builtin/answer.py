@@ -10,11 +10,10 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass, field
 from typing import Any
-from uuid import uuid4
 
 from etude.errors import DataError, ToolError
-from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.schemas import ToolResponse
+from etude.tools.base import StatefulTool, function_schema
 from etude.trace import rollout_trace_op
 
 NO_PROGRESS_REWARD = -0.05  # step reward of a call that does not improve on the last answer
@@ -31,12 +30,8 @@ class AnswerState:
     turn: asyncio.Lock = field(default_factory=asyncio.Lock)
 
 
-class AnswerTool(BaseTool):
+class AnswerTool(StatefulTool[AnswerState]):
     """`create_kwargs`: `ground_truth`, the reference answer (required). A subclass gives `name`, `schema` and `judge`."""
-
-    def __init__(self, config: dict[str, Any], tool_schema: OpenAIFunctionToolSchema | None = None) -> None:
-        super().__init__(config, tool_schema)
-        self._instance_dict: dict[str, AnswerState] = {}
 
     def as_response(self, answer: str) -> str:
         """The normalized form of an answer."""
@@ -46,9 +41,7 @@ class AnswerTool(BaseTool):
         """The score of `response`, from 0.0 to 1.0."""
         raise NotImplementedError
 
-    async def create(
-        self, instance_id: str | None = None, ground_truth: str | None = None, **create_kwargs: Any
-    ) -> tuple[str, ToolResponse]:
+    async def begin(self, ground_truth: str | None = None, **create_kwargs: Any) -> AnswerState:
         """Keeps the reference answer.
 
         Raises:
@@ -56,9 +49,7 @@ class AnswerTool(BaseTool):
         """
         if ground_truth is None:
             raise DataError(f"tools_kwargs.{self.name}.create_kwargs.ground_truth is missing")
-        instance_id = instance_id or str(uuid4())
-        self._instance_dict[instance_id] = AnswerState(str(ground_truth))
-        return instance_id, ToolResponse()
+        return AnswerState(str(ground_truth))
 
     @rollout_trace_op
     async def execute(
@@ -83,10 +74,6 @@ class AnswerTool(BaseTool):
     async def calc_reward(self, instance_id: str, **calc_reward_kwargs: Any) -> float:
         """The score of the last answer; 0.0 without one."""
         return self._instance_dict[instance_id].reward
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the trajectory."""
-        self._instance_dict.pop(instance_id, None)
 
 
 def answer_schema(name: str, description: str, answer: str) -> dict[str, Any]:

@@ -66,7 +66,7 @@ class SandboxFusionOptions(ToolOptions):
     enable_global_rate_limit: bool = True
     rate_limiter_name: str = Field(default="code_interpreter", min_length=1)
     sandbox_fusion_url: str | None = None
-    sandbox_token: str | None = None
+    sandbox_token: str | None = Field(default=None, repr=False)
     memory_limit_mb: int = Field(default=1024, ge=16)
     stateful: bool = False
     isolation: Isolation = Isolation.AUTO

@@ -11,7 +11,6 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 from typing import Any
-from uuid import uuid4
 
 from pydantic import Field
 
@@ -19,7 +18,7 @@ from etude.bounded import BlockingCalls
 from etude.errors import DataError, ToolError
 from etude.options.types import Count, Positive
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.video import VideoLimits, read_frames, require_av, video_seconds
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -115,7 +114,7 @@ class _Clip:
     resolution: int
 
 
-class FrameExtractionTool(BaseTool):
+class FrameExtractionTool(StatefulTool[_Clip]):
     """`create_kwargs`: `video_path` (required), `num_frames` (4) and `resolution` (224: pixels of the longer side)."""
 
     name = "execute_frame_extraction"
@@ -131,17 +130,15 @@ class FrameExtractionTool(BaseTool):
         super().__init__(config, tool_schema)
         self._options = read_options(FrameExtractionOptions, config, self.name)
         self._threads = BlockingCalls("etude-frames", self._options.num_workers)
-        self._instance_dict: dict[str, _Clip] = {}
         require_av()
 
-    async def create(
+    async def begin(
         self,
-        instance_id: str | None = None,
         video_path: str | None = None,
         num_frames: int = 4,
         resolution: int = 224,
         **create_kwargs: Any,
-    ) -> tuple[str, ToolResponse]:
+    ) -> _Clip:
         """Inspects the row's video.
 
         Raises:
@@ -156,9 +153,7 @@ class FrameExtractionTool(BaseTool):
                 f"{self._options.max_resolution}, not {num_frames} and {resolution}"
             )
         seconds = await self._threads.run(video_seconds, video_path, self._options.to_limits())
-        instance_id = instance_id or str(uuid4())
-        self._instance_dict[instance_id] = _Clip(str(video_path), seconds, num_frames, resolution)
-        return instance_id, ToolResponse()
+        return _Clip(str(video_path), seconds, num_frames, resolution)
 
     @rollout_trace_op
     async def execute(
@@ -180,7 +175,7 @@ class FrameExtractionTool(BaseTool):
 
     async def release(self, instance_id: str, **release_kwargs: Any) -> None:
         """Forgets the video and its frames."""
-        self._instance_dict.pop(instance_id, None)
+        await super().release(instance_id)
         FRAMES.forget(trajectory_of(instance_id, self.name))
 
     def _times(self, clip: _Clip, parameters: dict[str, Any]) -> list[float]:

@@ -12,14 +12,13 @@ import math
 import threading
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, ClassVar
-from uuid import uuid4
 
 from etude.bounded import BlockingCalls
 from etude.errors import ConfigError, InfrastructureError, ToolError, one_line
 from etude.options.types import Count
 from etude.registry import import_object
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.frame_extraction import FRAMES, VideoOptions, trajectory_of
 from etude.tools.builtin.video import read_frames, require_av
 from etude.tools.options import read_options
@@ -41,7 +40,7 @@ class FrameModelOptions(VideoOptions):
     num_workers: Count = 1
 
 
-class FrameModelTool(BaseTool):
+class FrameModelTool(StatefulTool[dict[str, Any]]):
     """Runs the model on one frame and reports its output.
 
     `config.model` is `path/to/file.py:name` or `package.module.name`: a function, or a class that is constructed
@@ -73,15 +72,10 @@ class FrameModelTool(BaseTool):
         self._model: Any = None
         self._loading = threading.Lock()
         self._threads = BlockingCalls(f"etude-{self.name}", self._options.num_workers)
-        self._instance_dict: dict[str, dict[str, Any]] = {}
 
-    async def create(
-        self, instance_id: str | None = None, resolution: int = 448, **create_kwargs: Any
-    ) -> tuple[str, ToolResponse]:
+    async def begin(self, resolution: int = 448, **create_kwargs: Any) -> dict[str, Any]:
         """Keeps the row's arguments for the model."""
-        instance_id = instance_id or str(uuid4())
-        self._instance_dict[instance_id] = {"resolution": int(resolution), "arguments": create_kwargs}
-        return instance_id, ToolResponse()
+        return {"resolution": int(resolution), "arguments": create_kwargs}
 
     @rollout_trace_op
     async def execute(
@@ -105,10 +99,6 @@ class FrameModelTool(BaseTool):
             line = f"{type(error).__name__}: {one_line(error)}"
             raise InfrastructureError(f"the model '{self._options.model}' failed: {line}") from error
         return ToolResponse(text=f"Frame {number} at {frame.seconds:.2f} s: {text}"), 0.0, {}
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the row's arguments."""
-        self._instance_dict.pop(instance_id, None)
 
     def asked(self, parameters: Mapping[str, Any]) -> dict[str, Any]:
         """The model's keyword arguments in a call of the policy's; raises ToolError if they are invalid."""

@@ -10,10 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
+import threading
 import weakref
 import zlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import aiohttp
@@ -43,7 +45,7 @@ class JsonService:
         self._connections = connections
         self._max_body_bytes = max_body_bytes
         self._headers = {**_HEADERS, **(headers or {})}
-        self._sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession] = {}  # one; a forked child has its own
+        self._sessions: dict[int, _Session] = {}  # by process: a forked child has its own
         weakref.finalize(self, _close, self._sessions)
 
     async def request(
@@ -94,16 +96,17 @@ class JsonService:
             raise InfrastructureError(f"{self.host} is not reachable: {type(error).__name__}: {line}") from None
 
     async def _fetch(self, method: str, url: str, **details: Any) -> tuple[int, bytes]:
-        loop = asyncio.get_running_loop()
-        if loop not in self._sessions:
-            self._sessions[loop] = aiohttp.ClientSession(
+        process = os.getpid()
+        if process not in self._sessions:
+            session = aiohttp.ClientSession(
                 connector=aiohttp.TCPConnector(limit=self._connections),
                 headers=self._headers,
                 cookie_jar=aiohttp.DummyCookieJar(),
                 auto_decompress=False,
                 trust_env=self._through_proxy,
             )
-        async with self._sessions[loop].request(method, url, allow_redirects=False, **details) as response:
+            self._sessions[process] = _Session(asyncio.get_running_loop(), threading.get_ident(), session)
+        async with self._sessions[process].client.request(method, url, allow_redirects=False, **details) as response:
             return response.status, await self._read(response)
 
     def _check(self, status: int) -> None:
@@ -141,8 +144,18 @@ class JsonService:
         return inflated
 
 
-def _close(sessions: dict[asyncio.AbstractEventLoop, aiohttp.ClientSession]) -> None:
-    session = sessions.get(loop := background_loop("etude-http"))
-    if session is not None:
-        with contextlib.suppress(Exception):  # the process may be about to end
-            asyncio.run_coroutine_threadsafe(session.close(), loop).result(1.0)
+class _Session(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    thread: int
+    client: aiohttp.ClientSession
+
+
+def _close(sessions: dict[int, _Session]) -> None:
+    """Called by the garbage collector, in any thread, or at exit: takes no lock that its caller may hold."""
+    session = sessions.get(os.getpid())
+    if session is None:
+        return
+    with contextlib.suppress(Exception):  # the process may be about to end
+        closing = asyncio.run_coroutine_threadsafe(session.client.close(), session.loop)
+        if threading.get_ident() != session.thread:
+            closing.result(1.0)

@@ -10,13 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Literal
-from uuid import uuid4
 
 from etude.bounded import BlockingCalls
 from etude.errors import DataError
 from etude.options.types import Count
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.images import load_image
 from etude.tools.options import ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -59,7 +58,7 @@ class ImageZoomOptions(ToolOptions):
     num_workers: Count = 4
 
 
-class ImageZoomInTool(BaseTool):
+class ImageZoomInTool(StatefulTool["Image"]):
     """`create_kwargs`: `image` (required), as accepted by `load_image`."""
 
     name = "image_zoom_in_tool"
@@ -74,11 +73,8 @@ class ImageZoomInTool(BaseTool):
         super().__init__(config, tool_schema)
         self._options = read_options(ImageZoomOptions, config, self.name)
         self._threads = BlockingCalls("etude-image-zoom", self._options.num_workers)
-        self._instance_dict: dict[str, Image] = {}
 
-    async def create(
-        self, instance_id: str | None = None, image: Any = None, **create_kwargs: Any
-    ) -> tuple[str, ToolResponse]:
+    async def begin(self, image: Any = None, **create_kwargs: Any) -> Image:
         """Loads the row's image.
 
         Raises:
@@ -86,10 +82,7 @@ class ImageZoomInTool(BaseTool):
         """
         if image is None:
             raise DataError(f"tools_kwargs.{self.name}.create_kwargs.image is missing")
-        instance_id = instance_id or str(uuid4())
-        loaded = await self._threads.run(load_image, image, self._options.max_image_pixels)
-        self._instance_dict[instance_id] = loaded
-        return instance_id, ToolResponse()
+        return await self._threads.run(load_image, image, self._options.max_image_pixels)
 
     @rollout_trace_op
     async def execute(
@@ -113,10 +106,6 @@ class ImageZoomInTool(BaseTool):
         label = " ".join(str(parameters.get("label") or "").split())[:MAX_LABEL_CHARS]
         text = f"Zoomed in on the image to the region {wanted}{f' with label {label}' if label else ''}."
         return ToolResponse(text=text, image=[crop]), 0.0, {"success": True}
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the image."""
-        self._instance_dict.pop(instance_id, None)
 
     def _size_seen(self, size: tuple[int, int]) -> tuple[int, int]:
         """(width, height) of the model's coordinate system."""

@@ -11,14 +11,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
-from uuid import uuid4
 
 from pydantic import Field
 
 from etude.errors import InfrastructureError, ToolError
 from etude.options.types import Count, NonNegative
 from etude.schemas import OpenAIFunctionToolSchema, ToolResponse
-from etude.tools.base import BaseTool, function_schema
+from etude.tools.base import StatefulTool, function_schema
 from etude.tools.builtin.http import JsonService
 from etude.tools.options import CallPolicy, HttpUrl, ToolOptions, read_options
 from etude.trace import rollout_trace_op
@@ -67,7 +66,7 @@ class WebSearchOptions(ToolOptions):
     """
 
     engine: str = "google"
-    api_key: str | None = None
+    api_key: str | None = Field(default=None, repr=False)
     cost: NonNegative = 0.01
     max_results: int = Field(default=5, ge=1, le=50)
     max_query_chars: Count = 500
@@ -93,7 +92,7 @@ class SearchState:
     total_calls: int = 0
 
 
-class WebSearchTool(BaseTool):
+class WebSearchTool(StatefulTool[SearchState]):
     """`execute_kwargs`: `timeout` (seconds per request) and `max_results`; the configuration has the defaults."""
 
     name = "web_search"
@@ -116,13 +115,10 @@ class WebSearchTool(BaseTool):
             headers={options.auth_header: f"{options.auth_prefix}{options.api_key}"} if options.api_key else {},
         )
         self._timeout = CallPolicy.from_config(config, self.name).timeout
-        self._instance_dict: dict[str, SearchState] = {}
 
-    async def create(self, instance_id: str | None = None, **create_kwargs: Any) -> tuple[str, ToolResponse]:
-        """Begins a trajectory without searches."""
-        instance_id = instance_id or str(uuid4())
-        self._instance_dict[instance_id] = SearchState()
-        return instance_id, ToolResponse()
+    async def begin(self, **create_kwargs: Any) -> SearchState:
+        """No searches yet."""
+        return SearchState()
 
     @rollout_trace_op
     async def execute(
@@ -153,10 +149,6 @@ class WebSearchTool(BaseTool):
         state.total_calls += 1
         metrics = {"num_results": len(results), "total_calls": state.total_calls}
         return ToolResponse(text=self._shown(results)), -self._options.cost, metrics
-
-    async def release(self, instance_id: str, **release_kwargs: Any) -> None:
-        """Forgets the trajectory."""
-        self._instance_dict.pop(instance_id, None)
 
     def _results(self, answer: Any) -> list[dict[str, Any]]:
         for key in filter(None, self._options.results.split(".")):

@@ -198,7 +198,7 @@ async def test_connections_are_shared_and_closed_with_the_tool(serve):
         warnings.simplefilter("error", ResourceWarning)
         del made
         gc.collect()
-    assert session.closed
+    assert session.client.closed
 
 
 def test_a_tool_serves_one_event_loop_after_another():
@@ -237,6 +237,12 @@ def test_a_tool_serves_one_event_loop_after_another():
 def test_options_are_checked(config, reason):
     with pytest.raises(ConfigError, match=reason):
         WebSearchTool(config)
+
+
+@pytest.mark.parametrize("key", [20231122, ["20231122"]])
+def test_a_key_that_is_no_text_is_not_shown(key):
+    with pytest.raises(ConfigError, match=r"config\.api_key must be text or null$"):
+        WebSearchTool({"api_key": key})
 
 
 def test_the_example_configuration_takes_its_key_from_the_environment(monkeypatch):

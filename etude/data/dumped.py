@@ -1,0 +1,121 @@
+"""Rollout dumps as training data: rollouts worth imitating, and pairs of one prompt's rollouts.
+
+Invariant: token ids and provenance are the dump's own; nothing is rendered or tokenised again. A rollout of several
+sequences stays together.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.chat.provenance import Run
+from etude.data.files import located_rows
+from etude.dumps import sequences_of, trajectory_from_record
+from etude.errors import DataError
+from etude.trajectory import Provenance
+
+Sequences = tuple[list[Run], ...]
+
+
+@dataclass(frozen=True)
+class DumpedRollout:
+    """A rollout of a dump: where it is, the prompt it answers (in one step of one run), its score and its sequences."""
+
+    place: str
+    prompt: tuple[str, str]
+    score: float
+    sequences: Sequences
+
+
+def is_dump(file: str) -> bool:
+    """Whether the first row of a data file is a rollout, and no conversation."""
+    _, row = next(iter(located_rows(file)))
+    return "prompt_ids" in row and "segments" in row
+
+
+def read_dumps(files: Sequence[str]) -> list[DumpedRollout]:
+    """The rollouts of dump files, in their order; those without a score or a sampled token are left out.
+
+    Raises:
+        DataError: a row is no rollout, or has images, of which a dump holds no pixels; names file and row.
+    """
+    return [found for file in files for place, row in located_rows(file) for found in _rollouts(file, place, row)]
+
+
+def _rollouts(file: str, place: str, row: Mapping[str, Any]) -> Iterator[DumpedRollout]:
+    score = row.get("score")
+    if score is None:
+        return
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        raise DataError(f"{place}: score must be a finite number or null, got {score!r:.80}")
+    try:
+        records = sequences_of(row)
+        made = [trajectory_from_record(record) for record in records]
+    except (DataError, ValueError) as error:
+        raise DataError(f"{place}: {error}") from error
+    if any(record.get("images") for record in records):
+        raise DataError(f"{place}: the rollout has images, and a dump does not hold their pixels")
+    sequences = [
+        [
+            (list(trajectory.prompt_ids), Provenance.TEMPLATE),
+            *((list(segment.token_ids), segment.provenance) for segment in trajectory.segments),
+        ]
+        for trajectory in made
+    ]
+    learned = tuple(runs for runs in sequences if any(ids for ids, who in runs if who is Provenance.SAMPLED))
+    if learned:
+        yield DumpedRollout(place, (file, str(row.get("uid", place))), float(score), learned)
+
+
+def select_rollouts(
+    rollouts: Sequence[DumpedRollout], min_score: float | None, max_per_prompt: int | None
+) -> list[DumpedRollout]:
+    """Rollouts to imitate (rejection sampling): those of at least `min_score`, and of each prompt at most `max_per_prompt`,
+    the best; of equal ones the first.
+
+    Raises:
+        DataError: none is left.
+    """
+    kept = [best for group in _ranked(rollouts) for best in group[:max_per_prompt] if _reaches(best, min_score)]
+    if not kept:
+        raise DataError(f"none of {len(rollouts)} rollouts has a score of at least data.min_score={min_score}")
+    return kept
+
+
+def rank_pairs(
+    rollouts: Sequence[DumpedRollout], min_score: float | None, max_per_prompt: int | None
+) -> list[tuple[DumpedRollout, DumpedRollout]]:
+    """(chosen, rejected) of rollouts of one prompt: the best with the worst, the second-best with the second-worst and so
+    on, as long as their scores differ and the chosen one has at least `min_score`; of a prompt at most `max_per_prompt`.
+
+    Raises:
+        DataError: there is none.
+    """
+    pairs = []
+    for group in _ranked(rollouts):
+        for chosen, rejected in list(zip(group[: len(group) // 2], reversed(group)))[:max_per_prompt]:
+            differ = chosen.score - rejected.score > max(1e-6, 1e-8 * max(abs(chosen.score), abs(rejected.score)))
+            if differ and _reaches(chosen, min_score):
+                pairs.append((chosen, rejected))
+    if not pairs:
+        raise DataError(
+            f"{len(rollouts)} rollouts make no pair: of no prompt have two different scores, the better at least "
+            f"data.min_score={min_score}"
+        )
+    return pairs
+
+
+def _reaches(rollout: DumpedRollout, min_score: float | None) -> bool:
+    return min_score is None or rollout.score >= min_score
+
+
+def _ranked(rollouts: Sequence[DumpedRollout]) -> list[list[DumpedRollout]]:
+    """The rollouts by prompt, each group from the best to the worst."""
+    groups: dict[tuple[str, str], list[DumpedRollout]] = defaultdict(list)
+    for rollout in rollouts:
+        groups[rollout.prompt].append(rollout)
+    return [sorted(group, key=lambda rollout: -rollout.score) for group in groups.values()]

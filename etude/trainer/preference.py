@@ -1,0 +1,54 @@
+"""One step of direct preference optimisation, through the same workers as supervised fine-tuning.
+
+The loss of a pair is not linear in its log-probs. Its gradient is taken in two passes: log-probs first, which give each pair
+a weight, then the gradient of weighted log-probs, which may be split over micro-batches and ranks in any way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from etude.algorithms import preference_loss
+from etude.data.dumped import Sequences
+from etude.distributed import WorkerGroup
+from etude.metrics import add_metrics, finish_metrics
+from etude.trainer.minibatches import rank_parts
+from etude.training import demonstrations_to_batch
+
+Pair = tuple[Sequences, Sequences]  # the sequences of the chosen rollout, and of the rejected one
+
+
+def preference_step(
+    actor: WorkerGroup, pairs: Sequence[Pair], *, beta: float, pad_token_id: int, step: int
+) -> dict[str, float]:
+    """One optimizer step on the mean loss of `pairs`. Returns metrics `dpo/*`: `loss`, `margin` (mean β (Δ_chosen −
+    Δ_rejected), 0 at the start), `accuracy` (share of pairs above 0), `chosen` and `rejected` (mean β Δ), and those of
+    `update_sft`."""
+    owned = [
+        (2 * number + side, sequence)
+        for number, pair in enumerate(pairs)
+        for side, rollout in enumerate(pair)
+        for sequence in rollout
+    ]
+    batch = demonstrations_to_batch([sequence for _, sequence in owned], pad_token_id)
+    batch.meta_info |= {"temperature": 1.0, "global_step": step}
+    policy = actor.compute_log_prob(batch).batch["old_log_probs"]
+    reference = actor.compute_ref_log_prob(batch).batch["ref_log_prob"]
+    owners = torch.tensor([owner for owner, _ in owned])
+    ratios = torch.zeros(2 * len(pairs), dtype=torch.float64)
+    ratios.index_add_(0, owners, (policy.double() - reference.double()).sum(dim=1))
+    chosen, rejected = ratios.view(-1, 2).unbind(dim=1)
+    losses, weights = preference_loss(chosen, rejected, beta)
+    signed = torch.stack([weights, -weights], dim=1).flatten() / len(pairs)
+    batch.batch["token_weights"] = signed[owners][:, None] * batch.batch["response_mask"]
+    metrics = finish_metrics(add_metrics(actor.update_sft(rank_parts(batch, actor.world_size))))
+    margins = beta * (chosen - rejected)
+    return {f"dpo/{name.removeprefix('sft/')}": value for name, value in metrics.items()} | {
+        "dpo/loss": float(losses.mean()),
+        "dpo/margin": float(margins.mean()),
+        "dpo/accuracy": float((margins > 0).double().mean()),
+        "dpo/chosen": beta * float(chosen.mean()),
+        "dpo/rejected": beta * float(rejected.mean()),
+    }
