@@ -32,7 +32,7 @@ def client_after(script, prompts):
 def drawn_log_probs(client, made):
     """For each response token its log-prob as the engine drew it there; 0.0 for the others."""
     found = [0.0] * len(made.response_ids)
-    for place, log_probs, _, _ in check(client, made)[0]:
+    for place, log_probs, *_ in check(client, made)[0]:
         found[place : place + len(log_probs)] = log_probs
     return found
 
