@@ -59,6 +59,11 @@ def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
     return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
 
 
+def _other_rank(then: Leaves, now: Leaves) -> bool:
+    return (then.get(_LORA_RANK) or 0) != (now.get(_LORA_RANK) or 0)  # runs of before the key have none
+
+
+_LORA_RANK = "actor_rollout_ref.model.lora_rank"
 _ORDER = "the order of the rows still to come depends on it"
 RULES = (
     Rule("trainer.resume_*", Effect.UNCOMPARED),
@@ -67,6 +72,7 @@ RULES = (
     Rule("trainer.experiment_name", Effect.UNCOMPARED),
     Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
+    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),

@@ -14,6 +14,7 @@ from etude.data.files import read_rows, write_parquet
 from etude.dumps import read_rollouts
 from etude.errors import CheckpointError
 from etude.trainer.ppo import PPOTrainer
+from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train
 from etude.workers.checkpoint import read_state
 
@@ -218,6 +219,15 @@ def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, cap
     assert "data.train_batch_size" in both
     assert (half / "config.yaml").read_bytes() == kept
     assert steps(half) == [1, 2]
+
+
+@pytest.mark.parametrize(("then", "effect"), [({"lora_rank": 8}, Effect.REFUSED), ({}, Effect.HONOURED)])
+def test_a_resumed_run_trains_the_same_weights(then, effect):
+    stored, asked = (
+        {"actor_rollout_ref": {"model": {"dtype": "float32"} | model}} for model in (then, {"lora_rank": 0})
+    )
+    [change] = compare(stored, asked)
+    assert (change.key, change.rule.effect) == ("actor_rollout_ref.model.lora_rank", effect)
 
 
 CHANGED = {  # every kind of change that is honoured: it trains on other numbers than the run without it
