@@ -172,7 +172,7 @@ def raise_file_limit() -> int:
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A socket bound to the address; port 0 takes a free one.
+    """A socket that accepts connections at the address, so that whoever is told it can connect; port 0 takes a free one.
 
     Raises:
         ConfigError: the address cannot be bound.
@@ -183,6 +183,7 @@ def listen(host: str, port: int) -> socket.socket:
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             listener.bind(address)
+            listener.listen(2048)
         except BaseException:
             listener.close()
             raise

@@ -72,7 +72,6 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
             token=options.token,
             max_request_mb=options.max_request_mb,
         )
-        listener.listen(2048)
         shown = f"[{options.host}]" if ":" in options.host else options.host
         ready(f"http://{shown}:{listener.getsockname()[1]}")
         serving = uvicorn.Config(

@@ -22,6 +22,7 @@ from etude.cli.sandbox import sandbox as sandbox_command
 from etude.errors import ConfigError
 from etude.sandbox import Isolation, Language, middleware, wire
 from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
+from etude.sandbox.serving import listen
 
 pytestmark = pytest.mark.usefixtures("isolation")
 
@@ -569,3 +570,8 @@ def test_a_storm_of_two_thousand_requests_with_five_in_a_hundred_hostile():
         assert after[0] < before[0] * 1.2 + (8 << 20)
         assert after[1] == before[1]
         server.until(lambda: len(server.descendants()) <= 4 * 4, "processes are left behind")
+
+
+def test_a_listener_accepts_connections_before_anything_serves_it():
+    with listen("127.0.0.1", 0) as listener, socket.create_connection(listener.getsockname(), timeout=5):
+        pass
