@@ -284,7 +284,7 @@ def test_vespo_has_the_correction_in_the_sequences_ratio():
 def test_vespo_leaves_out_the_tokens_whose_weight_is_0():
     """Of the loss and of the sequence's ratio; they still count in the divisors."""
     case = batch(5, 6, 6)
-    out = torch.rand(5, 6) < 0.3
+    out = torch.rand(5, 6, generator=torch.Generator().manual_seed(2)) < 0.4
     corrected = compute("vespo", case, rollout_is_weights=torch.where(out, 0.0, 0.5).double())
     old = torch.where(out, case["log_prob"], case["old_log_prob"] - math.log(0.5))
     rest = case | {"old_log_prob": old, "advantages": case["advantages"].masked_fill(out, 0.0)}
