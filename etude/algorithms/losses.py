@@ -212,13 +212,16 @@ def vespo(
     rollout_is_weights: Tensor | None = None,
     **aggregation: Any,
 ) -> Loss:
-    """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times `rollout_is_weights`), k and λ
-    by the advantage's sign (VESPO, arXiv 2602.10693)."""
+    """−sg(φ(W)) A log π with φ = e^λ W^k e^(−λ W) of the sequence's ratio W = Π_t r_t (times the product of the
+    `rollout_is_weights` of single tokens), k and λ by the advantage's sign (VESPO, arXiv 2602.10693). A weight of 0 leaves
+    its token out of the loss and of the product."""
     mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
-    total = log_ratio.detach().sum(dim=-1, keepdim=True)
+    factors = log_ratio.detach()
     if rollout_is_weights is not None:
-        total = total + torch.where(mask, rollout_is_weights, 1.0).log().clamp(math.log(1e-8), 20.0).sum(-1, True)
-    log_weight = total.clamp(math.log(1e-8), 20.0)
+        counts = mask & (rollout_is_weights > 0)
+        factors = torch.where(counts, factors + rollout_is_weights.log(), 0.0)
+        aggregation["rollout_is_weights"] = counts.to(log_prob.dtype)
+    log_weight = factors.sum(dim=-1, keepdim=True).clamp(math.log(1e-8), 20.0)
     up = advantages >= 0
     k, decay = _by_sign(up, advantages, k_pos, k_neg), _by_sign(up, advantages, lambda_pos, lambda_neg)
     phi = (decay + k * log_weight - decay * log_weight.exp()).exp()

@@ -239,11 +239,14 @@ class PolicyLoss(Record):
             names them; the loss is called with what it returns, (batch, response_len), as `selected_tokens`.
         has_ratio: whether the policy's ratio to `old_log_prob` weighs the loss, so that with old log-probs from the engine
             importance weights would correct it twice.
+        multiplies_weights: whether the `rollout_is_weights` of a sequence's tokens are multiplied with each other, so that
+            only weights of single tokens mean anything.
     """
 
     loss_agg_mode: LossAggMode = "token-mean"
     selects: Callable[..., Any] | str | None = None
     has_ratio: bool = True
+    multiplies_weights: bool = False
 
     offered: ClassVar[frozenset[str]] = frozenset(
         {"old_log_prob", "log_prob", "advantages", "response_mask", "loss_agg_mode", "rollout_is_weights"}
@@ -383,7 +386,9 @@ ADVANTAGE_ESTIMATORS: Records[Estimator] = Records("advantage estimator", Estima
 
 def _loss(name: str, loss_agg_mode: LossAggMode = "token-mean", **options: Any) -> PolicyLoss:
     fn, has_ratio = f"etude.algorithms.losses:{name}", name != "reinforce"
-    return PolicyLoss(fn, options=options, loss_agg_mode=loss_agg_mode, has_ratio=has_ratio)
+    return PolicyLoss(
+        fn, options=options, loss_agg_mode=loss_agg_mode, has_ratio=has_ratio, multiplies_weights=name == "vespo"
+    )
 
 
 def _selecting_loss(name: str, **options: Any) -> PolicyLoss:

@@ -299,6 +299,12 @@ def _correction(run: TrainOptions) -> Iterator[Problem]:
             "with bypass_mode=true the loss's own ratio is to the engine's log-probs, and is the correction: set "
             "loss_type=reinforce, or rollout_is=null",
         )
+    if loss.record is not None and loss.record.multiplies_weights:
+        reason = f"policy_loss.loss_mode={loss.loss_mode} multiplies the weights of a sequence's tokens"
+        if correction.rollout_is == "sequence":
+            yield f"{key}.rollout_is", f"{reason}, and the sequence's would count once for each: set it to token"
+        if correction.rollout_is is not None and correction.rollout_is_batch_normalize:
+            yield f"{key}.rollout_is_batch_normalize", f"{reason}, whose product a mean of tokens does not normalise"
     if loss_mode not in (default, loss.loss_mode):
         yield f"{key}.loss_type", f"picks another loss than actor.policy_loss.loss_mode={loss_mode}"
 
@@ -386,12 +392,11 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
-_OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _weighted_loss)
+_OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _correction, _weighted_loss)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,
-    _correction,
     _determinism,
     _rewards,
     _folders,

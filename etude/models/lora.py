@@ -33,7 +33,7 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
 
     Raises:
         MissingExtraError: peft is not installed.
-        ConfigError: no module has one of the names.
+        ConfigError: no module has one of the names, or one of them is no linear layer.
     """
     try:
         from peft import LoraConfig, inject_adapter_in_model
@@ -43,7 +43,7 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
-        target_modules="all-linear" if names == ["all-linear"] else names,
+        target_modules=_linear_layers(model) if names == ["all-linear"] else names,
         exclude_modules=options.exclude_modules,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(options.path),
@@ -55,6 +55,18 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"model.target_modules={','.join(names)}: {one_line(error)}") from error
+    if other := next((name for name, part in _layers(model) if type(part).__name__ != "Linear"), None):
+        raise ConfigError(
+            f"model.target_modules={','.join(names)}: {other} is no linear layer (the experts of a mixture are one tensor): "
+            "name others, such as q_proj, or take all-linear"
+        )
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """The names of all but the head. peft's own `all-linear` takes in the experts and routers of mixtures, too."""
+    head = model.get_output_embeddings()
+    parts = model.named_modules()
+    return [name for name, part in parts if isinstance(part, torch.nn.Linear) and part is not head]
 
 
 def has_adapters(model: Any) -> bool:

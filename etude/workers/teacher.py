@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from etude.agents.batch import OF_SEQUENCES
+from etude.agents.batch import IMAGES
 from etude.bounded import settle
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, EngineError
@@ -17,6 +17,7 @@ from etude.models import load_causal_lm
 from etude.options.distillation import is_address
 from etude.protocol import DataProto
 from etude.training import PolicyEngine
+from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS, RoleWorker
 
 _ROUTE = "/v1/completions"
@@ -45,7 +46,7 @@ class TeacherWorker(RoleWorker):
         )
         self._engine = PolicyEngine(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
         """`teacher_log_probs` (batch, response_len) at meta_info's `temperature`, 0 where `response_mask` is 0.
 

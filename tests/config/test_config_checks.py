@@ -25,6 +25,7 @@ from etude.registry import import_object, load_plugins
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
 CORRECTION = "algorithm.rollout_correction"
+LOSS = f"{ACTOR}.policy_loss.loss_mode"
 GRPO = ("algorithm.adv_estimator=grpo",)
 TREES = {"ppo_trainer": TrainOptions, "sft": SFTOptions}
 COMMANDS = {"ppo_trainer": "train", "sft": "sft"}
@@ -190,6 +191,16 @@ GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score]")
             (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is_batch_normalize=true"),
             f"{CORRECTION}.rollout_is_batch_normalize",
             "whole batch",
+        ),
+        (
+            (f"{LOSS}=vespo", f"{CORRECTION}.rollout_is=sequence"),
+            f"{CORRECTION}.rollout_is",
+            "count once for each: set it to token",
+        ),
+        (
+            (f"{LOSS}=vespo", f"{CORRECTION}.rollout_is=token", f"{CORRECTION}.rollout_is_batch_normalize=true"),
+            f"{CORRECTION}.rollout_is_batch_normalize",
+            "does not normalise",
         ),
         (
             (f"{CORRECTION}.rollout_rs=token_k2", f"{CORRECTION}.rollout_rs_threshold=0.5_2.0"),
@@ -360,6 +371,15 @@ def test_settings_are_held_against_an_estimator_of_ones_own_once_it_is_there(tmp
     assert why in str(caught.value)
 
 
+def test_corrections_are_held_against_a_loss_of_ones_own_once_it_is_there(tmp_path):
+    own = f"{LOSS}=checks_{next(NUMBERS) + 1}"  # the next one's name
+    correction = (f"{CORRECTION}.bypass_mode=true", f"{CORRECTION}.rollout_is=token")
+    with pytest.raises(
+        ConfigError, match=rf"{CORRECTION}\.rollout_is=token: with bypass_mode=true the loss's own ratio"
+    ):
+        loaded(tmp_path, own, f"{ACTOR}.clip_ratio_c=2", *correction)
+
+
 def test_what_records_of_ones_own_need_and_read_is_known_once_they_are_there(tmp_path, caplog):
     name, lines, options = loaded(tmp_path, "algorithm.gamma=0.9", "algorithm.lam=0.9", "critic.ppo_epochs=2")
     assert [line.partition(" ")[0] for line in lines] == ["algorithm.gamma=0.9"]
@@ -375,9 +395,6 @@ def test_what_records_of_ones_own_need_and_read_is_known_once_they_are_there(tmp
     said = notices(caplog, *chosen, "algorithm.gamma=0.9")
     assert [line.partition("=")[0] for line in said] == ["algorithm.gamma"]
     assert compose_with_sources("ppo_trainer", chosen).options.needs == {"values", "ref_log_prob"}
-
-
-LOSS = f"{ACTOR}.policy_loss.loss_mode"
 
 
 @pytest.mark.parametrize(

@@ -281,6 +281,17 @@ def test_vespo_has_the_correction_in_the_sequences_ratio():
     assert_same(corrected, compute("vespo", further))
 
 
+def test_vespo_leaves_out_the_tokens_whose_weight_is_0():
+    """Of the loss and of the sequence's ratio; they still count in the divisors."""
+    case = batch(5, 6, 6)
+    out = torch.rand(5, 6, generator=torch.Generator().manual_seed(2)) < 0.4
+    corrected = compute("vespo", case, rollout_is_weights=torch.where(out, 0.0, 0.5).double())
+    old = torch.where(out, case["log_prob"], case["old_log_prob"] - math.log(0.5))
+    rest = case | {"old_log_prob": old, "advantages": case["advantages"].masked_fill(out, 0.0)}
+    assert bool((out & (case["response_mask"] > 0)).any(dim=1).sum() >= 3)
+    assert_same(corrected, compute("vespo", rest))
+
+
 @pytest.mark.parametrize("name", SELECTING)
 def test_a_selection_is_a_share_of_the_whole_mini_batch(name):
     case = batch(40, 7, 7)

@@ -22,6 +22,7 @@ from etude.models import (
 )
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
+from etude.routed_experts import RoutedExperts
 from etude.trainer.distillation import teacher_log_probs
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
@@ -251,6 +252,25 @@ def test_requests_to_a_server_are_bounded(tiny, teacher):
         group.close()
     assert most == 3
     assert scored.batch["teacher_log_probs"].shape == (12, 2)
+
+
+def test_a_teachers_routers_choose_its_experts_themselves(tiny, tmp_path):
+    """Where the policy's tokens went says nothing about another model."""
+    tokenizer = load_tokenizer(tiny.model)
+    spec = TinyModelSpec(hidden_size=32, num_layers=3, intermediate_size=48, seed=7, architecture="qwen3_moe")
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, tmp_path)
+    _, roles, _ = check(tiny.config(tmp_path / "run"))
+    group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path)))
+    group.init_model()
+    ids = torch.arange(24).view(2, 12) + 5
+    rows = {"input_ids": ids, "attention_mask": torch.ones(2, 12).long(), "response_mask": torch.ones(2, 6).long()}
+    plain = DataProto.from_single_dict(rows, {"temperature": 1.0})
+    routed = DataProto.from_single_dict(
+        rows | {"routed_experts": [RoutedExperts.of(torch.zeros(11, 2, 1).numpy())] * 2}, {"temperature": 1.0}
+    )
+    expected, found = (group.compute_teacher_log_prob(each).batch["teacher_log_probs"] for each in (plain, routed))
+    group.close()
+    assert torch.equal(found, expected)
 
 
 def test_a_server_that_hangs_is_one_line(tiny, tmp_path):

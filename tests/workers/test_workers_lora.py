@@ -7,11 +7,11 @@ import pytest
 import torch
 from ranks_stage import World, assert_alike, uneven_batch
 from safetensors.torch import load_file
-from workers_stage import learn, learnable, policy, prompts, roles, save_model, update, weights_of
+from workers_stage import SPEC, TEXTS, learn, learnable, policy, prompts, roles, save_model, update, weights_of
 
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, MissingExtraError
-from etude.models import load_causal_lm, load_value_model, save_pretrained
+from etude.models import build_tiny_model, build_tiny_tokenizer, load_causal_lm, load_value_model, save_pretrained
 from etude.models.decoder import PlainDecoder
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, merged_state
 from etude.options import ActorOptions, OptimOptions, RefOptions
@@ -192,6 +192,24 @@ def test_what_cannot_be_adapted_is_one_line(path, monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "peft", None)
     with pytest.raises(MissingExtraError, match=r"pip install 'etude\[lora\]'"):
         adapted(path)
+
+
+def test_of_a_mixture_the_linear_layers_are_adapted(tmp_path):
+    """Its experts are one tensor, which adapters of linear layers do not fit."""
+    tokenizer = build_tiny_tokenizer(TEXTS, 400)
+    save_pretrained(build_tiny_model(replace(SPEC, architecture="qwen3_moe"), tokenizer), tokenizer, tmp_path)
+    group, worker = adapted(str(tmp_path))
+    learn_a_little(group)
+    assert {name.rpartition(".")[2] for name, part in worker.model.named_modules() if hasattr(part, "lora_A")} == {
+        *("q_proj", "k_proj", "v_proj", "o_proj")
+    }
+    group.update_weights(4)
+    assert gap(learnable(group, prompts(seed=9))) <= 1e-4
+    group.save_checkpoint(str(tmp_path / "saved"))
+    saved = load_file(tmp_path / "saved" / "actor" / "huggingface" / "model.safetensors")
+    assert saved.keys() == load_file(tmp_path / "model.safetensors").keys()
+    with pytest.raises(ConfigError, match=r"model\.target_modules=q_proj,down_proj: .*experts is no linear layer"):
+        adapted(str(tmp_path), model={"target_modules": ("q_proj", "down_proj")})
 
 
 def test_other_engines_get_merged_weights(path, tmp_path):

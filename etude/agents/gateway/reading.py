@@ -81,8 +81,11 @@ async def _fewest(output: TokenOutput, holds: Callable[[list[int]], Awaitable[bo
 
 def _cut(output: TokenOutput, kept: int) -> TokenOutput:
     supports = None if output.kept_ids is None else output.kept_ids[:kept]
-    versions = output.weight_versions[:kept]
-    return TokenOutput(output.token_ids[:kept], output.log_probs[:kept], "stop", versions, kept_ids=supports)
+    versions, experts = output.weight_versions[:kept], output.routed_experts
+    if experts is not None:
+        experts = experts.first(len(experts) - (len(output.token_ids) - kept))
+    ids, log_probs = output.token_ids[:kept], output.log_probs[:kept]
+    return TokenOutput(ids, log_probs, "stop", versions, routed_experts=experts, kept_ids=supports)
 
 
 async def _read(parser: ToolParser, output: TokenOutput, request: ChatRequest, text: str) -> ReadTurn:

@@ -2,9 +2,11 @@
 
 import asyncio
 import sys
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 from agents_stage import call
 from gateway_stage import USER, request_of
@@ -14,6 +16,7 @@ from hypothesis import strategies as st
 from etude.agents.gateway.reading import _PROBE, read_turn
 from etude.chat import HermesToolParser, ToolParser
 from etude.inference import TokenOutput
+from etude.routed_experts import RoutedExperts
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "chat" / "parsers"))
 from parsers_formats import FORMATS, schemas
@@ -91,3 +94,15 @@ def test_a_long_turn_is_read_a_few_times_only():
     turn = cut(parser, text, tools)
     assert len(turn.calls) == 1
     assert counted.read <= 3 + len(text).bit_length()
+
+
+def test_what_stays_of_a_turn_keeps_its_experts():
+    """Those of the context but for its last token, as the engine gives them."""
+    parser = HermesToolParser(None)
+    Characters(parser)
+    output = output_of("yes STOP no")
+    experts = RoutedExperts.of(np.arange(3 + 10).reshape(-1, 1, 1))  # of a prompt of 3 tokens, too
+    request = request_of({"messages": [USER], "stop": ["STOP"]})
+    turn = asyncio.run(read_turn(parser, replace(output, routed_experts=experts), request))
+    assert len(turn.output.token_ids) == 8
+    assert turn.output.routed_experts == experts.first(3 + 7)
