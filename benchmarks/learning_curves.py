@@ -55,8 +55,9 @@ _BEGIN, _END = "<!-- learning curves: begin -->", "<!-- learning curves: end -->
 
 _SECTION = """## Learning curves
 
-The quickstart, trained from the same warmed-up model with each algorithm: medians over seeds, with the range. Made by
-`python benchmarks/learning_curves.py --publish`.
+The quickstart, trained from the same warmed-up model with each algorithm: medians over seeds, with the range. The teacher of
+`distillation` is the model that `grpo` made of the same seed. Made by `python benchmarks/learning_curves.py --publish`;
+CPU seconds are of 60 steps at one thread, beside other programs.
 
 ![Learning curves](learning_curves.svg)
 
@@ -176,7 +177,7 @@ def table(curves: dict[str, list[dict[str, Any]]]) -> str:
         greedy = [list(each[GREEDY].values()) for each in runs]
         before, after = spread([g[0] for g in greedy if g]), spread([g[-1] for g in greedy if g])
         sampled = spread([statistics.fmean(list(each[SAMPLED].values())[-5:]) for each in runs])
-        chosen = "<br>".join(f"`{each}`" for each in ALGORITHMS[name]) or "the quickstart"
+        chosen = "<br>".join(f"`{each.format(teacher='…')}`" for each in ALGORITHMS[name]) or "the quickstart"
         cpu = statistics.median(each["cpu"] for each in runs)
         lines.append(f"| {name} | {chosen} | {before} → {after} | {sampled} | {cpu:.0f} | {len(runs)} |")
     return "\n".join(lines)
