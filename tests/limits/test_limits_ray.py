@@ -428,14 +428,14 @@ async def test_a_rate_holds_across_processes(cluster):
 
 def test_the_actor_starts_again_with_the_leases_that_are_out(holding):
     """The actor's process dies; Ray starts it anew; who held still holds, nobody else gets in meanwhile."""
-    limiter = cluster_limiter("reborn", Limit(max_concurrent=1), lease_seconds=3)
+    limiter = cluster_limiter("reborn", Limit(max_concurrent=1), lease_seconds=6)
     permit = limiter.acquire_blocking(WAIT)
     actor = ray.get_actor("limit:reborn", namespace=NAMESPACE)
     ray.kill(actor, no_restart=False)
-    other = holding("reborn", 1, 3, "second")
+    other = holding("reborn", 1, 6, "second")
     waiting = other.take.remote(1)
     until(lambda: limiter.info().waiting == 1, "the other's request did not arrive")
-    assert not ray.wait([waiting], timeout=4)[0]
+    assert not ray.wait([waiting], timeout=8)[0]
     assert limiter.info().held == 1
     permit.release()
     ray.get(waiting, timeout=WAIT)
