@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from etude.agents.batch import OF_SEQUENCES
+from etude.agents.batch import IMAGES, OF_SEQUENCES
 from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
@@ -27,6 +27,7 @@ from etude.models import torch_dtype
 from etude.models.lora import without_adapters
 from etude.protocol import DataProto
 from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
+from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
 
@@ -63,7 +64,7 @@ class TrainWorker(TrainedWorker):
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(*OF_SEQUENCES,))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
         weights, at meta_info's `temperature`."""
@@ -71,9 +72,10 @@ class TrainWorker(TrainedWorker):
         found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
         return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
-        """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start."""
+        """`ref_log_prob` (batch, response_len) of the reference policy: the model as it was at the start, whose routers, if
+        any, choose for themselves."""
         if self._ref is None:
             raise ConfigError("no reference policy was loaded: nothing in the configuration uses one")
         with without_adapters(self._ref.model):

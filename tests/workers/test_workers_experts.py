@@ -60,6 +60,18 @@ def test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it(path, a
             assert experts.array().shape[1:] == (SPEC.num_layers, SPEC.num_experts_per_tok)
 
 
+def test_the_references_routers_choose_for_themselves(path):
+    group, worker = policy(path, needs_ref=True, **REPLAY)
+    hooks = round_otherwise(worker.model)
+    rolled = prompts().union(group.generate_sequences(prompts()))
+    for hook in hooks:
+        hook.remove()
+    rolled.meta_info = {"temperature": 1.0}
+    found = group.compute_ref_log_prob(rolled).batch["ref_log_prob"]
+    rolled.pop(non_tensor_batch_keys=["routed_experts"])
+    assert torch.equal(found, group.compute_ref_log_prob(rolled).batch["ref_log_prob"])
+
+
 def test_updates_of_a_mixture(path):
     group, worker = policy(path, **REPLAY)
     router = routers(worker.model)[0].weight
