@@ -15,7 +15,7 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from concurrent.futures import Future
 from typing import Any, ParamSpec, TypeVar
 
@@ -80,6 +80,15 @@ def _retrieve(task: asyncio.Task[Any]) -> None:
     _strays.discard(task)
     if not task.cancelled():
         task.exception()
+
+
+async def gather(coroutines: Iterable[Coroutine[Any, Any, R]]) -> list[R]:
+    """Runs all at once; their results, in order. If one raises, or the caller is cancelled, the others are settled first."""
+    tasks = [asyncio.ensure_future(each) for each in coroutines]
+    try:
+        return [*await asyncio.gather(*tasks)]
+    finally:
+        await settle(tasks)
 
 
 async def within(seconds: float, function: Callable[P, Awaitable[R]], /, *args: P.args, **kwargs: P.kwargs) -> R:

@@ -30,7 +30,6 @@ tools and interactions are released in every ending.
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import logging
@@ -46,7 +45,7 @@ from etude.agents.conversation import AgentState, Conversation, add_time, append
 from etude.agents.images import ShownResponse, answer_of, read_all, shown_text
 from etude.agents.interactions import InteractionSession
 from etude.agents.tool_messages import ToolMessages, malformed_record, tagged, unseen, written
-from etude.bounded import called, settle
+from etude.bounded import called, gather
 from etude.chat import ToolParser
 from etude.chat.provenance import Run
 from etude.errors import ConfigError, DataError, EtudeError, InfrastructureError, one_line
@@ -296,11 +295,7 @@ class ToolAgentLoop(AgentLoopBase):
     async def _execute(self, data: Conversation, calls: Sequence[FunctionCall], turn: int) -> list[ToolOutcome]:
         if type(self)._call_tool is ToolAgentLoop._call_tool:
             return await data.session.execute(calls, turn)
-        tasks = [asyncio.ensure_future(self._call_own(data, call, turn)) for call in calls]
-        try:
-            return [*await asyncio.gather(*tasks)]
-        finally:
-            await settle(tasks)
+        return await gather(self._call_own(data, call, turn) for call in calls)
 
     async def _call_own(self, data: Conversation, call: FunctionCall, turn: int) -> ToolOutcome:
         """One call through a subclass's `_call_tool`, with as many of verl's three arguments as it takes.

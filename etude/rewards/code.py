@@ -16,7 +16,7 @@ import re
 import threading
 from typing import Any
 
-from etude.bounded import background_loop, settle
+from etude.bounded import background_loop, gather
 from etude.errors import ConfigError
 from etude.rewards.code_judge import Case, StdioCase, Verdict, judge, read_cases
 from etude.sandbox import Language, Limits, SandboxClient
@@ -113,11 +113,7 @@ async def _judge_all(
                 enough.append(verdict)
             return verdict
 
-    tasks = [asyncio.ensure_future(one(case)) for case in cases]
-    try:
-        return list(await asyncio.gather(*tasks))
-    finally:
-        await settle(task for task in tasks if not task.done())
+    return await gather(one(case) for case in cases)
 
 
 def compute_score(

@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from etude.agents.batch import rows_of
-from etude.bounded import settle
+from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
@@ -56,16 +56,10 @@ class RewardWorker(RoleWorker):
 
     async def _score_all(self, rollouts: list[Rollout], rows: list[dict[str, Any]], scorer: TrajectoryScorer) -> None:
         retries, timeout = self.options.rollout.infrastructure_retries, self.options.rollout.trajectory_timeout
-        scorings = [
-            asyncio.ensure_future(
-                score_rollout(rollout, row, scorer, retries=retries, timeout=timeout, on_failure=_log_failure)
-            )
+        await gather(
+            score_rollout(rollout, row, scorer, retries=retries, timeout=timeout, on_failure=_log_failure)
             for rollout, row in zip(rollouts, rows)
-        ]
-        try:
-            await asyncio.gather(*scorings)
-        finally:
-            await settle(scorings)
+        )
 
 
 def _log_failure(request_id: str, error: InfrastructureError) -> None:

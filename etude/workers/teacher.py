@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from etude.agents.batch import IMAGES
-from etude.bounded import settle
+from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, EngineError
 from etude.inference.http import HttpServer
@@ -78,11 +78,7 @@ class TeacherWorker(RoleWorker):
             async with limit:
                 return await self._ask_one(sequence)
 
-        tasks = [asyncio.ensure_future(ask(sequence)) for sequence in sequences]
-        try:
-            return list(await asyncio.gather(*tasks))
-        finally:
-            await settle(tasks)
+        return await gather(ask(sequence) for sequence in sequences)
 
     async def _ask_one(self, sequence: list[int]) -> list[float]:
         server, body = self._server, {"prompt": sequence, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
