@@ -4,17 +4,21 @@
 `dispatch.py`); a `WorkerGroup` carries it out. Nothing here depends on what the workers do.
 """
 
-from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
+from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, DispatchMode, Execute, register
 from etude.distributed.pool import ResourcePool
-from etude.distributed.worker import Worker
+from etude.distributed.ray_group import RayWorkerGroup
+from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 
 __all__ = [
     "OUTPUT_PADDING_ROWS",
     "PADDING_ROWS",
     "Dispatch",
+    "DispatchMode",
     "Execute",
     "InProcessWorkerGroup",
+    "MeshPlace",
+    "RayWorkerGroup",
     "ResourcePool",
     "Worker",
     "WorkerGroup",

@@ -14,6 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
+from etude.agents.batch import concat_batches
 from etude.data import ResumableLoader, RLDataset
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
@@ -29,7 +30,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, concat_batches, dump, rollouts_of, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, rollouts_of, spread_groups, survivors
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.tracking import Tracking
@@ -308,14 +309,14 @@ class PPOTrainer:
         critic, roles = self.groups.critic, self.setup.roles
         if critic is None:
             return {}
-        actor, ranks = roles.actor, critic.world_size
+        actor, ranks = roles.actor, critic.dp_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.world_size
+        seed, ranks = options.data_loader_seed, actor.dp_size
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 

@@ -8,7 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
-from etude.agents.batch import rows_of
+from etude.agents.batch import BY_GROUP, rows_of
 from etude.bounded import GRACE_SECONDS
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
@@ -23,6 +23,7 @@ from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
 from etude.workers.role import RoleWorker
 
+ROLLOUT_MESH = "rollout"  # every rank has an engine of its own, also where ranks share a model in training
 _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
@@ -33,6 +34,7 @@ class RolloutWorker(RoleWorker):
         super().__init__(options, **place)
         self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
         self._manager: AgentLoopManager | None = None
+        self._task: asyncio.Task[Any] | None = None
 
     @cached_property
     def context(self) -> AgentContext:
@@ -80,7 +82,7 @@ class RolloutWorker(RoleWorker):
         metrics: Metrics = self._run(self._link.push(version))
         return metrics
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
@@ -89,6 +91,8 @@ class RolloutWorker(RoleWorker):
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's metrics.
         """
+        if not len(data):
+            return DataProto()
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
         greedy = data.meta_info.get("greedy") or not chosen.do_sample
@@ -113,6 +117,11 @@ class RolloutWorker(RoleWorker):
         """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
 
+    def interrupt(self) -> None:
+        """Cancels the running rollout, which releases its tools."""
+        if (task := self._task) is not None:
+            self._loop.call_soon_threadsafe(task.cancel)
+
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
         if pending := asyncio.all_tasks(self._loop):
@@ -122,7 +131,7 @@ class RolloutWorker(RoleWorker):
 
     def _run(self, work: Any) -> Any:
         """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""
-        task = self._loop.create_task(work)
+        task = self._task = self._loop.create_task(work)
         try:
             return self._loop.run_until_complete(task)
         except BaseException:
@@ -132,3 +141,5 @@ class RolloutWorker(RoleWorker):
                     self._loop.run_until_complete(asyncio.wait({task}))
                     break
             raise
+        finally:
+            self._task = None
