@@ -36,11 +36,11 @@ from etude.metrics import Max, Metrics
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import merged_state
-from etude.models.named_weights import full_state
+from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
-from etude.training import PolicyEngine
+from etude.training import PolicyEngine, is_sharded
 from etude.workers.options import RoleOptions
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
@@ -50,14 +50,14 @@ _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
 def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
-    """The engine named by `rollout.name`, on the weights of `model`; None: on weights of its own, first those of
-    `model.path`.
+    """The engine named by `rollout.name`, on the weights of `model`; where that is None or sharded, on weights of its own,
+    first those of `model.path`.
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
     """
     rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
-    own_weights = model is None and not hasattr(engine, "from_setup")
+    own_weights = (model is None or is_sharded(model)) and not hasattr(engine, "from_setup")
     if own_weights:
         assert options.model.path is not None
         dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
@@ -125,8 +125,8 @@ class EngineLink:
         self._asleep = False
         self._folder: Scratch | None = None
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
-        if isinstance(engine, Router) and self._probe is not None:
-            engine.admit = self._probe.check
+        if isinstance(engine, Router) and actor is not None and self._probe is not None and not is_sharded(actor.model):
+            engine.admit = self._probe.check  # of a sharded actor all ranks would have to score
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout = self._rollout
@@ -206,11 +206,12 @@ class EngineLink:
         model = self._actor.model
         if isinstance(self.engine, NativeEngine):
             return full_state(model, dtype=torch_dtype(self._rollout.dtype or self._dtype))
+        weights = gather_weights(model, torch_dtype(self._dtype)) if is_sharded(model) else None
         if self._rollout.weight_transfer == "cuda_ipc":
-            return merged_state(model)
+            return merged_state(model, weights)
         base = self._base_folder(model)
         folder = base / f"version-{version}"
-        save_pretrained(model, None, folder)
+        save_pretrained(model, None, folder, weights)
         for other in base.glob("version-*"):  # the newest is kept, for a replica that comes back
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)
