@@ -150,6 +150,7 @@ HANDED_ON = {
             "lora_alpha": 8.0,
             "target_modules": "q_proj",
             "exclude_modules": "q_proj",
+            "quantization": "nf4",
         }.items()
     },
     **{
