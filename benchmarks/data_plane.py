@@ -71,7 +71,10 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     options = parser.parse_args()
     ray.init(
-        num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=4 * (options.mebibytes << 20) + (80 << 20)
+        num_cpus=2,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=4 * (options.mebibytes << 20) + (80 << 20),
     )
     try:
         {"proto": proto}[options.what](options)
