@@ -3,7 +3,7 @@
 Requests join and leave between decode steps; a trajectory's keys and values stay from turn to turn, so that a turn feeds
 only what is new, and prompts are computed once for all trajectories that begin with them. The scheduler decides what a step
 computes, the cache where keys and values are stored. The model is the trainer's own object: an update copies nothing, it
-only clears caches (unless `dtype` or `own_weights` asks for a copy).
+only clears caches (unless `dtype` asks for a copy in another precision).
 
 Deterministic mode. Results depend on which rows share a step, since a matrix product may round differently at another
 batch size. So which rows share a step must not depend on the clock: requests are admitted only at *scheduling points*
@@ -60,7 +60,6 @@ class NativeEngineOptions:
         admit_every: decode steps between scheduling points of the deterministic mode.
         tokenizer: decodes sampled ids, for requests with stop texts.
         enable_rollout_routing_replay: whether outputs say which experts the tokens went to.
-        own_weights: sample from a copy, which changes only in `update_weights`, while the model is trained.
     """
 
     max_num_seqs: int = 256
@@ -73,7 +72,6 @@ class NativeEngineOptions:
     admit_every: int = 8
     tokenizer: Any = None
     enable_rollout_routing_replay: bool = False
-    own_weights: bool = False
 
 
 _Draw: TypeAlias = tuple[int, float, "array[int] | None"]
@@ -103,7 +101,7 @@ class NativeEngine:
         self.options = options or NativeEngineOptions()
         self._source = self._model = model
         dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
-        if dtype != model.dtype or self.options.own_weights:
+        if dtype != model.dtype:
             self._model = _copy_of(model, dtype)
         self._decoder = PlainDecoder.of(self._model)
         vision = Vision.of(self._model.config)

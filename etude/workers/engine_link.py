@@ -94,7 +94,6 @@ def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> Nativ
         dtype=rollout.dtype,
         deterministic=options.deterministic,
         tokenizer=tokenizer,
-        own_weights=options.streams,
     )
 
 
