@@ -9,7 +9,7 @@ State dictionaries keep the names of the model with adapters; `merged_state` giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -96,13 +96,24 @@ def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dic
     Args:
         weights: a state dictionary of the model; None: its own of now.
     """
-    weights = model.state_dict() if weights is None else weights
-    merged = {n.replace(".base_layer.", "."): t for n, t in weights.items() if not n.endswith(_FACTORS)}
-    for name, layer in _layers(model):
-        first, second = (weights[f"{name}.{factor}"].float() for factor in _FACTORS)
-        weight = merged[f"{name}.weight"]
-        merged[f"{name}.weight"] = torch.add(weight, second @ first, alpha=layer.scaling[_NAME]).to(weight.dtype)
-    return merged
+    return dict(merged_weights(model, model.state_dict() if weights is None else weights))
+
+
+def merged_weights(
+    model: Any, weights: Mapping[str, Tensor], gather: Callable[[Tensor, bool], Tensor] = lambda tensor, exact: tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """`merged_state`, one tensor at a time. `gather` makes the whole tensor of what `weights` hold; its second argument
+    says that the tensor is part of a sum, before which it must not be rounded."""
+    layers = dict(_layers(model))
+    for name, tensor in weights.items():
+        if name.endswith(_FACTORS):
+            continue
+        layer = layers.get(owner := name.removesuffix(".base_layer.weight"))
+        whole = gather(tensor, layer is not None)
+        if layer is not None:
+            first, second = (gather(weights[f"{owner}.{factor}"], True).float() for factor in _FACTORS)
+            whole = torch.add(whole, second @ first, alpha=layer.scaling[_NAME]).to(whole.dtype)
+        yield name.replace(".base_layer.", "."), whole
 
 
 def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:
