@@ -457,7 +457,8 @@ def _copy_of(model: Any, dtype: torch.dtype) -> Any:
     """A copy of the model with weights in another precision; buffers (rotary frequencies) stay as they are."""
     made = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in made.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():  # others are quantised
+            parameter.data = parameter.data.to(dtype)
     return made
 
 
