@@ -40,6 +40,10 @@ _EXTRAS = {
         for section in ("actor_rollout_ref.actor.", "critic.", "")
         for name, package in {"adamw_8bit": "bitsandbytes", "adamw_schedule_free": "schedulefree"}.items()
     },
+    **{
+        (f"{section}model.quantization", "nf4"): ("bitsandbytes", "bitsandbytes")
+        for section in ("actor_rollout_ref.", "critic.", "")
+    },
     (f"{_ROLLOUT}.name", "vllm"): ("vllm", "vllm"),
     (f"{_ROLLOUT}.trace.backend", "otel"): ("opentelemetry", "otel"),
     (f"{_ROLLOUT}.trace.backend", "opentelemetry"): ("opentelemetry", "otel"),

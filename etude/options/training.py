@@ -180,6 +180,11 @@ class TrainedModelOptions:
     exclude_modules: Text | None = key(
         "Those of them that get none: a regular expression for whole names (`.*visual.*`).", default=None, when=LORA
     )
+    quantization: Literal["nf4"] | None = key(
+        "Weights of the frozen linear layers in 4 bits (QLoRA), through bitsandbytes. Null: in `dtype`.",
+        default=None,
+        when=LORA,
+    )
 
 
 @options

@@ -18,12 +18,13 @@ _MAX_SCALE = 2.0**24
 
 def round_weights(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
     """Rounds the weights of `module` to `dtype` in place, and returns the trainable ones unrounded. Buffers (rotary
-    frequencies) are unchanged."""
+    frequencies) and quantised weights are unchanged."""
     exact = {}
     for parameter in module.parameters():
         if parameter.requires_grad:
             exact[parameter] = parameter.data
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
     return exact
 
 

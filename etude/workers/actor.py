@@ -98,7 +98,7 @@ class TrainWorker(TrainedWorker):
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights",))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:
         """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
         meta_info: `global_step`, and the counts of `etude.training.count_scored`."""

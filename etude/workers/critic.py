@@ -25,7 +25,13 @@ class CriticWorker(TrainedWorker):
         path = critic.model.path or model.path
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
-        self.model = load_value_model(path, device=self.device, trust_remote_code=model.trust_remote_code)
+        self.model = load_value_model(
+            path,
+            dtype=model.dtype if critic.model.quantization else "float32",
+            device=self.device,
+            trust_remote_code=model.trust_remote_code,
+            quantization=critic.model.quantization,
+        )
         self.prepare_training(self.model.backbone, critic.model)
         exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
         self._optimizer = OptimizerSet(

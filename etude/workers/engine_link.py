@@ -2,7 +2,7 @@
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 found its log-probs equal to the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others load a checkpoint, or take tensors by handle.
+others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle.
 """
 
 from __future__ import annotations
@@ -26,15 +26,17 @@ from etude.inference import (
     TOLERANCES,
     Engine,
     EngineSetup,
+    NativeEngine,
     NativeEngineOptions,
     Router,
     WeightProbe,
     check_takes_images,
 )
 from etude.metrics import Max, Metrics
-from etude.models import save_pretrained
+from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import merged_state
+from etude.models.named_weights import full_state
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
@@ -48,19 +50,25 @@ _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
 def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
-    """The engine named by `rollout.name`; `model` is None where only an evaluation engine fits.
+    """The engine named by `rollout.name`, on the weights of `model`; None: on weights of its own, first those of
+    `model.path`.
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
     """
+    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
+    own_weights = model is None and not hasattr(engine, "from_setup")
+    if own_weights:
+        assert options.model.path is not None
+        dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
+        model = load_causal_lm(options.model.path, dtype=dtype, device=options.device, trust_remote_code=trust)
     if model is not None and Vision.of(model.config) is not None:
         check_takes_images(options.rollout.name)
-    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if model is not None and rollout.max_model_len is None:
         longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
     if not hasattr(engine, "from_setup"):
-        made: Engine = engine(model, _native_options(options, longest, tokenizer))
+        made: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
         return made
     setup = EngineSetup(
         model_path=str(options.model.path),
@@ -82,7 +90,9 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
     return served
 
 
-def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> NativeEngineOptions:
+def _native_options(
+    options: RoleOptions, longest: int, tokenizer: Any, own_weights: bool = False
+) -> NativeEngineOptions:
     rollout = options.rollout
     return NativeEngineOptions(
         max_num_seqs=rollout.max_num_seqs,
@@ -94,6 +104,7 @@ def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> Nativ
         dtype=rollout.dtype,
         deterministic=options.deterministic,
         tokenizer=tokenizer,
+        own_weights=own_weights,
     )
 
 
@@ -108,7 +119,7 @@ class EngineLink:
         self, engine: Engine, rollout: RolloutOptions, chat: ChatTemplate, actor: PolicyEngine | None, dtype: str
     ) -> None:
         """`dtype`: the trainer's."""
-        self.engine, self._rollout, self._actor = engine, rollout, actor
+        self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
         self.is_current = actor is None  # whether the engine has the current weights
         self._asleep = False
@@ -193,6 +204,8 @@ class EngineLink:
             return None
         assert self._actor is not None
         model = self._actor.model
+        if isinstance(self.engine, NativeEngine):
+            return full_state(model, dtype=torch_dtype(self._rollout.dtype or self._dtype))
         if self._rollout.weight_transfer == "cuda_ipc":
             return merged_state(model)
         base = self._base_folder(model)

@@ -81,10 +81,17 @@ class RoleWorker(Worker):
         return self.bundle.tokenizer
 
     def load_policy(self, dtype: str) -> Any:
-        """The policy's network as `model.path` has it."""
+        """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
+        `model.dtype`."""
         tokenizer, model = self.tokenizer, self.options.model
         assert model.path is not None
-        network = load_causal_lm(model.path, dtype=dtype, device=self.device, trust_remote_code=model.trust_remote_code)
+        network = load_causal_lm(
+            model.path,
+            dtype=model.dtype if model.quantization else dtype,
+            device=self.device,
+            trust_remote_code=model.trust_remote_code,
+            quantization=model.quantization,
+        )
         check_vocabulary(tokenizer, network)
         return network
 
