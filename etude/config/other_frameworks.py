@@ -25,6 +25,10 @@ ALIASES = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    **{
+        f"reward.{key}": f"reward_model.reward_kwargs.{key}"
+        for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
@@ -125,7 +129,9 @@ INERT = {
             reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
             reward.reward_model
         """,
-        "scorers run in threads of the rollout's process": "reward_model.num_workers reward.num_workers",
+        "scorers run in threads of the rollout's process; for others see reward_manager=prime and remote": """
+            reward_model.num_workers reward.num_workers
+        """,
         "rollout.mode=async scores each trajectory as it ends": "reward_model.launch_reward_fn_async",
     }.items()
     for key in keys.split()

@@ -28,7 +28,7 @@ from etude.options import (
     TrainOptions,
 )
 from etude.options.validate import to_options
-from etude.rewards import duplicate_judge
+from etude.rewards import BUILTIN_MANAGERS, duplicate_judge
 from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
@@ -103,7 +103,8 @@ class RunSetup:
             max_samples=max_samples,
         )
         reward = self.roles.reward
-        if reward.enable and reward.reward_manager in ("naive", "dapo") and self.roles.custom_reward.path is None:
+        own = self.roles.custom_reward
+        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not (own.path or own.rewards):
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
