@@ -70,6 +70,10 @@ def concat_batches(parts: Sequence[DataProto]) -> DataProto:
     if len(parts) == 1:
         return parts[0]
     add_missing_columns(parts)
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)  # a row may have keys of its own
+    for part in parts:
+        for name in names:
+            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
     if any(part.batch is None for part in parts):
         return DataProto.concat(parts)
     prompt = max(part.batch["prompts"].shape[1] for part in parts)

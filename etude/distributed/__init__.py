@@ -5,6 +5,7 @@
 """
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, DispatchMode, Execute, register
+from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
 from etude.distributed.pool import ResourcePool
 from etude.distributed.ray_group import RayWorkerGroup
 from etude.distributed.worker import MeshPlace, Worker
@@ -13,11 +14,16 @@ from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 __all__ = [
     "OUTPUT_PADDING_ROWS",
     "PADDING_ROWS",
+    "BatchRef",
+    "DataPlane",
     "Dispatch",
     "DispatchMode",
     "Execute",
+    "InProcessStore",
     "InProcessWorkerGroup",
+    "LostSamplesError",
     "MeshPlace",
+    "PlaneFullError",
     "RayWorkerGroup",
     "ResourcePool",
     "Worker",
