@@ -15,13 +15,15 @@ import click
 @click.option("--prompts", type=click.IntRange(1), help="data.train_batch_size; default the run's.")
 @click.option("--n", type=click.IntRange(1), help="Rollouts per prompt; default the run's.")
 @click.option("--slots", type=click.IntRange(1), help="rollout.max_num_seqs; default the run's.")
-@click.option("--slower", type=click.FloatRange(0, min_open=True), default=1.0, help="Factor on the run's compute times.")
+@click.option(
+    "--slower", type=click.FloatRange(0, min_open=True), default=1.0, help="Factor on the run's compute times."
+)
 @click.option("--tool-seconds", type=click.FloatRange(0), help="Mean seconds of a turn's tools; default as measured.")
 @click.option("--weights-gib", type=click.FloatRange(0), default=0.0, help="Weights that cross at a sync.")
 @click.option("--gradients-gib", type=click.FloatRange(0), default=0.0, help="Gradients that training ranks reduce.")
 @click.option("--bandwidth", type=click.FloatRange(0, min_open=True), help="GiB per second between two ranks.")
 @click.option("--rollouts", type=click.Path(path_type=Path), help="Rollout dumps; default RUN_DIR/rollouts.")
-@click.option("--steps", type=click.IntRange(2), default=6, show_default=True, help="Steps to simulate.")
+@click.option("--steps", type=click.IntRange(1), default=6, show_default=True, help="Steps to simulate.")
 def scale(
     run_dir: Path,
     ranks: str,
@@ -53,9 +55,12 @@ def scale(
         gradients=gradients_gib * 2**30,
         bandwidth=None if bandwidth is None else bandwidth * 2**30,
     )
-    chosen = {"prompts": prompts, "n": n, "slots": slots}
-    measured = replace(measured, costs=costs, **{name: value for name, value in chosen.items() if value is not None})
-    click.echo(f"{'ranks':>6} {'staleness':>9}  {'placement':22} {'s/step':>9} {'samples/s':>10} {'engines':>8} {'training':>8}")
+    measured = replace(
+        measured, costs=costs, prompts=prompts or measured.prompts, n=n or measured.n, slots=slots or measured.slots
+    )
+    click.echo(
+        f"{'ranks':>6} {'staleness':>9}  {'placement':22} {'s/step':>9} {'samples/s':>10} {'engines':>8} {'training':>8}"
+    )
     for number in _numbers(ranks, "--ranks", 1):
         for stale in _numbers(staleness, "--staleness", 0):
             found = recommend(measured, number, stale, steps=steps)

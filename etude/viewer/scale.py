@@ -1,16 +1,16 @@
 """How fast a run would be on other numbers of ranks: a discrete-event simulation of rollout, scoring, training and sync.
 
 What it knows it reads from the folder of a finished run: from the rollout dumps how long turns, tools and scoring took
-(trajectories are drawn from them whole, so that long turns and slow tools stay together), from `metrics.jsonl` what an engine
-step, a trained token and a weight sync cost. A simulated rank is one of that run's kind; ranks wait for each other, for
-tools and for weights as the real ones do.
+(trajectories are drawn from them whole, so that long turns and slow tools stay together), from `metrics.jsonl` what an
+engine step, a trained token and a weight sync cost. A simulated rank is one of that run's kind; ranks wait for each other,
+for tools and for weights as the real ones do.
 
 An engine takes t₀ + t₁·b seconds to decode a token for each of b running sequences, and t₂ seconds per prompt token, during
 which they stand still. Training takes c₀ + c₁·tokens/ranks, plus a ring all-reduce of the gradients, 2·bytes·(ranks-1)/ranks
 / bandwidth; handing over the weights takes what it took, plus bytes / bandwidth.
 
 Invariant: a prompt of batch k begins when the weights are at most `staleness` versions behind it, and version k + 1 is made
-from the first `train_batch_size` groups that were finished and not trained on. With staleness 0 that is the synchronous loop.
+from the first `train_batch_size` groups that were finished and not trained on. Staleness 0 is the synchronous loop.
 
 Left out: memory, failures, network contention, and the driver's own time beyond what the run measured.
 """
@@ -60,9 +60,9 @@ class Trajectory(NamedTuple):
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds: of an engine step (`step`, and `row` for each sequence in it), of a prefilled token, of training (`train`, and
-    `token` for each on one rank), of a weight sync, and of what else a step takes on the driver. `weights` and `gradients` in
-    bytes, `bandwidth` in bytes per second between two ranks (None: what crosses costs nothing)."""
+    """Seconds of an engine step (`step`, and `row` for each sequence in it), of a prefilled token, of training (`train`, and
+    `token` for each on one rank), of a weight sync, and of what else a step takes on the driver. `weights`, `gradients`:
+    bytes; `bandwidth`: bytes per second between two ranks (None: what crosses costs nothing)."""
 
     step: float
     row: float
@@ -119,7 +119,7 @@ class Placement:
 
 @dataclass(frozen=True)
 class Prediction:
-    """Of a placement: seconds per step, trained rollouts per second, and the share of time that engines and trainers work."""
+    """Of a placement: seconds per step, rollouts trained on per second, shares of time that engines and trainers work."""
 
     placement: Placement
     step_seconds: float
@@ -152,7 +152,9 @@ def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured
     dumps = list_dump_steps(folder)[-_MAX_DUMPS:]
     drawn = [_trajectory(record) for step in dumps for record in read_rollouts(folder / f"{step}.jsonl")]
     if not any(trajectory.turns for trajectory in drawn):
-        raise DataError(f"no rollouts in {folder}: run with trainer.rollout_data_dir={run_dir / 'rollouts'}, or name theirs")
+        raise DataError(
+            f"no rollouts in {folder}: run with trainer.rollout_data_dir={run_dir / 'rollouts'}, or name theirs"
+        )
     return Measured(
         fit_costs(records[1:]),  # the first step compiles, allocates and fills caches
         [trajectory for trajectory in drawn if trajectory.turns],
@@ -314,7 +316,9 @@ class _Run:
         self.finished: deque[int] = deque()  # groups that can be trained on, by their tokens
         self.group_ended = self.env.event()
         self.trained = 0.0  # busy seconds
-        self.ends: list[float] = []  # of each step
+        self.ends: list[
+            tuple[float, float, float]
+        ] = []  # of each step: now, and how long engines and trainers were busy
 
     def run(self) -> None:
         self.env.process(self._feed())
@@ -357,31 +361,32 @@ class _Run:
             for engine in self.engines:
                 engine.stall(self.costs.syncing())
             yield self.env.timeout(self.costs.syncing())
-            self.ends.append(self.env.now)
+            self.ends.append((self.env.now, sum(engine.busy for engine in self.engines), self.trained))
             self.version += 1
             self.new_version.succeed()
             self.new_version = self.env.event()
 
 
 def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: int = 0) -> Prediction:
-    """Speed and use of a placement, after the first step (in which trainers wait for the first rollouts).
+    """Speed and use of a placement over `steps` steps, after those in which the first rollouts fill the pipeline.
 
     Raises:
-        ValueError: fewer than two steps, or a group without ranks.
+        ValueError: no step, or a group without ranks.
         MissingExtraError: SimPy is not installed.
     """
-    if steps < 2 or min(placement.trains, placement.rolls_out) < 1:
-        raise ValueError(f"at least 2 steps, and 1 rank of each kind: {steps} steps, {placement}")
-    run = _Run(measured, placement, steps, seed)
+    if min(steps, placement.trains, placement.rolls_out) < 1:
+        raise ValueError(f"at least 1 step, and 1 rank of each kind: {steps} steps, {placement}")
+    run = _Run(measured, placement, steps + placement.staleness + 1, seed)
     run.run()
-    per_step = (run.ends[-1] - run.ends[0]) / (steps - 1)
+    before, after = run.ends[placement.staleness], run.ends[-1]
+    seconds, engines, trainers = (end - start for start, end in zip(before, after))
     stalled = run.costs.syncing() * steps  # counted as busy by the engines, but nothing is generated then
     return Prediction(
         placement,
-        step_seconds=per_step,
-        samples_per_second=measured.prompts * measured.n / per_step,
-        engines_busy=(sum(engine.busy for engine in run.engines) / len(run.engines) - stalled) / run.env.now,
-        trainers_busy=run.trained / run.env.now,
+        step_seconds=seconds / steps,
+        samples_per_second=measured.prompts * measured.n * steps / seconds,
+        engines_busy=(engines / placement.rolls_out - stalled) / seconds,
+        trainers_busy=trainers / seconds,
     )
 
 
