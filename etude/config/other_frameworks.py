@@ -30,6 +30,10 @@ ALIASES = {
         for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
     },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "ray_init.address": "ray.address",
+    "ray_init": "ray.init_kwargs",
+    "ray_kwargs.ray_init.address": "ray.address",
+    "ray_kwargs.ray_init": "ray.init_kwargs",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all keys below → its name here."""
@@ -44,7 +48,8 @@ INERT = {
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            trainer.nnodes *.n_gpus_per_node actor_rollout_ref.rollout.nnodes actor_rollout_ref.hybrid_engine
+            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
+            reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
@@ -113,9 +118,9 @@ INERT = {
             *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
         """,
         "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
-        "Ray is not used": """
-            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1 ray_init ray_kwargs
-            transfer_queue
+        "Ray is used as trainer.backend and the section ray say": """
+            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1
+            ray_kwargs.timeline_json_file transfer_queue
         """,
         "sampled ids are never encoded again, whatever the model's family": "data.continuous_token",
         "a row keeps all its columns, its messages and its token ids": """

@@ -295,14 +295,14 @@ class PPOTrainer:
         critic, roles = self.groups.critic, self.setup.roles
         if critic is None:
             return {}
-        actor, ranks = roles.actor, critic.world_size
+        actor, ranks = roles.actor, critic.dp_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.world_size
+        seed, ranks = options.data_loader_seed, actor.dp_size
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 

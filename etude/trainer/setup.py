@@ -126,7 +126,9 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     options, roles, bundle = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False)
-    groups = open_groups(roles, trains=trains, critic=trains and "values" in options.needs)
+    groups = open_groups(
+        roles, options.trainer, options.ray, trains=trains, critic=trains and "values" in options.needs
+    )
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(

@@ -88,7 +88,7 @@ class TrainedWorker(RoleWorker):
             weights = {n: copy(t) for n, t in self.model.state_dict().items()} if self.rank == 0 else {}
         self._copied = (weights, {n: copy(t) for n, t in self._optimizer.state_dict().items()})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
         """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
         `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.

@@ -60,6 +60,14 @@ WITNESSES = {
     "trainer/test_trainer_input.py": {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
+    "trainer/test_trainer_ray.py": {
+        "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.n_gpus_per_node": "test_several_processes_on_a_node_and_too_many",
+        "ray.address": "test_two_nodes_learn_what_one_process_learns",
+        "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
+        "ray.call_timeout": "test_a_call_has_the_configured_time",
+    },
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
