@@ -14,7 +14,7 @@ import logging
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.data import ResumableLoader, RLDataset
+from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
@@ -53,7 +53,11 @@ class PPOTrainer:
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
-            train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
+            train,
+            setup.data.train_batch_size,
+            shuffle=setup.data.shuffle,
+            seed=setup.data.seed,
+            sampler=open_sampler(setup.data, train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
@@ -181,6 +185,7 @@ class PPOTrainer:
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
                 rollouts, metrics = self._roll_out()
+                self.loader.update(rollouts)
             batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {
