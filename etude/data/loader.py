@@ -64,6 +64,7 @@ class ResumableLoader:
         self.sampler = sampler
         self.epoch = 0
         self.position = 0
+        self._ordered: tuple[int, np.ndarray] | None = None  # the order of the epoch that was last asked for
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.dataset), self.batch_size)
@@ -71,25 +72,34 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[list[Row]]:
         epoch = self.epoch
-        order = self.order(epoch) if self.sampler is None else None
         while self.epoch == epoch and self.position < len(self):
-            start = self.position * self.batch_size
-            if order is None:
-                batch = self._sampled()
-            else:
-                batch = [self.dataset[int(number)] for number in order[start : start + self.batch_size]]
+            batch = self.batch(self.number) if self.sampler is None else self._draw(self.sampler)
             self.position += 1
             if self.position == len(self):
                 self.epoch, self.position = epoch + 1, 0
             yield batch
 
-    def _sampled(self) -> list[Row]:
-        assert self.sampler is not None
-        numbers = [int(number) for number in self.sampler.draw(self.batch_size)]
+    @property
+    def number(self) -> int:
+        """How many batches have been yielded since the first epoch began."""
+        return self.epoch * len(self) + self.position
+
+    def batch(self, number: int) -> list[Row]:
+        """The batch that is yielded after `number` others, without a sampler."""
+        epoch, position = divmod(number, len(self))
+        start = position * self.batch_size
+        return [self.dataset[int(row)] for row in self.order(epoch)[start : start + self.batch_size]]
+
+    def _draw(self, sampler: Sampler) -> list[Row]:
+        numbers = [int(number) for number in sampler.draw(self.batch_size)]
         if len(numbers) != self.batch_size or not all(0 <= number < len(self.dataset) for number in numbers):
-            name, rows = type(self.sampler).__name__, len(self.dataset)
+            name, rows = type(sampler).__name__, len(self.dataset)
             raise ConfigError(f"data.sampler: {name} drew {numbers}, not {self.batch_size} of the {rows} rows")
-        return [{**self.dataset[number], ROW_COLUMN: number} for number in numbers]
+        return [self.drawn_row(number) for number in numbers]
+
+    def drawn_row(self, number: int) -> Row:
+        """A row of the dataset as a sampler's batch has it."""
+        return {**self.dataset[number], ROW_COLUMN: number}
 
     def update(self, batch: DataProto) -> None:
         """Tells the sampler, if there is one, what came of a batch: scored rollouts of its rows."""
@@ -103,9 +113,10 @@ class ResumableLoader:
 
     def order(self, epoch: int) -> np.ndarray:
         """Row indices in the order of `epoch`: (rows,) int64."""
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return epoch_order(self.seed, epoch, len(self.dataset))
+        if self._ordered is None or self._ordered[0] != epoch:
+            rows = len(self.dataset)
+            self._ordered = epoch, epoch_order(self.seed, epoch, rows) if self.shuffle else np.arange(rows)
+        return self._ordered[1]
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position and what the order depends on, as numbers and strings."""
