@@ -79,7 +79,7 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in `update_weights`.
+        """`actor` holds the weights that are sampled from; where rollouts stream, `update_weights` copies them.
         None: it has its own."""
         options, context = self.options, self.context
         shared = None if actor is None or options.streams else actor.model
