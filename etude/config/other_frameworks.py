@@ -87,7 +87,7 @@ INERT = {
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
             distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
             distillation.n_gpus_per_node
-            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
@@ -266,11 +266,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
     "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
     "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
-    "data.custom_cls.path": (
-        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
-        (None,),
-    ),
-    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
     "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
     "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),

@@ -15,7 +15,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.data import ResumableLoader, RLDataset
+from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
@@ -62,7 +62,11 @@ class PPOTrainer:
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
-            train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
+            train,
+            setup.data.train_batch_size,
+            shuffle=setup.data.shuffle,
+            seed=setup.data.seed,
+            sampler=open_sampler(setup.data, train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
@@ -196,6 +200,7 @@ class PPOTrainer:
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
             rollouts, metrics = taken.batch, taken.metrics
+            self.loader.update(rollouts)
             batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {

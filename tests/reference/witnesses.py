@@ -74,6 +74,13 @@ WITNESSES = {
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
     },
+    "trainer/test_trainer_samplers.py": {
+        "data.sampler.class_path": "test_a_sampler_of_ones_own_draws_and_is_told",
+        "data.sampler.floor": "test_the_floor_moves_what_a_curriculum_draws",
+        "data.sampler.weights": "test_the_weights_move_what_a_mixture_draws",
+        "data.custom_cls.path": "test_a_dataset_class_of_ones_own_makes_the_rows",
+        "data.custom_cls.name": "test_a_dataset_class_of_ones_own_makes_the_rows",
+    },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
     },

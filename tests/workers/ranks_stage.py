@@ -165,7 +165,7 @@ def in_double():
 
 
 def learn_sharded(rank, ranks, options, cases):
-    """Name → (figures of this rank, gradients of each step, weights afterwards) of each case, of one sharded model a role."""
+    """Name → (figures of this rank, gradients of each step, weights afterwards) of each case; one sharded model a role."""
     in_double()
     workers, gradients = {}, []
     clip = optim_module.clip_sharded
