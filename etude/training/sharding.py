@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -30,6 +29,7 @@ from torch.distributed.fsdp import (
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
 
+from etude.distributed import MeshPlace
 from etude.errors import ConfigError
 from etude.models.lora import has_adapters
 from etude.models.vision import Vision
@@ -42,18 +42,8 @@ _COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_pr
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
-@dataclass(frozen=True)
-class MeshPlace:
-    """Where a rank is among `dp_size` data-parallel ones. Ranks with one `dp_rank` get the same rows, and the first of them
-    holds the output."""
-
-    dp_rank: int
-    dp_size: int
-    holds_output: bool
-
-
 def place_of(rank: int, world_size: int, options: FSDPOptions | None) -> MeshPlace:
-    """The place of a rank; `options`: of a sharded model."""
+    """The place of a rank, of whose team the first answers; `options`: of a sharded model."""
     peers = options.tensor_parallel_size if options is not None and world_size > 1 else 1
     return MeshPlace(rank // peers, world_size // peers, rank % peers == 0)
 

@@ -21,13 +21,14 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from etude.distributed import Dispatch, register
+from etude.distributed import Dispatch, MeshPlace, register
+from etude.distributed.dispatch import TRAIN_MESH
 from etude.errors import CheckpointError, one_line
 from etude.models import save_pretrained, torch_dtype
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from etude.models.named_weights import gather_weights
 from etude.options import ActorOptions, CriticOptions
-from etude.training import OptimizerSet, is_sharded, round_weights
+from etude.training import OptimizerSet, is_sharded, place_of, round_weights
 from etude.workers.role import RoleWorker
 
 MODEL, STATE = "huggingface", "state"  # the two parts of a role
@@ -60,6 +61,12 @@ class TrainedWorker(RoleWorker):
             world_size=self.world_size,
             dtype=dtype if sharded else None,
         )
+
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """Ranks that share each layer of a sharded model (tensor parallelism) share the rows that it is trained on."""
+        options = getattr(self.options, self.role)
+        sharded = mesh == TRAIN_MESH and options.strategy != "ddp"
+        return place_of(self.rank, self.world_size, options.fsdp_config if sharded else None)
 
     def prepare_saves(self) -> None:
         """Called by all ranks at the end of `init_model`: saves in the background must not meet the training's collective
