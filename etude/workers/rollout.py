@@ -80,7 +80,9 @@ class RolloutWorker(RoleWorker):
         options, context = self.options, self.context
         engine = build_engine(options, None if actor is None else actor.model, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
             self._thread = threading.Thread(target=self._loop.run_forever, name="etude-rollout", daemon=True)
