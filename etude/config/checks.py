@@ -402,6 +402,15 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
             "shares the trainer's GPU tensors with vLLM in this process: it needs rollout.name=vllm without server_urls, "
             "and a GPU; use folder",
         )
+    model = run.actor_rollout_ref.model
+    if rollout.weight_transfer == "adapter" and not (
+        rollout.server_urls and model.lora_rank and not model.quantization
+    ):
+        yield (
+            f"{_ROLLOUT}.weight_transfer",
+            "sends LoRA's adapters to servers of model.path: it needs rollout.server_urls and model.lora_rank, and no "
+            "model.quantization; use folder",
+        )
 
 
 _OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _correction, _weighted_loss)

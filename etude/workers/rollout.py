@@ -85,7 +85,9 @@ class RolloutWorker(RoleWorker):
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
             self._thread = threading.Thread(target=self._loop.run_forever, name="etude-rollout", daemon=True)
