@@ -69,7 +69,7 @@ class PPOTrainer:
             self._restore_loop(self.resumption)
         self._batches = self.loader.endless()
         self._state = self._loop_state()
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
