@@ -82,7 +82,7 @@ class PPOTrainer:
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:

@@ -28,6 +28,7 @@ from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
+from etude.trainer.signal import loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
@@ -133,6 +134,7 @@ class Rollouts:
         broken = [call for result in results for call in result.broken_calls]
         metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
         metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        metrics |= loss_metrics(results)
         if not prefix:
             return metrics
         return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
