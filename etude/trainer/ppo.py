@@ -24,7 +24,7 @@ from etude.run_folder import run_record
 from etude.trainer.advantages import add_advantages
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
-from etude.trainer.distillation import check_teachers, teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
 from etude.trainer.minibatches import update_batches
@@ -283,7 +283,7 @@ class PPOTrainer:
 
     def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
         if self.setup.roles.distillation.teachers:
-            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+            add_teacher_columns(self.setup, batch)
         return batch
 
     def _with_values(self, batch: DataProto) -> DataProto:

@@ -11,7 +11,7 @@ from workers_stage import roles, save_model
 
 from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
-from etude.options import RolloutCorrectionOptions
+from etude.options import DistillationOptions, RolloutCorrectionOptions
 from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
 from etude.trainer.minibatches import update_batches
 from etude.workers import CriticWorker, TrainWorker
@@ -70,6 +70,21 @@ def test_ranks_make_one_update_with_every_loss(monkeypatch, actors, loss, mode):
         monkeypatch, actors, uneven_batch(2), policy_loss=chosen, loss_agg_mode=mode, ppo_mini_batch_size=2
     )
     assert "actor/ppo_kl" in figures
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_ranks_make_one_update_towards_a_teachers_distribution(monkeypatch, actors, mode):
+    batch = uneven_batch(3)
+    shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(4)
+    batch.batch["teacher_topk_ids"] = torch.rand(*shape, 250, generator=generator).topk(5).indices.int()
+    top = torch.randn(*shape, 6, generator=generator).double().log_softmax(dim=-1)[..., :5]
+    batch.batch["teacher_topk_log_probs"] = top
+    figures, taught, _ = agree(monkeypatch, actors, batch, loss_agg_mode=mode, ppo_mini_batch_size=2)
+    assert figures["distillation/forward_kl"] > 1
+    assert 0 < figures["distillation/student_mass"] < figures["distillation/teacher_mass"] < 1
+    monkeypatch.setattr(actors[0], "options", replace(actors[0].options, distillation=DistillationOptions(coef=0.5)))
+    _, half, _ = actors[0].learn(monkeypatch, batch, loss_agg_mode=mode, ppo_mini_batch_size=2)
+    assert any(not torch.allclose(one, other) for one, other in zip(taught[0], half[0]) if one is not None)
 
 
 @pytest.mark.parametrize("mode", MODES)
