@@ -347,7 +347,8 @@ class DataProto:
         """Each tensor as one contiguous byte array, which pickle protocol 5 sends out of band without a copy.
 
         A slice sends its own bytes only. Devices are not kept: tensors arrive on the CPU. Row objects and meta_info
-        are pickled in the ordinary way.
+        are pickled in the ordinary way. Where the receiver's buffers are read-only (Ray's object store), tensors are made
+        over them without a copy, and the rule for workers holds: they must not be written to.
         """
         tensors = {key: _to_bytes(tensor) for key, tensor in self._tensors().items()}
         rows = None if self.batch is None else len(self)
@@ -591,13 +592,27 @@ def _merged_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = (
     return merged
 
 
-def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` in one row, on the CPU; its own memory where that is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+    # A single element counts as contiguous whatever its stride, which a view of another dtype does not take.
+    return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
+
+
+def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+    return byte_view(tensor).numpy(), tensor.dtype, tensor.shape
 
 
 def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:
     if not data.size:
         return torch.empty(shape, dtype=dtype)
-    owned = data if data.flags.writeable else data.copy()  # a tensor over read-only memory could be written to
-    return torch.from_numpy(owned).view(dtype).reshape(shape)
+    return torch.from_numpy(np.asarray(_Memory(data))).view(dtype).reshape(shape)
+
+
+class _Memory:
+    """The memory of a byte array, read-only or not, as an array that PyTorch takes without a warning."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self._data = data  # keeps the memory alive: NumPy keeps this object
+        address = data.__array_interface__["data"][0]
+        self.__array_interface__ = {**data.__array_interface__, "data": (address, False)}

@@ -1,4 +1,4 @@
-"""A sandbox server in a process of its own, as `etude sandbox serve` starts it."""
+"""A server in a process of its own, as `etude sandbox serve` and `etude retrieve serve` start it."""
 
 import contextlib
 import json
@@ -21,9 +21,9 @@ PATIENCE = 60  # seconds for what takes one, on a busy machine
 class ServerProcess:
     """Started by the constructor; `url` is where it listens."""
 
-    def __init__(self, *options, env=None, descriptors=None):
-        """`descriptors` are the most that the server may open."""
-        command = [sys.executable, "-m", "etude.cli.main", "sandbox", "serve", "--port", "0", *options]
+    def __init__(self, *options, env=None, descriptors=None, group="sandbox"):
+        """`descriptors` are the most that the server may open; `group` is the command that has `serve`."""
+        command = [sys.executable, "-m", "etude.cli.main", group, "serve", "--port", "0", *options]
         self.process = subprocess.Popen(
             command,
             stdout=subprocess.PIPE,
@@ -36,7 +36,7 @@ class ServerProcess:
         if not line:
             raise AssertionError(self.process.stderr.read())
         self.greeting = line
-        self.url = line.split()[0]
+        self.url = line.split()[0].removesuffix("/retrieve")
 
     def call(self, path, body=None, method=None, headers=None, timeout=PATIENCE):
         """Status, headers and body (decoded where it is JSON) of one request."""

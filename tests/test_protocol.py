@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import gc
 import math
 import pickle
+import warnings
 from concurrent.futures import Future
 from itertools import chain
 
@@ -566,7 +568,7 @@ DTYPES = [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.boo
 def out_of_band(data: DataProto) -> tuple[DataProto, list[bytes]]:
     buffers: list[pickle.PickleBuffer] = []
     stream = pickle.dumps(data, protocol=5, buffer_callback=buffers.append)
-    sent = [buffer.raw().tobytes() for buffer in buffers]
+    sent = [buffer.raw().tobytes() for buffer in buffers]  # read-only, as in Ray's object store
     return pickle.loads(stream, buffers=sent), sent
 
 
@@ -577,8 +579,42 @@ def test_pickles_are_bit_exact(dtype, shape, protocol):
     data = DataProto.from_dict({"x": tensor}, {"o": [{"k": [i]} for i in range(shape[0])]}, {"m": [1]})
     for back in (pickle.loads(pickle.dumps(data, protocol=protocol)), out_of_band(data)[0]):
         assert_equal(back, data)
-        back.batch["x"].zero_()  # memory of its own, and writable
+    back = pickle.loads(pickle.dumps(data, protocol=protocol))
+    back.batch["x"].zero_()  # memory of its own, and writable
     assert torch.equal(data.batch["x"], tensor)
+
+
+def test_received_buffers_are_read_in_place_and_outlive_what_brought_them():
+    data = make(5)
+    back, sent = out_of_band(data)
+    places = {np.frombuffer(buffer, dtype=np.uint8).ctypes.data for buffer in sent}
+    assert {tensor.data_ptr() for tensor in back.batch.values()} <= places
+    del sent
+    gc.collect()
+    assert_equal(back, data)
+
+
+def test_a_worker_adds_columns_to_a_received_batch():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # PyTorch warns of memory that is not to be written to
+        back, sent = out_of_band(make(4))
+    before = [bytes(buffer) for buffer in sent]
+    back.batch["doubled"] = back.batch["ids"] * 2
+    back.non_tensor_batch["note"] = ["a", "b", "c", "d"]
+    back.meta_info["seen"] = True
+    both = back.union(DataProto.from_dict({"more": torch.ones(4)}))
+    assert torch.equal(both.select_idxs([3, 1]).batch["doubled"], make(4).batch["ids"][[3, 1]] * 2)
+    assert [bytes(buffer) for buffer in sent] == before
+
+
+def test_arrays_within_rows_are_sent_out_of_band():
+    rows = [{"image": np.full((50, 50), i), "more": [torch.tensor([i])]} for i in range(3)]
+    data = DataProto.from_dict({"x": torch.arange(3)}, {"rows": rows})
+    back, sent = out_of_band(data)
+    assert sorted(map(len, sent)) == [24, *[50 * 50 * 8] * 3]
+    for row, same in zip(back.non_tensor_batch["rows"], rows):
+        assert np.array_equal(row["image"], same["image"])
+        assert torch.equal(row["more"][0], same["more"][0])
 
 
 def test_pickles_keep_nan_payloads():
@@ -597,6 +633,12 @@ def test_a_slice_is_sent_as_one_buffer_of_its_own_bytes():
     back, sent = out_of_band(transposed)
     assert [len(buffer) for buffer in sent] == [24]
     assert torch.equal(back.batch["x"], transposed.batch["x"])
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(6.0).reshape(3, 2)[:1, 1:], torch.arange(8.0)[1::9], torch.ones(2, 0)])
+def test_single_elements_with_a_stride_are_sent(tensor):
+    back = pickle.loads(pickle.dumps(DataProto.from_dict({"x": tensor}), protocol=5))
+    assert torch.equal(back.batch["x"], tensor)
 
 
 def test_out_of_band_buffers_are_the_tensors_own_memory():

@@ -45,23 +45,27 @@ class ShownResponse:
 
 
 async def read_row(reader: ImageReader, sources: Sequence[Any], where: str) -> list[ImageInput]:
-    """The images of a row, as `load_image` takes them.
+    """The images of a row, each as `read_image` does, in a thread."""
+    return [
+        await _threads.run(read_image, reader, source, f"{where}: image {number}")
+        for number, source in enumerate(sources)
+    ]
+
+
+def read_image(reader: ImageReader, source: Any, where: str) -> ImageInput:
+    """An image of a row, as `load_image` takes it.
 
     Raises:
-        DataError: one cannot be decoded; names it after `where`.
-        InfrastructureError: the system cannot read one now.
+        DataError: it cannot be decoded; named as `where`.
+        InfrastructureError: the system cannot read it now.
     """
-
-    def read(number: int, source: Any) -> ImageInput:
-        try:
-            name = image_name(source)
-            if name is None:
-                return reader.read(load_image(source, MAX_PIXELS))
-            return reader.read_file(name, lambda: load_image(source, MAX_PIXELS))
-        except DataError as error:
-            raise DataError(f"{where}: image {number}: {one_line(error)}") from error
-
-    return [await _threads.run(read, number, source) for number, source in enumerate(sources)]
+    try:
+        name = image_name(source)
+        if name is None:
+            return reader.read(load_image(source, MAX_PIXELS))
+        return reader.read_file(name, lambda: load_image(source, MAX_PIXELS))
+    except DataError as error:
+        raise DataError(f"{where}: {one_line(error)}") from error
 
 
 async def read_all(reader: ImageReader, images: Sequence[Image]) -> list[ImageInput]:

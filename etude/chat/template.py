@@ -16,6 +16,7 @@ Images: with the processor of a vision model, contents may have image parts; see
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from etude.chat.capabilities import TemplateCapabilities
@@ -25,7 +26,7 @@ from etude.chat.encoding import Decoder, Encoder
 from etude.chat.incremental import IncrementalRenderer
 from etude.chat.lost_parts import LostParts
 from etude.chat.observations import ObservationEncoder
-from etude.chat.placeholders import Placeholders
+from etude.chat.placeholders import Placeholders, image_count
 from etude.chat.prompts import Prompts
 from etude.chat.provenance import Run
 from etude.chat.rendering import Renderer
@@ -162,22 +163,30 @@ class ChatTemplate:
         """
         return self._observations.whole(messages)
 
-    def demonstration(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] | None = None) -> list[Run]:
+    def demonstration(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[dict[str, Any]] | None = None,
+        image_tokens: Sequence[int] = (),
+    ) -> list[Run]:
         """A whole conversation as a rollout would have assembled it, for supervised training.
 
         The prompt is TEMPLATE; what each assistant turn writes, its end of turn included, is SAMPLED; everything
-        between is as in `context_ids`.
+        between is as in `context_ids`. `image_tokens`: of each image in the messages, none of which is an assistant's.
 
         Raises:
             DataError: the template refuses the messages, leaves a part of one out, or does not begin an assistant turn as
-                its generation prompt does (one that opens a thought, where the message has none).
+                its generation prompt does (one that opens a thought, where the message has none); the messages do not have
+                that many images.
             ValueError: no assistant message, no prompt before the first, two in a row, or messages after the last.
         """
         turns = [n for n, message in enumerate(messages) if message.get("role") == "assistant"]
         if not turns or turns[0] == 0 or turns[-1] != len(messages) - 1:
             raise ValueError("a demonstration starts with a prompt and ends with an assistant message")
-        self.require_whole(messages[: turns[0]], tools)
-        runs: list[Run] = [(self.initial_ids(messages[: turns[0]], tools), Provenance.TEMPLATE)]
+        prompt, images = messages[: turns[0]], iter(image_tokens)
+        self.require_whole(prompt, tools)
+        shown = tuple(islice(images, sum(map(image_count, prompt))))
+        runs: list[Run] = [(self.initial_ids(prompt, tools, shown), Provenance.TEMPLATE)]
         for turn, following in zip(turns, [*turns[1:], None]):
             answers = messages[turn + 1 : following]
             end = self._observations.end_before(answers) if answers else self._turns.answered
@@ -186,7 +195,10 @@ class ChatTemplate:
                 raise _lost_part(turn, lost)
             runs.append((written, Provenance.SAMPLED))
             if following is not None:
-                runs += self.context_ids(answers, after=written)
+                shown = tuple(islice(images, sum(map(image_count, answers))))
+                runs += self.context_ids(answers, after=written, image_tokens=shown)
+        if left := len(list(images)):
+            raise DataError(f"{len(image_tokens)} images are given, {left} more than the messages have places for")
         return runs
 
     def lost_of_turn(self, message: Message) -> str | None:

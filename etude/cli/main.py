@@ -40,6 +40,7 @@ COMMANDS = {
     "data": LazyCommand("etude.cli.data:data", "Make training data."),
     "tools": LazyCommand("etude.cli.tools:tools", "Show tools, run them by hand, or serve them over MCP."),
     "sandbox": LazyCommand("etude.cli.sandbox:sandbox", "Run model-written code in isolation; serve it over HTTP."),
+    "retrieve": LazyCommand("etude.cli.retrieve:retrieve", "Build a search index; serve it as Search-R1's /retrieve."),
     "gateway": LazyCommand("etude.cli.gateway:gateway", "Serve a policy to agents written for OpenAI's interface."),
     "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),

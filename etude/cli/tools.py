@@ -163,17 +163,28 @@ def serve(
       etude tools serve tools.yaml --transport streamable-http --port 8000
     """
     kwargs = {} if tools_kwargs is None else _mapping(tools_kwargs, "--tools-kwargs")
+    serve_mcp(_load(config, plugins), kwargs, transport, host, port, path)
+
+
+def serve_mcp(
+    tools: list[BaseTool], tools_kwargs: dict[str, Any], transport: str, host: str, port: int, path: str
+) -> None:
+    """Serves `tools` to MCP clients over `transport` until they leave or a signal comes.
+
+    Raises:
+        ConfigError: the path or the address is invalid.
+    """
     if not path.startswith("/"):
         raise ConfigError(f"--path must begin with '/', not '{path}'")
     from etude.tools.server import ToolServer
 
-    server = ToolServer(_load(config, plugins), kwargs)
+    server = ToolServer(tools, tools_kwargs)
     if transport == "stdio":
         if sys.stdin.isatty():
             click.echo("waiting for an MCP client on stdin; this command is normally started by one", err=True)
         asyncio.run(_until_terminated(server.serve_stdio()))
         return
-    from etude.sandbox.serving import listen
+    from etude.serving.listening import listen
 
     listener = listen(host, port)
     with listener:

@@ -11,6 +11,7 @@ from __future__ import annotations
 ALIASES = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.model.fsdp_config": "critic.fsdp_config",
     **{
         f"{section}.optim.{theirs}": f"{section}.optim.{ours}"
         for section in ("actor_rollout_ref.actor", "critic")
@@ -24,6 +25,10 @@ ALIASES = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    **{
+        f"reward.{key}": f"reward_model.reward_kwargs.{key}"
+        for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
     "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
@@ -49,9 +54,18 @@ INERT = {
         "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """
             actor_rollout_ref.rollout.agent.num_workers
         """,
-        "nothing is sharded or offloaded": """
-            *.strategy *.fsdp *.fsdp_config *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype
-            *.layer_name_map
+        "PyTorch's FSDP2 is the one engine of sharded training": """
+            *.fsdp *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype *.layer_name_map
+            *.fsdp_config.wrap_policy *.fsdp_config.forward_prefetch *.fsdp_config.use_orig_params
+            *.fsdp_config.forward_only *.fsdp_config.strategy *.fsdp_config.seed *.fsdp_config.full_determinism
+            *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.use_torch_compile *.fsdp_config.qat
+        """,
+        "weights, gradients and optimizer state are offloaded together: fsdp_config.param_offload": """
+            *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy
+        """,
+        "the reference is held as the actor is": """
+            actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config reward_model.strategy
+            reward_model.*.fsdp_config
         """,
         "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
@@ -122,7 +136,9 @@ INERT = {
             reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
             reward.reward_model
         """,
-        "scorers run in threads of the rollout's process": "reward_model.num_workers reward.num_workers",
+        "scorers run in threads of the rollout's process; for others see reward_manager=prime and remote": """
+            reward_model.num_workers reward.num_workers
+        """,
         "rollout.mode=async scores each trajectory as it ends": "reward_model.launch_reward_fn_async",
     }.items()
     for key in keys.split()
@@ -322,7 +338,12 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
 """Pattern → (what to do about such a key, its values that say what is so here anyway: accepted as inert)."""
 
 _NEVER_CUT = "write error or drop: a prompt is never cut, since its start is the task"
+_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 REFUSED_VALUES: dict[str, dict[object, str]] = {
+    **{
+        f"{role}.strategy": dict.fromkeys(_ENGINES, "write fsdp2: no other engine of sharded training is built here")
+        for role in ("actor_rollout_ref.actor", "critic")
+    },
     "data.truncation": {"left": _NEVER_CUT, "right": _NEVER_CUT, "middle": _NEVER_CUT},
     "actor_rollout_ref.rollout.name": {
         "sglang_async": "write sglang",

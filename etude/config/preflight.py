@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -39,6 +39,10 @@ _EXTRAS = {
         (f"{section}optim.name", name): (package, package)
         for section in ("actor_rollout_ref.actor.", "critic.", "")
         for name, package in {"adamw_8bit": "bitsandbytes", "adamw_schedule_free": "schedulefree"}.items()
+    },
+    **{
+        (f"{section}model.quantization", "nf4"): ("bitsandbytes", "bitsandbytes")
+        for section in ("actor_rollout_ref.", "critic.", "")
     },
     (f"{_ROLLOUT}.name", "vllm"): ("vllm", "vllm"),
     (f"{_ROLLOUT}.trace.backend", "otel"): ("opentelemetry", "otel"),
@@ -124,7 +128,8 @@ def _missing(options: Options) -> Iterator[Problem]:
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            if (reason := _reason(kind, name)) and reason not in named:
+            name = name.get("path", "") if isinstance(name, Mapping) else name  # an entry of a list of sections
+            if name and (reason := _reason(kind, name)) and reason not in named:
                 named.add(reason)
                 yield key, reason
 

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 
 from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows
-from etude.data.images import place_images, refuse_other_media, size_of
+from etude.data.images import image_tokens, place_images, refuse_other_media
 from etude.data.rows import active_tools, check_row
 from etude.errors import DataError, one_line
 from etude.options import DataOptions
@@ -119,17 +119,7 @@ class RLDataset:
         """The tokens of each image of `row`, whose prompt gets an image part for it."""
         refuse_other_media(row, where)
         pictures = place_images(row, self.options.image_key, self.options.prompt_key, folder, where)
-        if not pictures:
-            return ()
-        if self._images is None:
-            raise DataError(
-                f"{where}: the row has images, and the model reads text only: take a vision-language model, or set "
-                "data.image_key=null"
-            )
-        try:
-            return tuple(self._images.tokens(size_of(picture)) for picture in pictures)
-        except DataError as error:
-            raise DataError(f"{where}: {one_line(error)}") from error
+        return image_tokens(self._images, pictures, where)
 
     def _fits(self, row: Row, image_tokens: tuple[int, ...], where: str) -> bool:
         limit = self.options.max_prompt_length

@@ -11,15 +11,18 @@ trajectory starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from etude.chat.placeholders import image_count
 from etude.data.files import Row
 from etude.data.messages import Message
 from etude.errors import DataError, InfrastructureError, one_line
 from etude.tools.builtin.images import MAX_PIXELS, image_size
+
+if TYPE_CHECKING:
+    from etude.models import ImageReader
 
 MARKER = "<image>"
 _OTHER_MEDIA = ("videos", "audios")
@@ -75,12 +78,23 @@ def _taken_from(messages: list[Message]) -> list[Any]:
     return [part.pop("image") for part in parts if part["type"] == "image" and "image" in part]
 
 
-def size_of(picture: Any) -> tuple[int, int]:
-    """(width, height) of an image of a row; raises DataError if it cannot be opened or is too large."""
+def image_tokens(reader: ImageReader | None, pictures: Sequence[Any], where: str) -> tuple[int, ...]:
+    """The tokens of each image of a row; `reader` is None where the model reads text only.
+
+    Raises:
+        DataError: the model takes no images; one cannot be opened, is too large, or of a shape that the model does not take.
+    """
+    if not pictures:
+        return ()
+    if reader is None:
+        raise DataError(
+            f"{where}: the row has images, and the model reads text only: take a vision-language model, or set "
+            "data.image_key=null"
+        )
     try:
-        return image_size(picture, MAX_PIXELS)
-    except InfrastructureError as error:  # nothing is running yet that could be retried
-        raise DataError(one_line(error)) from error
+        return tuple(reader.tokens(image_size(picture, MAX_PIXELS)) for picture in pictures)
+    except (DataError, InfrastructureError) as error:  # nothing is running yet that could be retried
+        raise DataError(f"{where}: {one_line(error)}") from error
 
 
 def _source(value: Any, folder: Path, where: str) -> Any:

@@ -52,6 +52,7 @@ class ResumableLoader:
         self.drop_last = drop_last
         self.epoch = 0
         self.position = 0
+        self._ordered: tuple[int, np.ndarray] | None = None  # the order of the epoch that was last asked for
 
     def __len__(self) -> int:
         whole, rest = divmod(len(self.dataset), self.batch_size)
@@ -59,14 +60,23 @@ class ResumableLoader:
 
     def __iter__(self) -> Iterator[list[Row]]:
         epoch = self.epoch
-        order = self.order(epoch)
         while self.epoch == epoch and self.position < len(self):
-            start = self.position * self.batch_size
-            batch = [self.dataset[int(number)] for number in order[start : start + self.batch_size]]
+            batch = self.batch(self.number)
             self.position += 1
             if self.position == len(self):
                 self.epoch, self.position = epoch + 1, 0
             yield batch
+
+    @property
+    def number(self) -> int:
+        """How many batches have been yielded since the first epoch began."""
+        return self.epoch * len(self) + self.position
+
+    def batch(self, number: int) -> list[Row]:
+        """The batch that is yielded after `number` others."""
+        epoch, position = divmod(number, len(self))
+        start = position * self.batch_size
+        return [self.dataset[int(row)] for row in self.order(epoch)[start : start + self.batch_size]]
 
     def endless(self) -> Iterator[list[Row]]:
         """An endless stream of batches, epoch after epoch."""
@@ -75,9 +85,10 @@ class ResumableLoader:
 
     def order(self, epoch: int) -> np.ndarray:
         """Row indices in the order of `epoch`: (rows,) int64."""
-        if not self.shuffle:
-            return np.arange(len(self.dataset))
-        return epoch_order(self.seed, epoch, len(self.dataset))
+        if self._ordered is None or self._ordered[0] != epoch:
+            rows = len(self.dataset)
+            self._ordered = epoch, epoch_order(self.seed, epoch, rows) if self.shuffle else np.arange(rows)
+        return self._ordered[1]
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position and what the order depends on, as numbers and strings."""

@@ -1,7 +1,8 @@
 """`SFTDataset`: demonstrations to imitate.
 
 Invariant: an item's `messages` end with an assistant message and can be given to a chat template; its `tools` are
-OpenAI dictionaries or None. Tokens, masks and lengths are left to `etude.chat` and the SFT trainer.
+OpenAI dictionaries or None; its `images`, if it has any, are as many as the image parts of its messages. Tokens, masks and
+lengths are left to `etude.chat` and the SFT trainer.
 """
 
 from __future__ import annotations
@@ -9,47 +10,61 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
+from etude.data.blobs import Blobs
 from etude.data.files import Row, file_list, located_rows, without_nulls
+from etude.data.images import place_images, refuse_other_media
 from etude.data.messages import checked_messages
 from etude.errors import DataError
 
 
 class SFTDataset:
-    """The `messages` (and optional `tools`) columns of one or more files.
+    """The `messages` (and optional `tools` and `image_key`) columns of one or more files.
 
     `tools` is a list of OpenAI dictionaries, or that list as JSON text (a column of different schemas does not fit one
     Arrow type). Arguments of tool calls may be objects or JSON text; items have objects. Nulls are Arrow's padding and
-    are dropped, except inside JSON text.
+    are dropped, except inside JSON text. Images are as in rows of `RLDataset`; their bytes are kept in a file.
 
     Raises:
         DataError: a file or row is invalid; names the file and the row.
     """
 
-    def __init__(self, files: str | Sequence[str]) -> None:
+    def __init__(self, files: str | Sequence[str], image_key: str | None = "images") -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         if not self.files:
             raise DataError("no data file is named: set data.train_files")
-        self._rows = [_checked_demonstration(row, where) for name in self.files for where, row in located_rows(name)]
+        self._blobs = Blobs()
+        self._rows = [
+            self._blobs.kept(_checked_demonstration(row, where, image_key, Path(name).expanduser().parent))
+            for name in self.files
+            for where, row in located_rows(name)
+        ]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> Row:
-        return copy.deepcopy(self._rows[number])
+        row: Row = self._blobs.restored(copy.deepcopy(self._rows[number]))
+        return row
 
     def __iter__(self) -> Iterator[Row]:
         return (self[number] for number in range(len(self)))
 
 
-def _checked_demonstration(row: Mapping[str, Any], where: str) -> Row:
+def _checked_demonstration(row: Mapping[str, Any], where: str, image_key: str | None, folder: Path) -> Row:
     if "messages" not in row:
         raise DataError(f"{where}: no column 'messages' (columns: {', '.join(row)})")
-    messages = checked_messages(row["messages"], f"{where}: messages")
+    refuse_other_media(row, where)
+    messages = checked_messages(row["messages"], f"{where}: messages", images=True)
     if messages[-1]["role"] != "assistant":
         raise DataError(f"{where}: messages must end with an assistant message, not {messages[-1]['role']}")
-    return {"messages": messages, "tools": _checked_tools(row.get("tools"), f"{where}: tools")}
+    made = {"messages": messages, "tools": _checked_tools(row.get("tools"), f"{where}: tools")}
+    if image_key is not None:
+        made[image_key] = row.get(image_key)
+    place_images(made, image_key, "messages", folder, where)
+    return made
 
 
 def _checked_tools(value: object, where: str) -> list[dict[str, Any]] | None:

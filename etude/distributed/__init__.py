@@ -5,6 +5,7 @@
 """
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
+from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
 from etude.distributed.pool import ResourcePool
 from etude.distributed.worker import Worker
 from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
@@ -12,9 +13,14 @@ from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 __all__ = [
     "OUTPUT_PADDING_ROWS",
     "PADDING_ROWS",
+    "BatchRef",
+    "DataPlane",
     "Dispatch",
     "Execute",
+    "InProcessStore",
     "InProcessWorkerGroup",
+    "LostSamplesError",
+    "PlaneFullError",
     "ResourcePool",
     "Worker",
     "WorkerGroup",

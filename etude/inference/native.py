@@ -3,7 +3,8 @@
 Requests join and leave between decode steps; a trajectory's keys and values stay from turn to turn, so that a turn feeds
 only what is new, and prompts are computed once for all trajectories that begin with them. The scheduler decides what a step
 computes, the cache where keys and values are stored. The model is the trainer's own object: an update copies nothing, it
-only clears caches (unless `dtype` asks for a copy in another precision).
+only clears caches (unless `dtype` asks for a copy in another precision). With `own_weights` the model is the engine's own,
+and an update copies named tensors into it.
 
 Deterministic mode. Results depend on which rows share a step, since a matrix product may round differently at another
 batch size. So which rows share a step must not depend on the clock: requests are admitted only at *scheduling points*
@@ -40,6 +41,7 @@ from etude.metrics import Metrics
 from etude.models.decoder import PlainDecoder
 from etude.models.experts import record_experts, routers
 from etude.models.loading import torch_dtype
+from etude.models.named_weights import copy_weights, weight_checksums
 from etude.models.packable import enable_packing
 from etude.models.packed import logits_of, packed_hidden
 from etude.models.vision import Vision, no_images
@@ -60,6 +62,7 @@ class NativeEngineOptions:
         admit_every: decode steps between scheduling points of the deterministic mode.
         tokenizer: decodes sampled ids, for requests with stop texts.
         enable_rollout_routing_replay: whether outputs say which experts the tokens went to.
+        own_weights: the model is nobody else's: `update_weights` takes chunks of named tensors.
     """
 
     max_num_seqs: int = 256
@@ -72,6 +75,7 @@ class NativeEngineOptions:
     admit_every: int = 8
     tokenizer: Any = None
     enable_rollout_routing_replay: bool = False
+    own_weights: bool = False
 
 
 _Draw: TypeAlias = tuple[int, float, "array[int] | None"]
@@ -99,10 +103,13 @@ class NativeEngine:
         and values is too small for a context of the requested length."""
         enable_packing(model)
         self.options = options or NativeEngineOptions()
+        self.shares_weights = not self.options.own_weights
         self._source = self._model = model
         dtype = model.dtype if self.options.dtype is None else torch_dtype(self.options.dtype)
         if dtype != model.dtype:
             self._model = _copy_of(model, dtype)
+        if self.options.own_weights:
+            self._source = self._model.requires_grad_(False)
         self._decoder = PlainDecoder.of(self._model)
         vision = Vision.of(self._model.config)
         self._images = None
@@ -265,24 +272,35 @@ class NativeEngine:
         here, and not before.
 
         Args:
-            source: None; the native engine shares its weights with the trainer.
+            source: None where the weights are shared with the trainer; with `own_weights`, chunks of (name, tensor) as
+                `full_state` yields them, which are copied in place.
+
+        Raises:
+            EtudeError: a tensor is missing, of another shape, or not what was sent; names it.
         """
-        if source is not None:
-            raise ConfigError("the native engine shares the trainer's weights: update_weights takes source=None")
+        if (source is None) != self.shares_weights:
+            given, needs = ("chunks", "None") if self.shares_weights else ("None", "chunks of named tensors")
+            raise ConfigError(f"update_weights was given source={given}: this native engine takes {needs}")
         was_paused = self._paused
         try:
             await self.pause()  # a running step still reads what is dropped here
-            if self._model is not self._source:
+            self._scheduler.forget_all()
+            if self._images is not None:
+                self._images.forget()
+            if source is not None:
+                copy_weights(self._model, source)
+            elif self._model is not self._source:
                 _copy_weights(self._source, self._model)
             if self._decoder is not None and not self._decoder.is_current():
                 self._decoder = PlainDecoder.of(self._model)
             self._version = version
-            self._scheduler.forget_all()
-            if self._images is not None:
-                self._images.forget()
         finally:
             if not was_paused:
                 await self.resume()
+
+    def checksums(self) -> dict[str, int]:
+        """Of the weights that are sampled from, by name (see `etude.models.named_weights`)."""
+        return weight_checksums(self._model)
 
     def metrics(self) -> Metrics:
         """Metrics since the last call; names and units are those of `EngineMetrics.report`."""
@@ -439,7 +457,8 @@ def _copy_of(model: Any, dtype: torch.dtype) -> Any:
     """A copy of the model with weights in another precision; buffers (rotary frequencies) stay as they are."""
     made = copy.deepcopy(model).requires_grad_(False).eval()
     for parameter in made.parameters():
-        parameter.data = parameter.data.to(dtype)
+        if parameter.is_floating_point():  # others are quantised
+            parameter.data = parameter.data.to(dtype)
     return made
 
 

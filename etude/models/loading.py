@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.model_folder import local_folder, read_config
 from etude.models.lora import has_adapters, merged_state
+from etude.models.quantized import check_quantization, quantize
 from etude.models.value import VALUE_HEAD_FILE, ValueModel
 from etude.models.vision import KINDS
 from etude.registry import did_you_mean
@@ -68,9 +69,10 @@ def load_causal_lm(
     device: str | torch.device = "cpu",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> PreTrainedModel:
     """The causal language model of a local folder or hub name, in evaluation mode on `device`; for a supported
-    vision-language model (see `etude.models.vision`) the whole model.
+    vision-language model (see `etude.models.vision`) the whole model. `quantization`: see `etude.models.quantized`.
 
     Raises:
         ConfigError: the folder or its config.json is missing, weights are missing or broken, `dtype`, `device` or
@@ -84,7 +86,7 @@ def load_causal_lm(
     if kind not in KINDS and kind in images.keys() - texts.keys():
         raise ConfigError(f"{path}: models of type '{kind}' are not supported (of those that see: {', '.join(KINDS)})")
     load = (AutoModelForImageTextToText if kind in KINDS else AutoModelForCausalLM).from_pretrained
-    return _load_model(load, path, dtype, device, attn_implementation, trust_remote_code)
+    return _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
 
 
 def load_value_model(
@@ -94,11 +96,13 @@ def load_value_model(
     device: str | torch.device = "cpu",
     attn_implementation: str = "sdpa",
     trust_remote_code: bool = False,
+    quantization: str | None = None,
 ) -> ValueModel:
     """A value model from the folder of a causal LM (new head) or of a saved `ValueModel` (its head); errors as above."""
     from transformers import AutoModel
 
-    backbone = _load_model(AutoModel.from_pretrained, path, dtype, device, attn_implementation, trust_remote_code)
+    load = AutoModel.from_pretrained
+    backbone = _load_model(load, path, dtype, device, attn_implementation, trust_remote_code, quantization)
     model = ValueModel(backbone)
     head = Path(path).expanduser() / VALUE_HEAD_FILE
     if head.is_file():
@@ -220,8 +224,11 @@ def _load_model(
     device: str | torch.device,
     attn_implementation: str,
     trust_remote_code: bool,
+    quantization: str | None,
 ) -> PreTrainedModel:
     precision = _dtype_name(dtype)
+    if quantization is not None:
+        check_quantization(quantization, device)
     folder = local_folder(path)
     if folder is not None:
         read_config(folder)
@@ -239,6 +246,8 @@ def _load_model(
     if missing:  # transformers would go on with random weights
         raise ConfigError(f"{path}: {len(missing)} weights are missing, the first is {missing[0]}")
     try:
+        if quantization is not None:
+            quantize(model, quantization, device)
         return model.to(device).eval()
     except (RuntimeError, AssertionError) as error:
         raise ConfigError(f"device '{device}' cannot be used: {one_line(error)}") from error

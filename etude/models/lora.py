@@ -9,7 +9,7 @@ State dictionaries keep the names of the model with adapters; `merged_state` giv
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from etude.errors import CheckpointError, ConfigError, MissingExtraError, one_line
+from etude.models.quantized import dequantized, linear_layers, quantized_layers
 
 if TYPE_CHECKING:
     from etude.options import TrainedModelOptions
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 ADAPTER_FOLDER = "lora_adapter"
 _NAME = "default"  # peft's, of the only adapter
 _FACTORS = (f"lora_A.{_NAME}.weight", f"lora_B.{_NAME}.weight")
+_LINEAR = ("Linear", "Linear4bit")  # peft's classes of adapted linear layers
 _PREFIX = "base_model.model."  # of the names in a file of peft's
 
 
@@ -43,7 +45,8 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
     config = LoraConfig(
         r=options.lora_rank,
         lora_alpha=options.lora_alpha,
-        target_modules=_linear_layers(model) if names == ["all-linear"] else names,
+        # peft's own all-linear takes in the experts and routers of mixtures, too
+        target_modules=[name for name, _ in linear_layers(model)] if names == ["all-linear"] else names,
         exclude_modules=options.exclude_modules,
         task_type="CAUSAL_LM",
         base_model_name_or_path=str(options.path),
@@ -55,18 +58,11 @@ def add_adapters(model: Any, options: TrainedModelOptions, seed: int = 0) -> Non
             inject_adapter_in_model(config, model)
     except ValueError as error:
         raise ConfigError(f"model.target_modules={','.join(names)}: {one_line(error)}") from error
-    if other := next((name for name, part in _layers(model) if type(part).__name__ != "Linear"), None):
+    if other := next((name for name, part in _layers(model) if type(part).__name__ not in _LINEAR), None):
         raise ConfigError(
             f"model.target_modules={','.join(names)}: {other} is no linear layer (the experts of a mixture are one tensor): "
             "name others, such as q_proj, or take all-linear"
         )
-
-
-def _linear_layers(model: Any) -> list[str]:
-    """The names of all but the head. peft's own `all-linear` takes in the experts and routers of mixtures, too."""
-    head = model.get_output_embeddings()
-    parts = model.named_modules()
-    return [name for name, part in parts if isinstance(part, torch.nn.Linear) and part is not head]
 
 
 def has_adapters(model: Any) -> bool:
@@ -91,18 +87,34 @@ def without_adapters(model: Any) -> Iterator[None]:
 
 
 def merged_state(model: Any, weights: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """The state dictionary of the same model without adapters: what they add is added to the weights, in float32.
+    """The state dictionary of the same model without adapters: what they add is added to the weights, in float32. Those of a
+    quantised base are what it computes with, in the dtype of the other weights.
 
     Args:
         weights: a state dictionary of the model; None: its own of now.
     """
-    weights = model.state_dict() if weights is None else weights
-    merged = {n.replace(".base_layer.", "."): t for n, t in weights.items() if not n.endswith(_FACTORS)}
-    for name, layer in _layers(model):
-        first, second = (weights[f"{name}.{factor}"].float() for factor in _FACTORS)
-        weight = merged[f"{name}.weight"]
-        merged[f"{name}.weight"] = torch.add(weight, second @ first, alpha=layer.scaling[_NAME]).to(weight.dtype)
-    return merged
+    return dict(merged_weights(model, model.state_dict() if weights is None else weights))
+
+
+def merged_weights(
+    model: Any, weights: Mapping[str, Tensor], gather: Callable[[Tensor, bool], Tensor] = lambda tensor, exact: tensor
+) -> Iterator[tuple[str, Tensor]]:
+    """`merged_state`, one tensor at a time. `gather` makes the whole tensor of what `weights` hold; its second argument
+    says that the tensor is part of a sum, before which it must not be rounded."""
+    layers = dict(_layers(model))
+    quantized = {f"{name}.weight": layer for name, layer in quantized_layers(model)}
+    dtype = next(parameter.dtype for parameter in model.parameters() if parameter.is_floating_point())
+    for name, tensor in weights.items():
+        if name.endswith(_FACTORS) or name.rpartition(".weight.")[0] + ".weight" in quantized:  # those are its scales
+            continue
+        if name in quantized:
+            tensor = dequantized(quantized[name]).to(dtype)
+        layer = layers.get(owner := name.removesuffix(".base_layer.weight"))
+        whole = gather(tensor, layer is not None)
+        if layer is not None:
+            first, second = (gather(weights[f"{owner}.{factor}"], True).float() for factor in _FACTORS)
+            whole = torch.add(whole, second @ first, alpha=layer.scaling[_NAME]).to(whole.dtype)
+        yield name.replace(".base_layer.", "."), whole
 
 
 def save_adapters(model: Any, folder: Path, weights: Mapping[str, Tensor] | None = None) -> None:

@@ -22,6 +22,7 @@ from etude.options.run import AlgorithmOptions, RolloutCorrectionOptions, RunOpt
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
+    FSDPOptions,
     ModelOptions,
     OptimOptions,
     RefOptions,
@@ -40,6 +41,7 @@ __all__ = [
     "Declaration",
     "DistillationOptions",
     "EnvOptions",
+    "FSDPOptions",
     "ModelOptions",
     "MultiTurnOptions",
     "OpenAIAgentOptions",

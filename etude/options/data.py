@@ -100,6 +100,10 @@ class SFTDataOptions:
     )
     shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
     seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED)
+    image_key: Text | None = key(
+        "Column with the conversation's images, one for each <image> in its texts. Null: no row has images.",
+        default="images",
+    )
     apply_chat_template_kwargs: FreeForm = key("Extra arguments of the chat template; any keys.", default_factory=dict)
 
 

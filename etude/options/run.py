@@ -126,8 +126,10 @@ class RolloutCorrectionOptions:
 
     rollout_is: Literal["token", "sequence"] | None = key(
         "Multiply the loss by importance weights, the trainer's probability over the engine's: of each token, or of whole "
-        "sequences (all those of a rollout together). Null: no weights.",
+        "sequences (all those of a rollout together). Null: no weights. By default token where rollouts are stale "
+        "(trainer.max_staleness) and bypass_mode is off.",
         default=None,
+        written="${etude.correction:${trainer.max_staleness},${.bypass_mode}}",
     )
     rollout_is_threshold: Annotated[Text, BeforeValidator(_threshold)] = key(
         "Largest weight; larger ones are cut to it. As LOW_HIGH, both with a decimal point (0.5_5.0), IcePop: a weight "
@@ -412,6 +414,12 @@ class TrainerOptions(RunOptions):
     )
     val_before_train: Flag = key(
         "Validate before the first step, so that there is a figure to compare with.", default=True, when=VALIDATED
+    )
+    max_staleness: Natural = key(
+        "Rollouts go on while the policy learns, and none is trained on that is more than this many steps older than the "
+        "weights it trains. 0: a step rolls out, then learns; 1: one step off. See docs/async.md.",
+        default=0,
+        unit="steps",
     )
     critic_warmup: Natural = key(
         "Steps in which only the critic learns.",

@@ -10,6 +10,7 @@ from etude.options.types import (
     AboveOne,
     BelowOne,
     Count,
+    CountOrOff,
     Flag,
     FreeForm,
     Natural,
@@ -184,6 +185,11 @@ class TrainedModelOptions:
     exclude_modules: Text | None = key(
         "Those of them that get none: a regular expression for whole names (`.*visual.*`).", default=None, when=LORA
     )
+    quantization: Literal["nf4"] | None = key(
+        "Weights of the frozen linear layers in 4 bits (QLoRA), through bitsandbytes. Null: in `dtype`.",
+        default=None,
+        when=LORA,
+    )
 
 
 @options
@@ -198,6 +204,38 @@ class ModelOptions(TrainedModelOptions):
     trust_remote_code: Flag = key(
         "Run Python code that comes with the model. False: such a model is refused.", default=False
     )
+
+
+@options
+class FSDPOptions:
+    """How the ranks share a model."""
+
+    fsdp_size: CountOrOff = key(
+        "Ranks that share one copy of the model; as many copies as fit the ranks are kept (HSDP). -1: all share one.",
+        default=-1,
+        unit="ranks",
+    )
+    tensor_parallel_size: Count = key(
+        "Ranks that compute each layer together, on the same rows; Llama, Mistral, Qwen2 and Qwen3 alone.",
+        default=1,
+        unit="ranks",
+    )
+    param_offload: Flag = key(
+        "Keep weights, gradients and the optimizer's state in the CPU's memory between uses.", default=False
+    )
+    reshard_after_forward: Flag = key(
+        "Give a layer's gathered weights back after its forward pass and gather them again for the backward pass: less "
+        "memory, more traffic. False: keep them.",
+        default=True,
+    )
+
+
+Strategy = Literal["ddp", "fsdp2", "fsdp"]
+_STRATEGY = (
+    "How several ranks hold the model. ddp: each has all of it, and gradients are summed; fsdp2: each has a part of its "
+    "weights, gradients and optimizer state (fsdp is another name of it). Changes memory and speed, no result."
+)
+SHARDED = When("with strategy=fsdp2, on several ranks", lambda own, run: own.strategy != "ddp")
 
 
 @options
@@ -350,6 +388,8 @@ class ActorOptions:
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
+    strategy: Strategy = key(f"{_STRATEGY} The reference is held alike.", default="ddp", verl_default="fsdp")
+    fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)
 
     @property
     def aggregation(self) -> LossAggMode:
@@ -443,3 +483,7 @@ class CriticOptions:
     loss_agg_mode: LossAggMode = key(
         "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
     )
+    strategy: Strategy = key(
+        _STRATEGY, default="ddp", written="${actor_rollout_ref.actor.strategy}", verl_default="fsdp"
+    )
+    fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)

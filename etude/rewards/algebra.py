@@ -1,14 +1,15 @@
-"""`AlgebraProcesses`: symbolic equality in child processes with a hard time and memory limit.
+"""`AlgebraProcesses`: symbolic equality in child processes with a hard limit of CPU time and memory.
 
-Invariant: `equal` returns within its limits from any thread; a child that exceeds them is killed and replaced. Children are
-started on demand, reused, and end with their parent (their standard input closes). What "equal" means is left to math-verify
-(`algebra_child.py`).
+Invariant: `equal` returns within its limits from any thread; what exceeds them is killed and replaced, so that there are
+never more children than at the start. They are started on demand, reused, and end with their parent (their standard input
+closes). What "equal" means is left to math-verify (`algebra_child.py`).
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -16,12 +17,15 @@ import select
 import subprocess
 import sys
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 
 from etude.errors import InfrastructureError
 
 START_SECONDS = 120.0  # importing sympy on a busy machine
-ANSWER_SECONDS = 5.0
+ANSWER_SECONDS = 3.0
+_CHILD_SECONDS = 60.0  # wall seconds after which the child itself is taken for stuck
+_REMEMBERED = 4096  # verdicts: a group of rollouts mostly repeats few answers
 _CHILD = Path(__file__).with_name("algebra_child.py")
 
 
@@ -43,15 +47,15 @@ class _Child:
                 f"the process for symbolic algebra did not start (try: {sys.executable} -c 'import math_verify')"
             )
 
-    def ask(self, prediction: str, ground_truth: str, seconds: float) -> bool | None:
-        """The verdict, or None when the child died or did not answer in time; it must then be killed."""
+    def ask(self, question: bytes) -> bytes:
+        """The verdict (`1`, `0`, or `?` for undecided); empty when the child is dead or stuck: it must then be killed."""
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(json.dumps([prediction, ground_truth]).encode() + b"\n")
+            self._process.stdin.write(question)
             self._process.stdin.flush()
         except OSError:
-            return None
-        return {b"1\n": True, b"0\n": False}.get(self._line(seconds))
+            return b""
+        return self._line(_CHILD_SECONDS)
 
     def kill(self) -> None:
         self._process.kill()
@@ -71,30 +75,36 @@ class _Child:
 
 
 class AlgebraProcesses:
-    """At most `limit` children; a question waits for a free one."""
+    """At most `limit` children, which spend at most `seconds` of CPU time on a question; it waits for a free one."""
 
-    def __init__(self, limit: int | None = None) -> None:
+    def __init__(self, limit: int | None = None, seconds: float = ANSWER_SECONDS) -> None:
+        self.seconds = seconds
         self._permits = threading.Semaphore(limit or min(4, os.cpu_count() or 1))
         self._free: queue.LifoQueue[_Child] = queue.LifoQueue()
+        self._verdict = functools.lru_cache(_REMEMBERED)(self._ask)
         atexit.register(self.close)
 
-    def equal(self, prediction: str, ground_truth: str, seconds: float = ANSWER_SECONDS) -> bool:
-        """Whether both answers are mathematically equal; False if undecided after `seconds`.
+    def equal(self, ours: Sequence[str], theirs: Sequence[str]) -> bool:
+        """Whether a reading of `ours` is mathematically equal to one of `theirs`; False if undecided after `seconds`.
+        Readings are texts with LaTeX between `$`, or prose.
 
         Raises:
             InfrastructureError: no child could be started.
         """
+        return self._verdict(tuple(ours), tuple(theirs))
+
+    def _ask(self, ours: tuple[str, ...], theirs: tuple[str, ...]) -> bool:
         with self._permits:
             child = self._take()
-            verdict = None
+            answer = b""
             try:
-                verdict = child.ask(prediction, ground_truth, seconds)
+                answer = child.ask(json.dumps([ours, theirs, self.seconds]).encode() + b"\n")
             finally:
-                if verdict is None:
-                    child.kill()
-                else:
+                if answer:
                     self._free.put(child)
-            return bool(verdict)
+                else:
+                    child.kill()
+            return answer == b"1\n"
 
     def close(self) -> None:
         """Stops the idle children."""

@@ -1,7 +1,8 @@
-"""The child process of `algebra.py`: answers one question per line of standard input with `1` or `0`.
+"""The child process of `algebra.py`: answers one question per line of standard input with `1`, `0` or `?` (undecided).
 
-Invariant: nothing but `ready`, `1` and `0` is written to the parent, whatever the libraries print. It imports nothing
-of this package, so that it stays small and starts fast; its time limit is kept by the parent.
+Invariant: nothing but `ready` and these is written to the parent, whatever the libraries print. This process imports the
+libraries once and asks nothing of them itself: a fork of it does, which is killed at its limit of CPU seconds or memory and
+forked again within milliseconds. It imports nothing of this package, so that it stays small and starts fast.
 """
 
 from __future__ import annotations
@@ -9,9 +10,102 @@ from __future__ import annotations
 import json
 import os
 import resource
+import select
+import signal
 import sys
+from typing import Any
 
 MEMORY_BYTES = 4 << 30
+WALL_FACTOR = 8  # times the CPU seconds: for a question that sleeps, or a machine that does not get to it
+
+
+class Worker:
+    """A fork that answers questions."""
+
+    def __init__(self) -> None:
+        asked, self._ask = os.pipe()
+        self._answer, answered = os.pipe()
+        self.pid = os.fork()
+        if self.pid == 0:
+            try:
+                os.close(self._ask)
+                os.close(self._answer)
+                _serve(os.fdopen(asked), answered)
+            finally:
+                os._exit(0)
+        os.close(asked)
+        os.close(answered)
+
+    def ask(self, question: str, seconds: float) -> bytes:
+        """`1` or `0`; empty if it died, or did not answer in time: then it must be ended."""
+        try:
+            os.write(self._ask, question.encode())
+        except OSError:
+            return b""
+        ready, _, _ = select.select([self._answer], [], [], WALL_FACTOR * seconds)
+        return os.read(self._answer, 1) if ready else b""
+
+    def end(self) -> None:
+        """Kills and reaps it."""
+        os.kill(self.pid, signal.SIGKILL)
+        os.waitpid(self.pid, 0)
+        os.close(self._ask)
+        os.close(self._answer)
+
+
+def _serve(questions: Any, answers: int) -> None:
+    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    for line in questions:
+        ours, theirs, seconds = json.loads(line)
+        signal.setitimer(
+            signal.ITIMER_PROF, seconds
+        )  # SIGPROF, which nothing handles, ends this process even in C code
+        try:
+            verdict = equal(ours, theirs)
+        except Exception:  # sympy may raise anything on malformed input, which is not equal
+            verdict = False
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        os.write(answers, b"1" if verdict else b"0")
+
+
+def equal(ours: list[str], theirs: list[str]) -> bool:
+    """Whether any reading of a prediction means what any reading of the reference does."""
+    from math_verify import verify
+
+    references = [_parse(text) for text in theirs]
+    for text in ours:
+        found = _parse(text)
+        for reference in references:
+            solved = all(isinstance(each, str) or _is_solved(each) for each in found)
+            if verify(reference, found, timeout_seconds=None, allow_set_relation_comp=solved):
+                return True
+    return False
+
+
+def _parse(text: str) -> list[Any]:
+    from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse
+    from sympy import Basic, I  # type: ignore[import-untyped]
+
+    formula = text.startswith("$") and text.endswith("$")  # which is read as a whole, or not at all
+    kinds = [LatexExtractionConfig()] if formula else [LatexExtractionConfig(), ExprExtractionConfig()]
+    found = parse(text, kinds, parsing_timeout=None)
+    for number, each in enumerate(found):
+        if isinstance(each, Basic):
+            units = {symbol: I for symbol in each.free_symbols if str(symbol) == "i"}
+            found[number] = each.subs(units) if units else each
+    return found
+
+
+def _is_solved(relation: Any) -> bool:
+    """Whether `relation` is a solution (x ≥ 5) and not a question (2x - 4 ≥ 6), which algebra could solve for the model."""
+    parts = getattr(relation, "_unsorted_args", None) or [relation]
+    if not all(getattr(each, "is_Relational", False) for each in parts):
+        return True  # not a relation
+    return all(
+        any(side.is_Symbol and not other.free_symbols for side, other in ((each.lhs, each.rhs), (each.rhs, each.lhs)))
+        for each in parts
+    )
 
 
 def main() -> None:
@@ -19,21 +113,16 @@ def main() -> None:
     sys.path[:] = json.loads(sys.argv[1])
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-    from math_verify import parse, verify
-
-    def equal(prediction: str, ground_truth: str) -> bool:
-        gold = parse(f"${ground_truth}$", parsing_timeout=None)
-        found = parse(f"${prediction}$", parsing_timeout=None)
-        return bool(verify(gold, found, timeout_seconds=None))
-
+    equal(["$x+1$"], ["$1+x$"])  # imports all that a question needs, before the first fork
+    worker = Worker()
     print("ready", file=parent, flush=True)
     for line in sys.stdin:
-        try:
-            verdict = equal(*json.loads(line))
-        except Exception:  # sympy may raise anything on malformed input, which is not equal
-            verdict = False
-        print(int(verdict), file=parent, flush=True)
+        verdict = worker.ask(line, json.loads(line)[2])
+        if verdict not in (b"0", b"1"):
+            worker.end()
+            worker, verdict = Worker(), b"?"
+        print(verdict.decode(), file=parent, flush=True)
+    worker.end()
 
 
 if __name__ == "__main__":

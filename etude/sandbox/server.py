@@ -22,7 +22,6 @@ from pydantic import BaseModel
 from etude.errors import one_line
 from etude.sandbox import wire
 from etude.sandbox.executor import Executor
-from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
 from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
 from etude.sandbox.types import (
     RunStatus,
@@ -31,6 +30,7 @@ from etude.sandbox.types import (
     SessionClosedError,
     UnknownSessionError,
 )
+from etude.serving.middleware import BearerToken, BodyLimit, unless_gone
 
 _ABANDONED = 499
 _BUCKETS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60)

@@ -27,7 +27,7 @@ from etude.errors import EtudeError, one_line
 from etude.inference import ENGINES, Engine, SamplingParams, check_trainable
 from etude.jsonl import JsonLines, json_line
 from etude.models import check_vocabulary, load_causal_lm
-from etude.sandbox.serving import listen
+from etude.serving.listening import listen, url_of
 from etude.trainer.rollouts import decode_texts
 from etude.trainer.setup import check
 from etude.workers import RoleOptions
@@ -72,8 +72,7 @@ async def serve_policy(config: DictConfig, options: ServingOptions, ready: Calla
             token=options.token,
             max_request_mb=options.max_request_mb,
         )
-        shown = f"[{options.host}]" if ":" in options.host else options.host
-        ready(f"http://{shown}:{listener.getsockname()[1]}")
+        ready(url_of(listener, options.host))
         serving = uvicorn.Config(
             app,
             log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),

@@ -28,7 +28,7 @@ from etude.options import (
     TrainOptions,
 )
 from etude.options.validate import to_options
-from etude.rewards import duplicate_judge
+from etude.rewards import BUILTIN_MANAGERS, duplicate_judge
 from etude.rewards.default import scorer_of
 from etude.trainer.groups import Groups, open_groups
 from etude.workers.context import ToolCatalogue
@@ -103,7 +103,8 @@ class RunSetup:
             max_samples=max_samples,
         )
         reward = self.roles.reward
-        if reward.enable and reward.reward_manager in ("naive", "dapo") and self.roles.custom_reward.path is None:
+        own = self.roles.custom_reward
+        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not (own.path or own.rewards):
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
@@ -124,7 +125,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     """
     options, roles, bundle = check(config)
     if not trains:
-        roles = replace(roles, needs_ref=False)
+        roles = replace(roles, needs_ref=False, streams=False)
     groups = open_groups(roles, trains=trains, critic=trains and "values" in options.needs)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
@@ -173,6 +174,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         chat_template_kwargs=data.apply_chat_template_kwargs,
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         needs_ref="ref_log_prob" in options.needs,
+        streams=run.max_staleness > 0,
     )
     bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
     if bundle.processor is not None:

@@ -11,17 +11,22 @@ Checkpoints and resuming are those of reinforcement learning: every `save_freq` 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 from omegaconf import DictConfig
 
+from etude.agents.images import read_image
 from etude.data import ResumableLoader, RLDataset, SFTDataset
+from etude.data.blobs import Blobs
 from etude.data.dumped import is_dump, rank_pairs, read_dumps, select_rollouts
+from etude.data.images import image_tokens
 from etude.errors import ConfigError, DataError, EtudeError, TrainingStopped, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
+from etude.images import ImageInput
 from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
@@ -117,22 +122,23 @@ class SFTTrainer:
                 )
             pairs = rank_pairs(rollouts, data.min_score, data.max_per_prompt)
             return _Examples([{"pair": (chosen.sequences, rejected.sequences)} for chosen, rejected in pairs])
-        examples = self._tokenise(SFTDataset(talks), schemas) if talks or not dumps else []
+        examples = self._tokenise(SFTDataset(talks, data.image_key), schemas) if talks or not dumps else ()
         kept = select_rollouts(rollouts, data.min_score, data.max_per_prompt) if dumps else []
-        return _Examples([*examples, *({"demonstration": runs} for rollout in kept for runs in rollout.sequences)])
+        dumped = ({"demonstration": runs} for rollout in kept for runs in rollout.sequences)
+        return _Examples(chain(examples, dumped))
 
-    def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> list[dict[str, Any]]:
-        """All demonstrations as tokens; a row that is not a conversation is an error that names it."""
-        examples = []
+    def _tokenise(self, rows: SFTDataset, schemas: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+        """All demonstrations as tokens, with their images, if any, to be read when they are learned; a row that is not a
+        conversation is an error that names it."""
         for number, row in enumerate(rows):
-            where = f"{', '.join(rows.files)}: row {number}"
+            where, images = f"{', '.join(rows.files)}: row {number}", row.get("images", ())
+            tokens = image_tokens(self.images, images, where)
             try:
-                demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None)
+                demonstration = self.chat.demonstration(row["messages"], row.get("tools") or schemas or None, tokens)
             except (EtudeError, ValueError) as error:
                 raise DataError(f"{where}: {one_line(error)}") from error
             self._check_sequence(demonstration, where)
-            examples.append({"demonstration": demonstration})
-        return examples
+            yield {"demonstration": demonstration} | ({"images": images, "where": where} if images else {})
 
     def _check_sequence(self, sequence: Demonstration, where: str) -> None:
         length = sum(len(ids) for ids, _ in sequence)
@@ -243,7 +249,7 @@ class SFTTrainer:
     ) -> None:
         """One step, and any trial and checkpoint due after it."""
         self.checkpoints.wait(only_if_done=True)
-        metrics = self._prefer(rows) if self.loss.name == "dpo" else self._step([row["demonstration"] for row in rows])
+        metrics = self._prefer(rows) if self.loss.name == "dpo" else self._step(rows)
         self.step += 1
         last = self.step == self.total_steps
         if self.trial is not None and (last or self.step % self.target.every == 0):
@@ -269,14 +275,22 @@ class SFTTrainer:
         state = {"loader": self.loader.state_dict(), "trials": vars(self._trials), "config": self.used_config}
         self.checkpoints.save(self.step, state, self.groups.actor.save_checkpoint, self.groups.actor.copy_state)
 
-    def _step(self, demonstrations: list[Demonstration]) -> dict[str, float]:
+    def _step(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         timings = Timings()
         with timings("step"):
-            batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0)
+            demonstrations, images = [row["demonstration"] for row in rows], [self._read_images(row) for row in rows]
+            batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0, images)
             batch.meta_info["global_step"] = self.step
             parts = rank_parts(batch, self.groups.actor.world_size)
             metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(parts)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
+
+    def _read_images(self, row: dict[str, Any]) -> list[ImageInput]:
+        if self.images is None:
+            return []
+        return [
+            read_image(self.images, each, f"{row['where']}: image {n}") for n, each in enumerate(row.get("images", ()))
+        ]
 
     def _prefer(self, rows: list[dict[str, Any]]) -> dict[str, float]:
         timings, pad, pairs = Timings(), self.tokenizer.pad_token_id or 0, [row["pair"] for row in rows]
@@ -307,16 +321,18 @@ class SFTTrainer:
 
 
 class _Examples:
-    """Tokenised demonstrations or pairs, as `ResumableLoader` takes rows."""
+    """Tokenised demonstrations or pairs, as `ResumableLoader` takes rows; bytes of images are kept in a file."""
 
-    def __init__(self, rows: list[dict[str, Any]]) -> None:
-        self._rows, digest = rows, hashlib.sha256()
-        for row in rows:
-            digest.update(repr(row).encode())
+    def __init__(self, rows: Iterable[dict[str, Any]]) -> None:
+        self._blobs, digest = Blobs(), hashlib.sha256()
+        self._rows = [self._blobs.kept(row) for row in rows]
+        for row in self._rows:
+            digest.update(repr({key: value for key, value in row.items() if key != "where"}).encode())
         self.fingerprint = digest.hexdigest()[:16]
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def __getitem__(self, number: int) -> dict[str, Any]:
-        return self._rows[number]
+        row: dict[str, Any] = self._blobs.restored(self._rows[number])
+        return row

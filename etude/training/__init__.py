@@ -7,19 +7,25 @@ from etude.training.partitions import balanced_partitions, token_budget_batches
 from etude.training.policy import LossScale, PolicyEngine, count_scored
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
+from etude.training.sharding import MeshPlace, build_mesh, is_sharded, place_of, shard_model
 from etude.training.value import ValueEngine
 
 __all__ = [
     "LossScale",
+    "MeshPlace",
     "OptimOptions",
     "OptimizerSet",
     "PolicyEngine",
     "ValueEngine",
     "balanced_partitions",
+    "build_mesh",
     "count_scored",
     "demonstrations_to_batch",
+    "is_sharded",
+    "place_of",
     "round_weights",
     "sft_step",
+    "shard_model",
     "token_budget_batches",
     "token_log_probs",
 ]

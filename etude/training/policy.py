@@ -24,9 +24,10 @@ from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
 from etude.training.log_probs import token_log_probs
-from etude.training.microbatches import micro_batches
+from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
+from etude.training.sharding import compute_device, count_passes, run_forward
 
 
 @dataclass(frozen=True)
@@ -102,7 +103,7 @@ class PolicyEngine:
         """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference)."""
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
-        self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
+        self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(
         self,
@@ -114,18 +115,25 @@ class PolicyEngine:
         labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        return token_log_probs(
-            packed.hidden(self.model),
-            head.weight,
-            packed.labels if labels is None else labels,
-            bias=head.bias,
-            finish=logit_finish(self.model),
-            temperature=temperature,
-            entropy_grad=entropy_grad,
-            sum_pi_squared=squares,
-            likeliest=likeliest,
-            support=packed.support,
+        return run_forward(
+            self.model,
+            lambda: token_log_probs(
+                packed.hidden(self.model),
+                head.weight,
+                packed.labels if labels is None else labels,
+                bias=head.bias,
+                finish=logit_finish(self.model),
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+                sum_pi_squared=squares,
+                likeliest=likeliest,
+                support=packed.support,
+            ),
         )
+
+    def _idle(self) -> Tensor:
+        """0 with a gradient of 0: a pass of a sharded model for which this rank has no rows, and another one has."""
+        return self._forward(pack(filler(), [0], self._device), 1.0)[0].sum() * 0
 
     @torch.no_grad()
     def log_probs(
@@ -141,16 +149,20 @@ class PolicyEngine:
         result = [torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared)]
         if topk:
             result += [torch.zeros((*shape, topk), dtype=torch.long), torch.zeros((*shape, topk), dtype=kind)]
-        for rows in micro_batches(batch, self._max_tokens, self._vision):
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
+        for rows in micros:
             packed = pack(batch, rows, self._device, self._vision)
-            size, place = len(packed.labels), {"device": self._device}
-            squares = torch.empty(size, dtype=kind, **place) if sum_pi_squared else None
-            top = (torch.empty(size, topk, dtype=torch.long, **place), torch.empty(size, topk, dtype=kind, **place))
+            squares = packed.labels.new_empty(len(packed.labels), dtype=kind) if sum_pi_squared else None
+            ids = packed.labels.new_empty(len(packed.labels), topk)
+            top = ids, torch.empty_like(ids, dtype=kind)
             with replay_experts(self.model, packed.experts):
                 found = self._forward(packed, temperature, squares=squares, likeliest=top if topk else None)
             found = (*found, *(() if squares is None else (squares,)), *(top if topk else ()))
             for column, values in zip(result, found, strict=True):
                 column[rows] = packed.scatter(values).cpu()
+        for _ in range(idle):
+            self._idle()
         return tuple(result)
 
     def update(
@@ -168,8 +180,10 @@ class PolicyEngine:
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
         with optimizer.training():
-            for rows in micro_batches(batch, self._max_tokens, self._vision):
+            for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
                 taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
@@ -184,4 +198,6 @@ class PolicyEngine:
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+            for _ in range(idle):
+                optimizer.backward(self._idle())
             return add_metrics(parts) | step_metrics(optimizer)

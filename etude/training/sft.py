@@ -12,16 +12,21 @@ import torch
 from torch import Tensor
 
 from etude.algorithms import agg_loss
+from etude.images import ImageInput
 from etude.metrics import Metrics
 from etude.protocol import DataProto
+from etude.training.images import COLUMN
 from etude.training.policy import LossScale, PolicyEngine
 from etude.trajectory import Provenance
 
 Demonstration = Sequence[tuple[Sequence[int], Provenance]]
 
 
-def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int) -> DataProto:
-    """Right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch, width)."""
+def demonstrations_to_batch(
+    examples: Sequence[Demonstration], pad_token_id: int, images: Sequence[Sequence[ImageInput]] = ()
+) -> DataProto:
+    """Right-padded `input_ids`, `attention_mask` and `response_mask` (1 on sampled tokens), each (batch, width); if any of
+    the examples has `images`, also the column `multi_modal_inputs`."""
     ids = [torch.tensor([t for run, _ in example for t in run], dtype=torch.long) for example in examples]
     masks = [
         torch.tensor([int(who is Provenance.SAMPLED) for run, who in example for _ in run], dtype=torch.long)
@@ -34,6 +39,7 @@ def demonstrations_to_batch(examples: Sequence[Demonstration], pad_token_id: int
             "attention_mask": pad([torch.ones_like(x) for x in ids], batch_first=True),
             "response_mask": pad(masks, batch_first=True),
         }
+        | ({COLUMN: [tuple(each) for each in images]} if any(images) else {})
     )
 
 

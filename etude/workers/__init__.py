@@ -1,5 +1,6 @@
 """The roles as workers: rollout, actor with its reference, critic, reward, teacher; and rollout and actor in one."""
 
+from etude.models.named_weights import full_state
 from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.workers.actor import TrainWorker
 from etude.workers.critic import CriticWorker
@@ -24,4 +25,5 @@ __all__ = [
     "TeacherWorker",
     "TrainWorker",
     "build_scorer",
+    "full_state",
 ]

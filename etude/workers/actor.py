@@ -25,10 +25,9 @@ from etude.algorithms import (
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import torch_dtype
 from etude.models.lora import without_adapters
 from etude.protocol import DataProto
-from etude.training import LossScale, OptimizerSet, PolicyEngine, round_weights, sft_step
+from etude.training import LossScale, PolicyEngine, sft_step
 from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
@@ -51,19 +50,14 @@ class TrainWorker(TrainedWorker):
         options, actor = self.options, self.options.actor
         self.model = self.load_policy("float32")
         self.prepare_training(self.model, options.model)
-        self._optimizer = OptimizerSet(
-            self.model,
-            actor.optim,
-            total_steps,
-            first_step=options.actor_first_step,
-            exact=round_weights(self.model, torch_dtype(options.model.dtype)),  # computes in model.dtype from here on
-            rank=self.rank,
-            world_size=self.world_size,
-        )
+        self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
         self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
-            network = self.model if options.model.lora_rank else self.load_policy(options.model.dtype)
+            network = self.model
+            if not options.model.lora_rank:
+                network = self.load_policy(options.model.dtype).requires_grad_(False)
+                self.shard(network, actor)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
 
@@ -115,7 +109,7 @@ class TrainWorker(TrainedWorker):
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights",))
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=TOKENS, optional=("token_weights", IMAGES))
     def update_sft(self, data: DataProto) -> Metrics:
         """One supervised step on this rank's part of tokenised demonstrations (`etude.training.demonstrations_to_batch`);
         meta_info: `global_step`, and the counts of `etude.training.count_scored`."""

@@ -2,7 +2,7 @@
 
 Invariant: when a rollout starts, the engine has the current weights and, unless `rollout.weight_probe` is off, the probe has
 found its log-probs equal to the trainer's. An engine that shares the trainer's tensors is only notified of the change;
-others load a checkpoint, or take tensors by handle.
+others copy named tensors (see `full_state`), load a checkpoint, or take tensors by handle.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from etude.inference import (
     TOLERANCES,
     Engine,
     EngineSetup,
+    NativeEngine,
     NativeEngineOptions,
     Router,
     WeightProbe,
     check_takes_images,
 )
 from etude.metrics import Max, Metrics
-from etude.models import save_pretrained
+from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
 from etude.models.lora import merged_state
+from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.scratch import Scratch, sweep
-from etude.training import PolicyEngine
+from etude.training import PolicyEngine, is_sharded
 from etude.workers.options import RoleOptions
 
 PROBE_TEXTS = ("What is 17 + 25?", "List three colours.", "The capital of France is", "def square(x):\n    return")
@@ -48,19 +50,25 @@ _ROOM = 2.5  # checkpoints that fit: the one in use, the next one, and a margin
 
 
 def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
-    """The engine named by `rollout.name`; `model` is None where only an evaluation engine fits.
+    """The engine named by `rollout.name`, on the weights of `model`; where that is None or sharded, on weights of its own,
+    first those of `model.path`.
 
     Raises:
         ConfigError: the engine cannot be built from this configuration, or takes text only and the model does not.
     """
+    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
+    own_weights = (model is None or is_sharded(model)) and not hasattr(engine, "from_setup")
+    if own_weights:
+        assert options.model.path is not None
+        dtype, trust = rollout.dtype or options.model.dtype, options.model.trust_remote_code
+        model = load_causal_lm(options.model.path, dtype=dtype, device=options.device, trust_remote_code=trust)
     if model is not None and Vision.of(model.config) is not None:
         check_takes_images(options.rollout.name)
-    rollout, engine = options.rollout, ENGINES.get(options.rollout.name)
     longest = rollout.max_model_len or rollout.prompt_length + rollout.response_length
     if model is not None and rollout.max_model_len is None:
         longest = min(longest, int(getattr(model.config.get_text_config(), "max_position_embeddings", longest)))
     if not hasattr(engine, "from_setup"):
-        made: Engine = engine(model, _native_options(options, longest, tokenizer))
+        made: Engine = engine(model, _native_options(options, longest, tokenizer, own_weights))
         return made
     setup = EngineSetup(
         model_path=str(options.model.path),
@@ -82,7 +90,9 @@ def build_engine(options: RoleOptions, model: Any, tokenizer: Any) -> Engine:
     return served
 
 
-def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> NativeEngineOptions:
+def _native_options(
+    options: RoleOptions, longest: int, tokenizer: Any, own_weights: bool = False
+) -> NativeEngineOptions:
     rollout = options.rollout
     return NativeEngineOptions(
         max_num_seqs=rollout.max_num_seqs,
@@ -94,6 +104,7 @@ def _native_options(options: RoleOptions, longest: int, tokenizer: Any) -> Nativ
         dtype=rollout.dtype,
         deterministic=options.deterministic,
         tokenizer=tokenizer,
+        own_weights=own_weights,
     )
 
 
@@ -108,14 +119,14 @@ class EngineLink:
         self, engine: Engine, rollout: RolloutOptions, chat: ChatTemplate, actor: PolicyEngine | None, dtype: str
     ) -> None:
         """`dtype`: the trainer's."""
-        self.engine, self._rollout, self._actor = engine, rollout, actor
+        self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
         self.is_current = actor is None  # whether the engine has the current weights
         self._asleep = False
         self._folder: Scratch | None = None
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
-        if isinstance(engine, Router) and self._probe is not None:
-            engine.admit = self._probe.check
+        if isinstance(engine, Router) and actor is not None and self._probe is not None and not is_sharded(actor.model):
+            engine.admit = self._probe.check  # of a sharded actor all ranks would have to score
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout = self._rollout
@@ -193,11 +204,14 @@ class EngineLink:
             return None
         assert self._actor is not None
         model = self._actor.model
+        if isinstance(self.engine, NativeEngine):
+            return full_state(model, dtype=torch_dtype(self._rollout.dtype or self._dtype))
+        weights = gather_weights(model, torch_dtype(self._dtype)) if is_sharded(model) else None
         if self._rollout.weight_transfer == "cuda_ipc":
-            return merged_state(model)
+            return merged_state(model, weights)
         base = self._base_folder(model)
         folder = base / f"version-{version}"
-        save_pretrained(model, None, folder)
+        save_pretrained(model, None, folder, weights)
         for other in base.glob("version-*"):  # the newest is kept, for a replica that comes back
             if other != folder:
                 shutil.rmtree(other, ignore_errors=True)

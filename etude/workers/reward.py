@@ -11,7 +11,14 @@ from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
-from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, score_rollout
+from etude.rewards import (
+    Scorer,
+    TrajectoryScorer,
+    build_manager,
+    load_compute_score,
+    load_rewards,
+    score_rollout,
+)
 from etude.trajectory import Rollout
 from etude.workers.options import RoleOptions
 from etude.workers.role import RoleWorker
@@ -28,13 +35,16 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     if not options.reward.enable:
         return None
     custom = options.custom_reward
-    function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None
+    function: Scorer | None = load_rewards(custom.rewards) if custom.rewards else None
+    if custom.path:
+        function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs))
     manager = build_manager(
         options.reward.reward_manager,
         config=options.user_config(),
         tokenizer=tokenizer,
         compute_score=function,
         reward_kwargs=options.reward.reward_kwargs,
+        score_text=options.reward.score_text,
     )
     return TrajectoryScorer(manager)
 

@@ -16,10 +16,12 @@ import torch
 from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
 from etude.errors import MissingExtraError
-from etude.models import check_vocabulary, load_causal_lm
+from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.lora import add_adapters
-from etude.options import TrainedModelOptions
+from etude.models.packable import enable_packing
+from etude.options import ActorOptions, CriticOptions, TrainedModelOptions
 from etude.registry import load_plugins
+from etude.training import build_mesh, shard_model
 from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
@@ -81,12 +83,32 @@ class RoleWorker(Worker):
         return self.bundle.tokenizer
 
     def load_policy(self, dtype: str) -> Any:
-        """The policy's network as `model.path` has it."""
+        """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
+        `model.dtype`."""
         tokenizer, model = self.tokenizer, self.options.model
         assert model.path is not None
-        network = load_causal_lm(model.path, dtype=dtype, device=self.device, trust_remote_code=model.trust_remote_code)
+        network = load_causal_lm(
+            model.path,
+            dtype=model.dtype if model.quantization else dtype,
+            device=self.device,
+            trust_remote_code=model.trust_remote_code,
+            quantization=model.quantization,
+        )
         check_vocabulary(tokenizer, network)
         return network
+
+    def shard(self, model: Any, options: ActorOptions | CriticOptions) -> bool:
+        """Spreads `model` over the ranks if there are several and `options` say so; whether it did.
+
+        Raises:
+            ConfigError: it cannot be spread as they say.
+        """
+        if self.world_size == 1 or options.strategy == "ddp":
+            return False
+        enable_packing(getattr(model, "backbone", model))
+        mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
+        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
+        return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
         """Makes `network` train as `options` say.

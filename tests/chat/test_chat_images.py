@@ -113,6 +113,11 @@ def test_a_conversation_has_the_processors_ids(name, prompt, turns, sizes, with_
     pictures = [picture(*size, seed=n) for n, size in enumerate(sizes * 2)][:count]
     ids = assembled(chat, ImageReader(processor), pieces, pictures, tools)
     assert ids == by_processor(processor, messages, pictures, tools)
+    tokens = [ImageReader(processor).read(each).tokens for each in pictures]
+    runs = chat.demonstration([*messages, {"role": "assistant", "content": "Done."}], tools, tokens)
+    assert [number for run, _ in runs for number in run] == [*ids, *encode("Done."), chat.end_of_turn_id]
+    learned = [run for run, owner in runs if owner is Provenance.SAMPLED]
+    assert learned == [[*encode(text), chat.end_of_turn_id] for text in [*(answer for answer, _ in turns), "Done."]]
 
 
 def test_the_placeholders_of_a_tools_image_are_the_tools_and_those_of_a_users_the_users():
@@ -319,6 +324,16 @@ def test_a_model_writes_no_image():
     shown = {"role": "assistant", "content": content_of("Here.", 1)}
     with pytest.raises(DataError, match="an assistant message has an image: a model writes none"):
         CHAT.demonstration([{"role": "user", "content": "Draw."}, shown])
+
+
+@pytest.mark.parametrize(
+    ("tokens", "problem"),
+    [([4], "places for 1 images, and 0 are given"), ([4, 4, 4], "3 images are given, 1 more than")],
+)
+def test_a_demonstration_has_as_many_images_as_places(tokens, problem):
+    asked, answer = {"role": "user", "content": content_of("This?", 1)}, {"role": "assistant", "content": "Yes."}
+    with pytest.raises(DataError, match=problem):
+        CHAT.demonstration([asked, answer, asked, answer], None, tokens)
 
 
 NAMING = TEMPLATE.replace('"\\n<tool_response>\\n" + ', '"\\n<tool_response>\\n" + (message.name or "") + ": " + ')

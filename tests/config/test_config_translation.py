@@ -140,7 +140,7 @@ def test_keys_without_effect_are_named_in_one_line_with_their_reasons(caplog):
         "data.return_raw_chat=true",
         f"{ACTOR}.ppo_micro_batch_size_per_gpu=4",
         "critic.ppo_micro_batch_size_per_gpu=4",
-        f"{ACTOR}.fsdp_config.param_offload=true",
+        f"{ACTOR}.fsdp_config.optimizer_offload=true",
         "actor_rollout_ref.model.lora.rank=0",
         "trainer.n_gpus_per_node=8",
     ]

@@ -233,15 +233,46 @@ def test_a_data_set_with_other_pictures_has_another_fingerprint(tmp_path):
     assert prints[0] == prints[2] != prints[1]
 
 
-def test_demonstrations_have_no_images(tmp_path):
-    messages = [{"role": "user", "content": [{"type": "image"}]}, {"role": "assistant", "content": "x"}]
-    with pytest.raises(
-        DataError, match=r"messages\[0\] \(user\): a part of 'content' must be {type: text, text}, got image"
-    ):
-        SFTDataset(lines(tmp_path / "x.jsonl", {"messages": messages}))
-    messages[0]["content"] = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    [item] = SFTDataset(lines(tmp_path / "x.jsonl", {"messages": messages}))
-    assert item["messages"][0] == {"role": "user", "content": "ab"}
+ANSWER = {"role": "assistant", "content": "x"}
+
+
+def test_demonstrations_have_images_as_prompts_have_them(tmp_path):
+    large = png(picture(40, 40)) + bytes(SMALLEST)
+    first = {"messages": [{"role": "user", "content": "Is <image> like <image>?"}, ANSWER]}
+    inline = [{"type": "image", "image": "c.png"}, {"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
+    plain = {"messages": [{"role": "user", "content": "What is <image>?"}, ANSWER]}
+    path = lines(tmp_path / "x.jsonl", first | {"images": ["a.png", {"path": "/b.png"}]}, plain)
+    shown, text = SFTDataset(path)
+    assert shown["images"] == [{"path": f"{tmp_path}/a.png"}, {"path": "/b.png"}]
+    assert [part["type"] for part in shown["messages"][0]["content"]] == ["text", "image", "text", "image", "text"]
+    assert text == plain | {"tools": None}
+    [item] = SFTDataset(lines(tmp_path / "y.jsonl", {"messages": [{"role": "user", "content": inline}, ANSWER]}))
+    assert item["images"] == [{"path": f"{tmp_path}/c.png"}]
+    assert item["messages"][0]["content"] == [{"type": "image"}, *inline[1:]]
+    rows = SFTDataset(str(write_parquet([first | {"seen": [{"bytes": large}] * 2}], tmp_path / "z.parquet")), "seen")
+    assert rows[0]["images"] == [large, large]
+    assert large not in rows._rows[0]["images"]  # kept in a file
+
+
+@pytest.mark.parametrize(
+    ("row", "problem"),
+    [
+        ({"images": ["a.png"]}, "the prompt has places for 0 images ('<image>'), and images holds 1"),
+        ({"images": "a.png"}, "images must be a list of images, got str"),
+        ({"videos": ["a.mp4"]}, "the column 'videos' is not supported"),
+        ({"messages": [{"role": "user", "content": [{"type": "image"}]}, ANSWER]}, "places for 1 images"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "video"}]}, ANSWER]},
+            "or {type: image, image?}, got video",
+        ),
+    ],
+)
+def test_a_demonstration_whose_images_are_wrong_is_named(tmp_path, row, problem):
+    path = lines(tmp_path / "x.jsonl", {"messages": [{"role": "user", "content": "Hi."}, ANSWER]} | row)
+    with pytest.raises(DataError) as raised:
+        SFTDataset(path)
+    assert str(raised.value).startswith(f"{path}:1: ")
+    assert problem in str(raised.value)
 
 
 def test_a_picture_of_pillow_in_a_row_of_ones_own(tmp_path):

@@ -193,6 +193,12 @@ MOVED = {
     f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
+    "reward_model.score_text": ("full", figure("reward/score/mean"), {}),
+    "custom_reward_function.rewards": (
+        "[{{path:{folder}/sevens.py,weight:2}}] custom_reward_function.path=null",
+        figure("reward/score/mean"),
+        {},
+    ),
     "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
     "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
     "custom_reward_function.reward_kwargs": ("{{bonus:2}}", figure("reward/score/mean"), {}),

@@ -85,6 +85,10 @@ WITNESSES = {
             "critic.model": "test_the_critics_keys_are_its_own",
         }.items()
         for name in ("lora_rank", "lora_alpha", "target_modules", "exclude_modules")
+    }
+    | {
+        f"{section}.quantization": "test_weights_that_cannot_be_quantised_are_one_line"
+        for section in ("actor_rollout_ref.model", "critic.model")
     },
     "workers/test_workers_experts.py": {
         f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",

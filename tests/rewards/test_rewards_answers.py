@@ -31,7 +31,8 @@ def test_geometry(solution, score):
 
 def test_geometry_without_a_box_is_the_whole_text():
     assert geo3k.compute_score("10/2", "5", use_boxed=False, format_score=0.0) == 1.0
-    assert geo3k.compute_score("it is 5", "5", use_boxed=False, format_score=0.0) == 0.0
+    assert geo3k.compute_score("it is 5", "5", use_boxed=False, format_score=0.0) == 1.0
+    assert geo3k.compute_score("5 or 6", "5", use_boxed=False, format_score=0.0) == 0.0
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,6 @@
 """Scorers: GSM8K numbers, boxed mathematics, the choice by data source, users' functions."""
 
 import asyncio
-import threading
 
 import pytest
 from hypothesis import given
@@ -10,7 +9,6 @@ from hypothesis import strategies as st
 from etude.errors import ConfigError, InfrastructureError
 from etude.rewards import compute_score, gsm8k, load_compute_score
 from etude.rewards import math as mathematics
-from etude.rewards.algebra import AlgebraProcesses
 from etude.rewards.number import as_reward
 
 
@@ -96,21 +94,6 @@ def test_last_boxed_is_linear():
 )
 def test_answers_equal(prediction, ground_truth, equal):
     assert mathematics.answers_equal(prediction, ground_truth) is equal
-
-
-def test_algebra_that_never_ends_is_not_equal_and_the_next_question_is_answered():
-    processes = AlgebraProcesses(limit=1)
-    try:
-        assert processes.equal("10^{10^{10}}", "5", seconds=0.5) is False
-        answers = []
-        threads = [threading.Thread(target=lambda: answers.append(processes.equal("x+1", "1+x"))) for _ in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(timeout=120)
-        assert answers == [True, True, True]
-    finally:
-        processes.close()
 
 
 @pytest.mark.parametrize(

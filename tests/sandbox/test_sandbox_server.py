@@ -20,9 +20,10 @@ from server_stage import PATIENCE, ServerProcess, in_background
 from etude.cli.main import run as run_command
 from etude.cli.sandbox import sandbox as sandbox_command
 from etude.errors import ConfigError
-from etude.sandbox import Isolation, Language, middleware, wire
+from etude.sandbox import Isolation, Language, wire
 from etude.sandbox.service import Admission, SandboxService, ServerBusy, ServerOptions
-from etude.sandbox.serving import listen
+from etude.serving import middleware
+from etude.serving.listening import listen
 
 pytestmark = pytest.mark.usefixtures("isolation")
 

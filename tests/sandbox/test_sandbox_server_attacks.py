@@ -12,7 +12,7 @@ import uvicorn
 from server_stage import PATIENCE, ServerProcess, in_background
 
 from etude.sandbox.service import ANSWER_BYTES
-from etude.sandbox.serving import limited_protocol, listen
+from etude.serving.listening import limited_protocol, listen
 
 pytestmark = pytest.mark.usefixtures("isolation")
 

@@ -226,10 +226,10 @@ from etude.trainer import sft
 
 step = sft.SFTTrainer._step
 
-def step_or_die(self, demonstrations):
+def step_or_die(self, rows):
     if self.step == 5:
         os.kill(os.getpid(), signal.SIGKILL)
-    return step(self, demonstrations)
+    return step(self, rows)
 
 sft.SFTTrainer._step = step_or_die
 """
@@ -269,8 +269,8 @@ def test_a_save_in_the_background_is_of_its_step(tiny, tmp_path, monkeypatch):
         assert trained.wait(60)
         save(self, folder)
 
-    def stepped(self, demonstrations):
-        made = step(self, demonstrations)
+    def stepped(self, rows):
+        made = step(self, rows)
         if self.step == 1:
             trained.set()
         return made
@@ -310,9 +310,11 @@ def test_every_row_is_learned_in_every_epoch_and_in_another_order(tiny, tmp_path
             config(tiny, tmp_path / shuffle, *settings, "data.train_batch_size=2", f"data.shuffle={shuffle}")
         )
         for number, row in enumerate(trainer.examples):
-            row["demonstration"] = number
+            row["number"] = number
         seen = []
-        monkeypatch.setattr(trainer, "_step", lambda given, seen=seen: seen.append(given) or {})
+        monkeypatch.setattr(
+            trainer, "_step", lambda rows, seen=seen: seen.append([row["number"] for row in rows]) or {}
+        )
         monkeypatch.setattr(trainer, "_write", lambda folder: None)
         trainer.fit()
         assert [len(batch) for batch in seen] == [2, 2, 1] * 3

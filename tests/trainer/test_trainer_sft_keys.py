@@ -7,6 +7,7 @@ own.
 
 import functools
 import hashlib
+import json
 
 import pytest
 from hold_key import run_held
@@ -46,6 +47,7 @@ def stage(tiny, tmp_path_factory):
     write_parquet([by_heart(n % 2) for n in range(8)], folder / "rows.parquet")
     write_parquet([by_heart(0) for _ in range(8)], folder / "other.parquet")
     (folder / "look.py").write_text(FUNCTION)
+    (folder / "shown.jsonl").write_text(json.dumps(by_heart(0) | {"images": ["a.png"]}))  # which the model cannot read
     rolled = [rolled_out(uid, number, score) for uid in "ab" for number, score in enumerate((0.0, 0.5, 1.0, 1.5))]
     write_rollouts(folder, 1, rolled)
     trials = f"{tiny.folder}/data/val.parquet"
@@ -100,6 +102,7 @@ MOVED = {
     "loss.beta": (2.0, (DUMP, "loss.name=dpo")),
     "data.seed": (5, ()),
     "data.apply_chat_template_kwargs": ("{{loud:true}}", ()),
+    "data.image_key": ("null", ("data.train_files={folder}/shown.jsonl",)),
     "model.path": ("{folder}/other", ()),
     "model.dtype": ("bfloat16", ()),
     "optim.name": ("muon", ()),
@@ -147,6 +150,7 @@ HANDED_ON = {
             "lora_alpha": 8.0,
             "target_modules": "q_proj",
             "exclude_modules": "q_proj",
+            "quantization": "nf4",
         }.items()
     },
     **{

@@ -14,10 +14,10 @@ from vision_stage import build_vision_stage
 from workers_stage import learnable, policy, prompts, roles, started, update
 
 from etude.errors import ConfigError, EngineError, EtudeError
-from etude.inference import ENGINES, NativeEngine, OpenAIEngine, WeightMismatch
+from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, WeightMismatch
 from etude.scratch import Scratch
-from etude.workers import RolloutWorker, engine_link
-from etude.workers.engine_link import WeightSyncError, _memory_folder, build_engine
+from etude.workers import RolloutWorker, engine_link, full_state
+from etude.workers.engine_link import EngineLink, WeightSyncError, _memory_folder, build_engine
 
 
 @pytest.fixture
@@ -111,6 +111,70 @@ def test_an_engine_that_silently_keeps_its_weights_stops_the_run(model_path):
             update(group, batch)
     finally:
         ENGINES._items.pop("workers_test_stale")
+
+
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+def test_an_engine_with_its_own_weights_gets_the_actors_by_name(model_path, dtype):
+    group, worker = policy(model_path, rollout={"dtype": dtype})
+    options = worker.options
+    engine = build_engine(options, None, worker.tokenizer)
+    link = EngineLink(engine, options.rollout, worker.context.chat, worker._actor, "float32")
+    weight, loaded = engine._model.model.norm.weight, engine.checksums()
+    worker._run(link.push(0))
+    assert engine.checksums() == loaded
+    update(group, learnable(group, prompts()))
+    kept = engine.checksums()
+    assert kept == loaded  # the actor's tensors are not the engine's
+    figures = worker._run(link.push(1))
+    assert figures["weight_sync/largest_difference"].value < (1e-4 if dtype is None else 0.5)
+    assert engine._model.model.norm.weight is weight
+    assert all(kept[name] != value for name, value in engine.checksums().items() if "layernorm" in name)
+    same = NativeEngine(load_policy_copy(worker), NativeEngineOptions(dtype=dtype))
+    assert engine.checksums() == same.checksums()
+
+
+def load_policy_copy(worker):
+    return copy.deepcopy(worker.model).requires_grad_(False)
+
+
+def test_a_shared_prefix_is_computed_again_after_each_sync_of_an_own_copy(model_path):
+    _, worker = policy(model_path)
+    engine = build_engine(worker.options, None, worker.tokenizer)
+    prompt = list(range(20, 60))
+
+    async def draw(name):
+        made = await engine.generate(name, prompt, {"max_tokens": 4, "temperature": 1.0, "seed": 1})
+        engine.close(name)
+        return made
+
+    before = worker._run(draw("a"))
+    for version in (1, 2):
+        with torch.no_grad():
+            for parameter in worker.model.parameters():
+                parameter.mul_(1.3)
+        worker._run(engine.update_weights(full_state(worker.model), version))
+        after = worker._run(draw("b"))
+        fresh = NativeEngine(load_policy_copy(worker))
+
+        async def anew(fresh=fresh):
+            return await fresh.generate("c", prompt, {"max_tokens": 4, "temperature": 1.0, "seed": 1})
+
+        expected = worker._run(anew())
+        assert after.token_ids == expected.token_ids
+        assert after.log_probs == expected.log_probs != before.log_probs
+        assert set(after.weight_versions) == {version}
+        before = after
+
+
+def test_an_engine_refuses_what_it_does_not_take(model_path):
+    _, worker = policy(model_path)
+    own = build_engine(worker.options, None, worker.tokenizer)
+    with pytest.raises(ConfigError, match="source=None: this native engine takes chunks of named tensors"):
+        worker._run(own.update_weights(None, 1))
+    with pytest.raises(ConfigError, match="source=chunks: this native engine takes None"):
+        worker._run(worker._manager.engine.update_weights([], 1))
+    with pytest.raises(EtudeError, match=r"'model\.embed_tokens\.weight' of the engine's model was not sent"):
+        worker._run(own.update_weights([], 1))
 
 
 def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_path, server):

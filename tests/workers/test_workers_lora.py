@@ -1,11 +1,12 @@
 """LoRA in the workers: only adapters learn, the engine samples with them, the reference is the model without them."""
 
+import sys
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from ranks_stage import World, assert_alike, uneven_batch
+from ranks_stage import Case, World, assert_alike, uneven_batch
 from safetensors.torch import load_file
 from workers_stage import SPEC, TEXTS, learn, learnable, policy, prompts, roles, save_model, update, weights_of
 
@@ -14,6 +15,7 @@ from etude.errors import ConfigError, MissingExtraError
 from etude.models import build_tiny_model, build_tiny_tokenizer, load_causal_lm, load_value_model, save_pretrained
 from etude.models.decoder import PlainDecoder
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, merged_state
+from etude.models.quantized import quantized_layers
 from etude.options import ActorOptions, OptimOptions, RefOptions
 from etude.options.training import ModelOptions, ValueModelOptions
 from etude.workers import CriticWorker, TrainWorker
@@ -152,7 +154,9 @@ def test_two_ranks_learn_as_one(path, role, monkeypatch):
     options = replace(roles(path), model=ModelOptions(path=path, **LORA))
     options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
     worker_cls = {"actor": TrainWorker, "critic": CriticWorker}[role]
-    one, two = (World(worker_cls, options, ranks).learn(monkeypatch, uneven_batch()) for ranks in (1, 2))
+    one, two = (
+        World(worker_cls, options, ranks).learn(monkeypatch, Case({}, role=worker_cls.role)) for ranks in (1, 2)
+    )
     assert_alike(one, two)
 
 
@@ -220,3 +224,108 @@ def test_other_engines_get_merged_weights(path, tmp_path):
     assert written.keys() == load_file(Path(path) / "model.safetensors").keys()
     for name, tensor in merged_state(worker.model).items():
         assert name not in written or torch.equal(tensor, written[name])
+
+
+# -- a base in 4 bits ----------------------------------------------------------------------------------------------
+
+
+def quantised(path, **given):
+    pytest.importorskip("bitsandbytes")
+    return adapted(path, **{**given, "model": {"quantization": "nf4", **given.get("model", {})}})
+
+
+def plain_twin(worker, folder):
+    """The same model without bitsandbytes: its layers have, as floats, the weights that the quantised ones compute with."""
+    save_pretrained(worker.model, worker.tokenizer, folder)
+    return str(folder)
+
+
+def test_a_base_in_four_bits_computes_and_learns_as_the_same_weights_in_floats(path, tmp_path):
+    group, worker = quantised(path, needs_ref=True, ref=RefOptions())
+    layers = dict(quantized_layers(worker.model))
+    assert len(layers) == 14  # all but the head
+    assert all(layer.weight.dtype == torch.uint8 for layer in layers.values())
+    assert {p.dtype for p in worker.model.parameters() if p.requires_grad} == {torch.float32}
+    twin_path = plain_twin(worker, tmp_path)
+    other, twin = adapted(twin_path, needs_ref=True, ref=RefOptions())
+    original = load_file(Path(path) / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    rounded = load_file(tmp_path / "model.safetensors")["model.layers.0.mlp.up_proj.weight"]
+    assert 0.02 < float((rounded - original).norm() / original.norm()) < 0.2  # 4 bits are coarse
+    for step in (1, 2, 3):
+        rows = learnable(group, prompts(seed=step))
+        assert gap(rows) <= 1e-4  # the engine samples from what the trainer computes with
+        expected = other.compute_log_prob(rows).batch["old_log_probs"]
+        torch.testing.assert_close(rows.batch["old_log_probs"], expected, atol=1e-4, rtol=0)
+        references = [each.compute_ref_log_prob(rows).batch["ref_log_prob"] for each in (group, other)]
+        torch.testing.assert_close(*references, atol=1e-4, rtol=0)
+        for each in (group, other):
+            update(each, rows, step)
+        adapters = dict(twin.model.named_parameters())
+        for name, parameter in worker.model.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(parameter, adapters[name], atol=3e-3, rtol=0)
+    assert float((rows.batch["old_log_probs"] - references[0]).abs().max()) > 0.1  # it learned something
+
+
+@pytest.mark.parametrize(("given", "tolerance"), [({}, 1e-4), ({"rollout": {"dtype": "bfloat16"}}, 0.3)])
+def test_what_was_learned_over_four_bits_is_sampled_saved_and_restored(path, tmp_path, given, tolerance):
+    group, worker = quantised(path, **given)
+    learn_a_little(group)
+    rows = learnable(group, prompts(seed=4))
+    assert gap(rows) <= tolerance
+    group.save_checkpoint(str(tmp_path))
+    saved = load_file(tmp_path / "actor" / "huggingface" / "model.safetensors")
+    assert {name: tensor.shape for name, tensor in saved.items()} == {
+        name: tensor.shape for name, tensor in load_file(Path(path) / "model.safetensors").items()
+    }
+    other, restored = quantised(path, **given)
+    other.load_checkpoint(str(tmp_path))
+    for each in (group, other):
+        update(each, rows, 4)
+    expected = weights_of(worker.model)
+    assert all(torch.equal(expected[name], tensor) for name, tensor in restored.model.state_dict().items())
+    restored.load_checkpoint(str(tmp_path))
+    merged = load_causal_lm(tmp_path / "actor" / "huggingface")
+    merged.set_attn_implementation("etude_packed")
+    restored._actor.model = merged
+    found = other.compute_log_prob(rows).batch["old_log_probs"]
+    torch.testing.assert_close(found, rows.batch["old_log_probs"], atol=1e-4, rtol=0)
+
+
+def test_a_critic_over_four_bits_learns_with_adapters_and_its_head(path):
+    pytest.importorskip("bitsandbytes")
+    options = roles(path)
+    model = ValueModelOptions(**LORA, quantization="nf4")
+    group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=replace(options.critic, model=model)))
+    group.init_model()
+    worker = group._workers[0]
+    assert len(list(quantized_layers(worker.model))) == 14
+    before = weights_of(worker.model)
+    for _ in range(2):
+        learn(group, uneven_batch(), "critic")
+    changed = {name for name, tensor in worker.model.state_dict().items() if not torch.equal(tensor, before[name])}
+    assert changed == {name for name in before if ".lora_" in name or name.startswith("head.")}
+
+
+@pytest.mark.parametrize("role", ["actor", "critic"])
+def test_weights_that_cannot_be_quantised_are_one_line(path, monkeypatch, role):
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    options = roles(path)
+    if role == "actor":
+        group = InProcessWorkerGroup(
+            TrainWorker, 1, replace(options, model=ModelOptions(path=path, **LORA, quantization="nf4"))
+        )
+    else:
+        critic = replace(options.critic, model=ValueModelOptions(**LORA, quantization="nf4"))
+        group = InProcessWorkerGroup(CriticWorker, 1, replace(options, critic=critic))
+    with pytest.raises(MissingExtraError, match=r"model.quantization=nf4.*pip install 'etude\[bitsandbytes\]'"):
+        group.init_model()
+
+
+def test_a_device_without_four_bit_kernels_is_one_line(path):
+    pytest.importorskip("bitsandbytes")
+    with pytest.raises(
+        ConfigError, match=r"model.quantization=nf4: bitsandbytes .* cannot compute on meta: "
+    ) as raised:
+        load_causal_lm(path, device="meta", quantization="nf4")
+    assert "\n" not in str(raised.value)

@@ -27,7 +27,7 @@ from etude.agents.gateway.session import Completion, GatewaySession
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle
 from etude.errors import one_line
-from etude.sandbox.middleware import BearerToken, BodyLimit, unless_gone
+from etude.serving.middleware import BearerToken, BodyLimit, unless_gone
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

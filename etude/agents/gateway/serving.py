@@ -21,7 +21,7 @@ from etude.agents.gateway.server import SessionStore, create_app
 from etude.agents.gateway.session import GatewaySession
 from etude.bounded import settle, uninterrupted
 from etude.errors import InfrastructureError
-from etude.sandbox.serving import listen, raise_file_limit
+from etude.serving.listening import listen, raise_file_limit
 
 _GRACE_SECONDS = 2
 _MOST_REQUEST_MB = 128  # a history's images travel in every request; and the agents are the user's own

@@ -1,0 +1,191 @@
+"""`etude retrieve`: build a search index, serve it, ask it by hand, or offer it to MCP clients as `query_rag`."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+from typing import Any
+
+import click
+
+from etude.cli.token import bearer_token, warn_if_open
+
+TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
+_port = click.option(
+    "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
+)
+_corpus = click.option("--corpus", type=click.Path(path_type=Path), help="The corpus file, where it was moved.")
+_device = click.option("--device", help="Of the encoder, such as cuda; default the library's choice.")
+
+
+@click.group()
+def retrieve() -> None:
+    """Search a collection of passages."""
+
+
+@retrieve.command()
+@click.argument("corpus", type=click.Path(path_type=Path))
+@click.option("--output", type=click.Path(path_type=Path), required=True, help="Folder of the index.")
+@click.option("--method", type=click.Choice(["bm25", "dense", "hybrid"]), default="bm25", show_default=True)
+@click.option("--k1", default=0.9, show_default=True, help="BM25: how soon a repeated word stops counting.")
+@click.option("--b", default=0.4, show_default=True, help="BM25: how much long passages are discounted, 0 to 1.")
+@click.option("--stopwords", type=click.Choice(["english", "none"]), default="english", show_default=True)
+@click.option("--stemmer", default="english", show_default=True, help="A Snowball language, or none.")
+@click.option("--model", help="dense, hybrid: a sentence-transformers model, such as intfloat/e5-base-v2.")
+@click.option("--factory", default="Flat", show_default=True, help="dense, hybrid: FAISS's index string.")
+@click.option("--query-prefix", help="dense, hybrid: before each query; default that of e5 and bge models.")
+@click.option("--passage-prefix", help="dense, hybrid: before each passage.")
+@click.option("--max-tokens", default=256, show_default=True, help="dense, hybrid: of a passage; more is cut.")
+@click.option("--batch-size", default=64, show_default=True, help="dense, hybrid: passages the encoder takes at once.")
+@_device
+@click.option("--replace", is_flag=True, help="Replace an index that is there.")
+def build(corpus: Path, output: Path, replace: bool, **options: Any) -> None:
+    """Index CORPUS, a JSON-lines file of {id, contents} or {id, title, text}.
+
+    A build that was interrupted goes on where it was. The index refers to the corpus file, which must stay as it is.
+
+    \b
+    Example:
+      etude retrieve build wiki-18.jsonl --output indexes/wiki-18
+    """
+    from etude.retrieval import BuildOptions, build_index
+
+    def progress(stage: str, done: int, total: int) -> None:
+        click.echo(f"{stage} {done:,} of {total:,} passages" if total else f"{stage} {corpus}", err=True)
+
+    built = build_index(corpus, output, BuildOptions(**options), replace=replace, progress=progress)
+    size = sum(file.stat().st_size for file in built.iterdir())
+    click.echo(f"{built}  {size / 2**20:,.1f} MiB")
+
+
+@retrieve.command()
+@click.argument("index", type=click.Path(path_type=Path))
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on.")
+@_port
+@click.option(
+    "--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages where a request says none."
+)
+@click.option("--max-topk", default=100, show_default=True, type=click.IntRange(1), help="Most passages per query.")
+@click.option("--max-queries", default=4096, show_default=True, type=click.IntRange(1), help="Queries of one request.")
+@click.option("--max-query-chars", default=8192, show_default=True, type=click.IntRange(1), help="Longest query.")
+@click.option(
+    "--max-passages", default=20_000, show_default=True, type=click.IntRange(1), help="Queries x topk of one request."
+)
+@click.option("--max-waiting", default=20_000, show_default=True, type=click.IntRange(1), help="Queries that may wait.")
+@click.option("--max-request-mb", default=8, show_default=True, type=click.IntRange(1), help="Largest request.")
+@click.option("--token", help=f"Bearer token that requests must carry; better set {TOKEN_VARIABLE}.")
+@click.option("--token-file", type=click.Path(path_type=Path, dir_okay=False), help="A file with the token.")
+@click.option("--grace", default=10.0, show_default=True, help="Seconds for open requests after Ctrl-C or SIGTERM.")
+@_corpus
+@_device
+def serve(
+    index: Path,
+    host: str,
+    port: int,
+    token: str | None,
+    token_file: Path | None,
+    grace: float,
+    corpus: Path | None,
+    device: str | None,
+    **limits: int,
+) -> None:
+    """Serve INDEX: POST /retrieve as Search-R1, GET /search for web search tools.
+
+    Further pages: /health, /metrics (Prometheus).
+    """
+    from etude.retrieval import Retriever
+    from etude.retrieval.server import ServerOptions
+    from etude.retrieval.serving import serve as serve_until_stopped
+
+    token = bearer_token(token, token_file, TOKEN_VARIABLE)
+    retriever = Retriever(index, corpus, device)
+    warn_if_open(token, host)
+
+    def ready(url: str) -> None:
+        click.echo(f"{url}/retrieve  {retriever.options.method}, {len(retriever):,} passages (Ctrl-C stops)")
+
+    asyncio.run(serve_until_stopped(retriever, ServerOptions(token=token, **limits), host, port, grace, ready))
+
+
+@retrieve.command()
+@click.argument("index", type=click.Path(path_type=Path))
+@click.argument("query")
+@click.option("--topk", default=3, show_default=True, type=click.IntRange(1), help="Passages.")
+@_corpus
+@_device
+def search(index: Path, query: str, topk: int, corpus: Path | None, device: str | None) -> None:
+    """Print the best passages of INDEX for QUERY."""
+    from etude.retrieval import Retriever
+
+    retriever = Retriever(index, corpus, device)
+    for row, score in retriever.search([query], topk)[0]:
+        document = retriever.corpus.document(row)
+        click.echo(f"{score:8.3f}  {document['id']}  {' '.join(document['contents'].split())[:200]}")
+
+
+@retrieve.command()
+@click.argument("source")
+@click.option(
+    "--transport",
+    type=click.Choice(["stdio", "streamable-http"]),
+    default="stdio",
+    show_default=True,
+    help="As MCP names it.",
+)
+@click.option("--host", default="127.0.0.1", show_default=True, help="Address to listen on (streamable-http).")
+@_port
+@click.option("--path", default="/mcp", show_default=True, help="Path of the endpoint (streamable-http).")
+def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
+    """Serve `query_rag(query, topk)` to MCP clients, from SOURCE: an index folder, or the address of a `/retrieve` service.
+
+    \b
+    Example, in an mcp_tools.pydata:
+      {'mcpServers': {'rag': {'command': 'etude', 'args': ['retrieve', 'mcp', 'indexes/wiki-18']}}}
+    """
+    from etude.cli.tools import serve_mcp
+    from etude.tools import FunctionTool
+
+    tool = FunctionTool(_remote_rag(source) if source.startswith(("http://", "https://")) else _local_rag(Path(source)))
+    serve_mcp([tool], {}, transport, host, port, path)
+
+
+def _local_rag(folder: Path) -> Any:
+    from etude.retrieval import Retriever
+
+    retriever = Retriever(folder)
+
+    def query_rag(query: str, topk: int = 3) -> str:
+        """Searches the collection and returns the best passages as JSON.
+
+        Args:
+            query: what to search for
+            topk: how many passages
+        """
+        hits = retriever.search([query], _bounded(topk))[0]
+        found = [{"document": retriever.corpus.document(row), "score": score} for row, score in hits]
+        return json.dumps({"result": [found]}, ensure_ascii=False)
+
+    return query_rag
+
+
+def _remote_rag(url: str) -> Any:
+    from etude.tools.builtin.http import JsonService
+
+    service = JsonService(url)
+
+    async def query_rag(query: str, topk: int = 3) -> str:
+        """Searches the collection and returns the best passages as JSON.
+
+        Args:
+            query: what to search for
+            topk: how many passages
+        """
+        body = {"queries": [query], "topk": _bounded(topk), "return_scores": True}
+        return json.dumps(await service.request("POST", body=body, seconds=30), ensure_ascii=False)
+
+    return query_rag
+
+
+def _bounded(topk: int) -> int:
+    return max(1, min(topk, 100))

@@ -1,0 +1,132 @@
+"""BM25 over words: built and stored by bm25s, searched through memory maps.
+
+Invariant: queries are split into words exactly as passages were. Hits are ordered by score, and by row where scores are
+equal; a passage that shares no word with the query is no hit.
+
+Robertson and Zaragoza, "The Probabilistic Relevance Framework: BM25 and Beyond" (2009), in Lucene's form.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.errors import ConfigError, MissingExtraError
+from etude.retrieval.options import BuildOptions
+
+Ranking = list[tuple[int, float]]
+"""(row, score) of the best rows, the best first."""
+
+_WORD = re.compile(r"\w\w+")
+_ARRAYS = ("data", "indices", "indptr")
+
+
+def load_bm25s() -> Any:
+    """The library.
+
+    Raises:
+        MissingExtraError: it is not installed.
+    """
+    try:
+        import bm25s
+    except ImportError as error:
+        raise MissingExtraError("BM25 search", "retrieval") from error
+    return bm25s
+
+
+def word_splitter(options: BuildOptions) -> Callable[[str], list[str]]:
+    """From a text to its words: lower case, at least two characters, without stop words, stemmed.
+
+    Raises:
+        ConfigError: there is no such stemmer.
+        MissingExtraError: the stemmer's library is not installed.
+    """
+    stop = frozenset(load_bm25s().stopwords.STOPWORDS_EN if options.stopwords == "english" else ())
+    stem = _stemmer(options.stemmer)
+
+    def words(text: str) -> list[str]:
+        found = [word for word in _WORD.findall(text.lower()) if word not in stop]
+        return stem(found) if stem else found
+
+    return words
+
+
+def _stemmer(language: str) -> Callable[[list[str]], list[str]] | None:
+    if language == "none":
+        return None
+    try:
+        import Stemmer
+    except ImportError as error:
+        raise MissingExtraError("stemming", "retrieval") from error
+    try:
+        return Stemmer.Stemmer(language).stemWords
+    except KeyError as error:
+        known = ", ".join(Stemmer.algorithms())
+        raise ConfigError(f"no stemmer '{language}' (known: none, {known})") from error
+
+
+def write_part(path: Path, texts: Iterable[str], words: Callable[[str], list[str]]) -> None:
+    """Stores the words of some passages: a vocabulary of their own, and each passage's words as numbers in it."""
+    vocabulary: dict[str, int] = {}
+    ids = [[vocabulary.setdefault(word, len(vocabulary)) for word in words(text)] for text in texts]
+    flat = np.fromiter((number for row in ids for number in row), dtype=np.int32)
+    names = np.frombuffer("\n".join(vocabulary).encode(), dtype=np.uint8)
+    with path.open("wb") as file:
+        np.savez(file, flat=flat, lengths=np.asarray([len(row) for row in ids], dtype=np.int32), names=names)
+
+
+def join_parts(parts: Sequence[Path], folder: Path, options: BuildOptions) -> None:
+    """Writes the index of all parts' passages, in their order, into `folder`."""
+    vocabulary: dict[str, int] = {}
+    rows: list[np.ndarray] = []
+    for part in parts:
+        with np.load(part) as stored:
+            names = stored["names"].tobytes().decode().split("\n") if len(stored["names"]) else []
+            places = np.asarray([vocabulary.setdefault(name, len(vocabulary)) for name in names], dtype=np.int32)
+            rows += np.split(places[stored["flat"]], np.cumsum(stored["lengths"])[:-1])
+    if not vocabulary:
+        raise ConfigError("no passage of the corpus has a word to search for")
+    index = load_bm25s().BM25(k1=options.k1, b=options.b, method="lucene", csc_backend="numpy")
+    index.index((rows, vocabulary), create_empty_token=False, show_progress=False)
+    index.save(folder, show_progress=False)
+
+
+class BM25Index:
+    """A stored index, memory-mapped.
+
+    Raises:
+        MissingExtraError: bm25s or the stemmer is not installed.
+    """
+
+    def __init__(self, folder: Path, options: BuildOptions) -> None:
+        self._index = load_bm25s().BM25.load(folder, mmap=True, load_vocab=False)
+        for name in _ARRAYS:  # plain views of the maps: slicing a memmap takes ten times as long
+            self._index.scores[name] = np.asarray(self._index.scores[name])
+        self._vocabulary: dict[str, int] = json.loads((folder / "vocab.index.json").read_bytes())
+        self._words = word_splitter(options)
+
+    def __len__(self) -> int:
+        return int(self._index.scores["num_docs"])
+
+    def search(self, queries: Sequence[str], topk: int) -> list[Ranking]:
+        """At most `topk` hits for each query."""
+        return [self._best(query, topk) for query in queries]
+
+    def _best(self, query: str, topk: int) -> Ranking:
+        known = [self._vocabulary[word] for word in self._words(query) if word in self._vocabulary]
+        return best_rows(self._index.get_scores_from_ids(known), topk) if known else []
+
+
+def best_rows(scores: np.ndarray, topk: int) -> Ranking:
+    """The rows of the `topk` highest positive scores; equal scores by row. scores: (rows,)."""
+    least = 0.0
+    if topk < len(scores):
+        least = np.partition(scores, len(scores) - topk)[len(scores) - topk]
+    rows = np.flatnonzero(scores >= least if least > 0 else scores > 0)
+    rows = rows[np.argsort(-scores[rows], kind="stable")][:topk]
+    return list(zip(rows.tolist(), scores[rows].tolist()))

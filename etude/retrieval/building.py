@@ -1,0 +1,122 @@
+"""`build_index`: from a corpus file to an index folder.
+
+Invariant: `output` appears complete or not at all. Work is kept in `output` + `.building` in parts of some thousand
+passages, each written atomically; a build that was killed goes on after its last whole part, provided that corpus and
+options are the same, and ends with the same index as one that was not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from etude.errors import ConfigError, EtudeError, one_line
+from etude.jsonl import write_json
+from etude.retrieval import bm25, dense
+from etude.retrieval.corpus import Corpus, scan
+from etude.retrieval.index import MANIFEST, SPANS, VERSION
+from etude.retrieval.options import BuildOptions
+
+Progress = Callable[[str, int, int], None]
+"""(stage, passages done, of how many)"""
+PART_ROWS = {"bm25": 20_000, "dense": 4_096}
+_PLAN = "plan.json"
+_DEFAULTS = BuildOptions()
+
+
+def build_index(
+    corpus: str | Path,
+    output: str | Path,
+    options: BuildOptions = _DEFAULTS,
+    *,
+    replace: bool = False,
+    progress: Progress = lambda stage, done, total: None,
+) -> Path:
+    """Builds the index of `corpus` at `output`; `replace`: even where there is one. Returns its path.
+
+    Raises:
+        ConfigError: there is something at `output`, or an option is invalid.
+        DataError: the corpus is malformed; names file and line.
+        MissingExtraError: a library of the method is not installed.
+    """
+    path, output = Path(corpus).expanduser().resolve(), Path(output).expanduser()
+    if output.exists() and not (replace and (output / MANIFEST).is_file()):
+        raise ConfigError(f"{output} exists; name another folder, or replace an index with --replace")
+    words = bm25.word_splitter(options) if options.uses_bm25 else None
+    encoder = dense.Encoder(options) if options.uses_dense else None
+    progress("reading", 0, 0)
+    spans, fingerprint = scan(path)
+    manifest = {
+        "version": VERSION,
+        "corpus": {"path": str(path), "rows": len(spans), **asdict(fingerprint)},
+        "options": asdict(options),
+    }
+    work = _workplace(output, manifest)
+    rows = Corpus(path, spans)
+    try:
+        if words is not None:
+            parts = _write_parts(work, "bm25", rows, progress, lambda part, texts: bm25.write_part(part, texts, words))
+            bm25.join_parts(parts, work / "index", options)
+        if encoder is not None:
+            parts = _write_parts(
+                work, "dense", rows, progress, lambda part, texts: dense.write_part(part, texts, encoder)
+            )
+            dense.join_parts(parts, work / "index", options, encoder)
+        np.save(work / "index" / SPANS, spans)
+        write_json(work / "index" / MANIFEST, manifest)
+        _put_in_place(work, output)
+    except OSError as error:
+        raise EtudeError(f"cannot write {work}: {one_line(error)}; check folder and disk space") from error
+    return output
+
+
+def _workplace(output: Path, manifest: dict[str, Any]) -> Path:
+    """The folder of unfinished work, emptied if it is another build's."""
+    work = output.with_name(f"{output.name}.building")
+    plan = work / _PLAN
+    fixed = {key: manifest["corpus"][key] for key in ("path", "rows", "sha256")}  # touching the file changes nothing
+    wanted = json.loads(json.dumps({**manifest, "corpus": fixed}))
+    try:
+        same = json.loads(plan.read_bytes()) == wanted
+    except (OSError, ValueError):
+        same = False
+    if not same:
+        shutil.rmtree(work, ignore_errors=True)
+    shutil.rmtree(work / "index", ignore_errors=True)
+    (work / "index").mkdir(parents=True)
+    (work / "parts").mkdir(exist_ok=True)
+    write_json(plan, wanted)
+    return work
+
+
+def _write_parts(
+    work: Path, kind: str, corpus: Corpus, progress: Progress, write: Callable[[Path, list[str]], None]
+) -> list[Path]:
+    parts = []
+    for number, rows in enumerate(_ranges(len(corpus), PART_ROWS[kind])):
+        part = work / "parts" / f"{kind}-{number:06d}"
+        if not part.exists():
+            temporary = part.with_suffix(".tmp")
+            write(temporary, list(corpus.contents(rows)))
+            os.replace(temporary, part)
+        parts.append(part)
+        progress(kind, rows.stop, len(corpus))
+    return parts
+
+
+def _ranges(total: int, size: int) -> Iterator[range]:
+    return (range(start, min(start + size, total)) for start in range(0, total, size))
+
+
+def _put_in_place(work: Path, output: Path) -> None:
+    if output.exists():
+        shutil.rmtree(output)
+    os.replace(work / "index", output)
+    shutil.rmtree(work, ignore_errors=True)

@@ -1,0 +1,109 @@
+"""`Retriever`: an index folder, opened for search.
+
+A folder holds `manifest.json` (how it was built, and of which corpus), `spans.npy`, and the arrays of bm25s or FAISS.
+
+Invariant: what was opened is whole and belongs to the corpus file; opening and searching write nothing, so that a killed
+server loses nothing.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import defaultdict
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from etude.errors import ConfigError, DataError, one_line
+from etude.retrieval.bm25 import BM25Index, Ranking
+from etude.retrieval.corpus import Corpus, Fingerprint
+from etude.retrieval.dense import DenseIndex
+from etude.retrieval.options import BuildOptions
+
+VERSION = 1
+MANIFEST, SPANS = "manifest.json", "spans.npy"
+RRF_K = 60
+"""Cormack, Clarke and Büttcher, "Reciprocal Rank Fusion" (2009)."""
+_FUSED_DEPTH = 100
+
+
+class Hit(NamedTuple):
+    """A passage's row in the corpus, and its score."""
+
+    row: int
+    score: float
+
+
+class Retriever:
+    """Answers queries from the index in `folder`; `corpus` where the corpus file was moved.
+
+    Raises:
+        ConfigError: `folder` is no index, or another version's.
+        DataError: the corpus file is missing or has changed since the index was built.
+        MissingExtraError: a library of its method is not installed.
+    """
+
+    def __init__(self, folder: str | Path, corpus: str | Path | None = None, device: str | None = None) -> None:
+        self.folder = Path(folder).expanduser()
+        manifest = read_manifest(self.folder)
+        self.options = BuildOptions(**{**manifest["options"], "device": device})
+        built = manifest["corpus"]
+        path = Path(corpus or built["path"]).expanduser()
+        _check_corpus(path, self.folder, Fingerprint(built["size"], built["modified"], built["sha256"]))
+        self.corpus = Corpus(path, np.load(self.folder / SPANS, mmap_mode="r"))
+        self._bm25 = BM25Index(self.folder, self.options) if self.options.uses_bm25 else None
+        self._dense = DenseIndex(self.folder, self.options) if self.options.uses_dense else None
+        for part in (self._bm25, self._dense):
+            if part is not None and len(part) != len(self.corpus):
+                raise ConfigError(f"{self.folder}: an index of {len(part)} passages, a corpus of {len(self.corpus)}")
+
+    def __len__(self) -> int:
+        return len(self.corpus)
+
+    def search(self, queries: Sequence[str], topk: int = 3) -> list[list[Hit]]:
+        """The best `topk` passages for each query, the best first; fewer where fewer match."""
+        depth = max(topk, _FUSED_DEPTH) if self._bm25 and self._dense else topk
+        rankings = [part.search(queries, depth) for part in (self._bm25, self._dense) if part is not None]
+        found = rankings[0] if len(rankings) == 1 else [fuse(each) for each in zip(*rankings)]
+        return [[Hit(*pair) for pair in ranking[:topk]] for ranking in found]
+
+
+def fuse(rankings: Sequence[Ranking]) -> Ranking:
+    """Reciprocal rank fusion: a row's score is the sum of 1 / (60 + rank) over the rankings that have it."""
+    scores: dict[int, float] = defaultdict(float)
+    for ranking in rankings:
+        for rank, (row, _) in enumerate(ranking, 1):
+            scores[row] += 1 / (RRF_K + rank)
+    return sorted(scores.items(), key=lambda pair: (-pair[1], pair[0]))
+
+
+def read_manifest(folder: Path) -> dict[str, Any]:
+    """How an index was built.
+
+    Raises:
+        ConfigError: there is no index in `folder`, or another version's.
+    """
+    try:
+        manifest = json.loads((folder / MANIFEST).read_bytes())
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"{folder}: no search index; make one with  etude retrieve build CORPUS --output {folder}"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{folder / MANIFEST}: cannot be read: {one_line(error)}") from error
+    if manifest.get("version") != VERSION:
+        raise ConfigError(f"{folder}: an index of version {manifest.get('version')}, not {VERSION}: build it again")
+    return manifest
+
+
+def _check_corpus(path: Path, folder: Path, fingerprint: Fingerprint) -> None:
+    try:
+        fits = fingerprint.fits(path)
+    except OSError as error:
+        raise DataError(
+            f"{path}: the corpus of {folder} cannot be read: {one_line(error)}; --corpus names it"
+        ) from error
+    if not fits:
+        raise DataError(f"{path}: not the corpus that {folder} was built from, or changed since: build the index again")

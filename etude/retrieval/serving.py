@@ -1,0 +1,61 @@
+"""`serve`: runs the server on an address until SIGINT or SIGTERM.
+
+Invariant: after a signal no request is admitted; active ones have `grace` seconds to be answered. The index is only read, so
+that a killed server starts again as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from etude.retrieval.index import Retriever
+from etude.retrieval.server import ServerOptions, create_app
+from etude.serving.listening import limited_protocol, listen, raise_file_limit, url_of
+
+_MOST_CONNECTIONS = 4096
+_OWN_FILES = 64
+
+
+async def serve(
+    retriever: Retriever,
+    options: ServerOptions,
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    grace: float = 10.0,
+    ready: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Serves; `ready` is called with the server's URL when it listens. Port 0 takes a free one.
+
+    Raises:
+        ConfigError: the address cannot be bound.
+    """
+    with listen(host, port) as listener:
+        config = uvicorn.Config(
+            create_app(retriever, options),
+            log_level=os.environ.get("ETUDE_LOGGING_LEVEL", "warning").lower(),
+            access_log=False,
+            timeout_graceful_shutdown=max(1, round(grace)),
+            timeout_keep_alive=60,
+            http=limited_protocol(max(8, min(_MOST_CONNECTIONS, raise_file_limit() - _OWN_FILES))),
+            ws="none",
+            backlog=1024,
+            server_header=False,
+            lifespan="on",
+        )
+        await _Server(config, lambda: ready(url_of(listener, host))).serve(sockets=[listener])
+
+
+class _Server(uvicorn.Server):
+    """Reports when it listens."""
+
+    def __init__(self, config: uvicorn.Config, ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._ready = ready
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        self._ready()

@@ -1,0 +1,139 @@
+r"""`answers_equal`: whether two answers, LaTeX or plain, mean the same.
+
+Invariant: it always returns, from any thread, whatever the model wrote. Equal texts, words and single numbers are decided
+here, exactly; the rest is symbolic algebra, in which a short expression can hang inside one C call, so it runs in a process
+that is killed at its limit (see `algebra.py`), and an answer undecided by then is wrong. What names several answers
+("5 or 7") is their set, never one of them. A relation stands for a set only when solved: to echo the question earns nothing.
+"""
+
+from __future__ import annotations
+
+import re
+
+from etude.rewards.algebra import AlgebraProcesses
+from etude.rewards.numeral import Numeral, read_numeral
+
+MAX_ANSWER_CHARS = 1000
+
+_SYMBOLS = {
+    "−": "-", "–": "-", "×": r"\times ", "·": r"\cdot ", "÷": "/", "π": r"\pi ", "∞": r"\infty ", "≤": r"\leq ",
+    "≥": r"\geq ", "≠": r"\neq ", "∪": r"\cup ", "∩": r"\cap ", "∈": r"\in ", "±": r"\pm ", "∅": r"\emptyset ",
+    "°": r"^\circ ", "\u00a0": " ", "\u202f": " ", "\u2009": " ",
+}  # fmt: skip
+_SPELLINGS = [  # as models write them → as LaTeX does
+    (re.compile(r",\\!\s*"), ","),  # thousands
+    (re.compile(r"\\(?:,|!|;|:| |quad|qquad|left(?![a-z])|right(?![a-z])|displaystyle)"), " "),
+    (re.compile(r"(?<![\\<>!=])>="), r"\\geq "),
+    (re.compile(r"(?<![\\<>!=])<="), r"\\leq "),
+    (re.compile(r"!="), r"\\neq "),
+    (re.compile(r"\\gt(?![a-z])"), ">"),
+    (re.compile(r"\\lt(?![a-z])"), "<"),
+    (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\*\*"), "^"),
+    (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
+    (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
+    (re.compile(r"(?<=\d)\{,\}(?=\d)"), ","),
+]
+_DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
+_WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
+_UNIT = re.compile(  # after a number or a closing bracket, at the end
+    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
+    r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
+)
+_CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
+_NOT_UNITS = re.compile(
+    r"\b(?:and|or|is|are|was|not|no|nor|never|but|if|than|to|mod|wrong|false|percent|choose)\b", re.I
+)
+_SEVERAL = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
+_DENIED = re.compile(r"\b(?:not|never|wrong|false|incorrect)\b|n['’]t\b", re.I)
+_RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
+_ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
+_ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
+_LEADING_WORDS = re.compile(r"(?:[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
+_WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
+_algebra = AlgebraProcesses()
+
+
+def answers_equal(prediction: str, ground_truth: str) -> bool:
+    """Whether two answers mean the same; False for one of more than 1,000 characters.
+
+    Raises:
+        InfrastructureError: the process for symbolic algebra cannot be started.
+    """
+    if len(prediction) > MAX_ANSWER_CHARS or len(ground_truth) > MAX_ANSWER_CHARS:
+        return False
+    ours, theirs = _normalise(prediction), _normalise(ground_truth)
+    if not ours or not theirs:
+        return False
+    if _tight(ours) == _tight(theirs):
+        return True
+    words = _words(ours), _words(theirs)
+    if words[0] and words[1] and words[0] == words[1]:
+        return True
+    numbers = _number(ours), _number(theirs)
+    if numbers[0] is not None and numbers[1] is not None:
+        named = _variable(ours), _variable(theirs)
+        return (None in named or named[0] == named[1]) and numbers[0].equals(numbers[1])
+    if _DENIED.search(ours) and not _DELIMITED.search(ours):
+        return False
+    return _algebra.equal(_readings(ours, theirs), _readings(theirs, ours))
+
+
+def _normalise(text: str) -> str:
+    text = "".join(_SYMBOLS.get(letter, letter) for letter in text)
+    for pattern, spelling in _SPELLINGS:
+        text = pattern.sub(spelling, text)
+    return text.strip().removesuffix(".").removeprefix("=").strip()
+
+
+def _tight(text: str) -> str:
+    """For comparison: without the spaces that mean nothing ("1 1/2" is not "11/2")."""
+    return re.sub(r"\s+(?!\d)|(?<!\d)\s+|(?<!\\)\$", "", text)
+
+
+def _words(text: str) -> str:
+    """An answer in words, or the letter of an option, in lower case; empty if it is anything else."""
+    bare = _WRAPPED.sub(r"\1", text.replace("$", "")).strip().strip("().").casefold()
+    worded = re.fullmatch(r"[^\W_]+(?:[\s-]+[^\W_]+)*", bare) and not bare[:1].isdigit()
+    return " ".join(bare.split()) if worded else ""
+
+
+def _bare(text: str) -> str:
+    """`text` without the dollars around it, currency, a unit, or the prose before a last "answer is"."""
+    if "$" in text and (inner := re.fullmatch(r"\$([^$]+)\$", text)):
+        text = inner[1].strip()
+    elif not _DELIMITED.search(_CURRENCY.sub("", text)) and _WORDS.search(text) and not _DENIED.search(text):
+        text = _LEADING_WORDS.sub("", _ANCHOR.sub("", text), count=1)
+    text = _CURRENCY.sub("", text)
+    unit = _UNIT.search(text)
+    return text[: unit.start()].strip() if unit and not _NOT_UNITS.search(unit[0]) else text
+
+
+def _number(text: str) -> Numeral | None:
+    bare = _bare(text)
+    assigned = _ASSIGNED.fullmatch(bare)
+    return read_numeral(assigned[2] if assigned else bare)
+
+
+def _variable(text: str) -> str | None:
+    assigned = _ASSIGNED.fullmatch(_bare(text))
+    return assigned[1] if assigned else None
+
+
+def _readings(text: str, other: str) -> list[str]:
+    """What `text` may say, for `AlgebraProcesses.equal`."""
+    if _DELIMITED.search(_CURRENCY.sub("", text)) and not re.fullmatch(r"\$[^$]+\$", text):
+        return [text]
+    bare = _SEVERAL.sub(
+        ",", _WRAPPED.sub(lambda match: match[1] if _SEVERAL.search(match[1]) else match[0], _bare(text))
+    )
+    named = _variable(text), _variable(other)
+    same_variable = named[1] == named[0] or (named[1] is None and not _RELATION.search(other))
+    if same_variable and (assigned := _ASSIGNED.fullmatch(bare)):
+        bare = assigned[2]
+    found = [f"${bare}$"]
+    if bare.count(r"\pm") == 1:
+        found.append(f"${bare.replace(chr(92) + 'pm', '+')}, {bare.replace(chr(92) + 'pm', '-')}$")
+    if _WORDS.search(bare) and not _SEVERAL.search(text):
+        found.append(text)
+    return found

@@ -1,0 +1,1 @@
+"""What HTTP servers share: a socket to listen on, limits on connections and requests, a bearer token."""

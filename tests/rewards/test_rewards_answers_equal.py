@@ -1,0 +1,365 @@
+"""Equality of answers: spellings that mean the same, near misses that do not, and hostile ones that must end."""
+
+import threading
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from etude.rewards import answers
+from etude.rewards.algebra import AlgebraProcesses
+from etude.rewards.answers import answers_equal
+from etude.rewards.numeral import read_numeral
+
+EQUAL = [
+    ("1/2", "0.5"),
+    ("0,5", "0.5"),
+    ("1,5", "1.5"),
+    ("1{,}000", "1000"),
+    ("1,000,000", "10^6"),
+    ("1 000 000", "1000000"),
+    (r"1\,000", "1000"),
+    ("The answer is 5", "5"),
+    (r"The answer is $\frac{1}{2}$", "0.5"),
+    ("so we get $x = 5$.", "5"),
+    ("x=5", "5"),
+    ("5", "x=5"),
+    (r"x \geq 5", "x>=5"),
+    (r"x \ge 5", r"5 \le x"),
+    ("x < 5", r"x \lt 5"),
+    (r"x \gt 5", "5 < x"),
+    ("-x > -1", "x < 1"),
+    (r"[5,\infty)", r"x \geq 5"),
+    (r"x \geq 5", r"[5,\infty)"),
+    ("1 < x < 2", "(1,2)"),
+    (r"x \in (1,2)", "(1,2)"),
+    ("(1,2)", r"x \in (1,2)"),
+    ("[1,2)", "[1,2)"),
+    (r"(-\infty,-2]\cup[2,\infty)", r"(-\infty,-2]\cup[2,\infty)"),
+    (r"[2,\infty)\cup(-\infty,-2]", r"(-\infty,-2]\cup[2,\infty)"),
+    (r"\{1,2,3\}", r"\{3,2,1\}"),
+    ("1,2,3", r"\{1,2,3\}"),
+    ("3,1,2", "1,2,3"),
+    ("1, 2 and 3", "1,2,3"),
+    ("$1$, $2$ and $3$", r"\{1,2,3\}"),
+    (r"1 \text{ and } 2", "1,2"),
+    ("1 or 2", "1,2"),
+    ("x=1 or x=2", "1,2"),
+    ("5 cm", "5"),
+    (r"5 \text{ cm}", "5"),
+    (r"5\,\mathrm{cm}", "5"),
+    (r"5 \text{ cm}^2", "5"),
+    ("5", r"5 \text{ cm}"),
+    (r"\$5", "5"),
+    ("$5", "5"),
+    ("5 dollars", "5"),
+    (r"5\%", "5"),
+    (r"5\%", "0.05"),
+    ("5%", "0.05"),
+    ("5 percent", r"5\%"),
+    ("0.05", r"5\%"),
+    (r"50\%", r"\frac{1}{2}"),
+    (r"45^\circ", "45"),
+    ("45 degrees", r"45^\circ"),
+    (r"\frac12", "1/2"),
+    (r"\frac 12", "1/2"),
+    (r"\dfrac{1}{2}", r"\tfrac12"),
+    (r"\sqrt2", r"\sqrt{2}"),
+    (r"\sqrt[3]{8}", "2"),
+    (r"2\sqrt{3}", r"\sqrt{12}"),
+    (r"\frac{1}{\sqrt{2}}", r"\frac{\sqrt{2}}{2}"),
+    (r"1\frac{1}{2}", "3/2"),
+    ("1 1/2", "3/2"),
+    ("1/3", "0.333333"),
+    (r"0.\overline{3}", "1/3"),
+    (r"\pi", "3.141593"),
+    (r"2\pi", "2*pi"),
+    (r"2 \cdot 3", "6"),
+    (r"2 \times 10^{3}", "2000"),
+    ("2e3", "2000"),
+    ("(x+1)^2", "x^2+2x+1"),
+    ("(x+1)(x-1)", "x^2-1"),
+    ("y=2x+3", "y = 3+2x"),
+    ("2x+3", "y=2x+3"),
+    ("y=2x+3", "2x-y+3=0"),
+    ("f(x)=x^2", "x^2"),
+    ("2i+1", "1+2i"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}1\\2\end{pmatrix}"),
+    (r"\begin{pmatrix}1&2\\3&4\end{pmatrix}", r"\begin{bmatrix}1&2\\3&4\end{bmatrix}"),
+    (r"\binom{5}{2}", "10"),
+    ("5!", "120"),
+    (r"\log_2 8", "3"),
+    (r"\ln e", "1"),
+    (r"\sin(\pi/2)", "1"),
+    (r"e^{i\pi}", "-1"),
+    (r"\text{even}", "even"),
+    (r"\text{(A)}", "A"),
+    (r"\textbf{(A)}", "A"),
+    ("(A)", "A"),
+    (r"\text{yes}", "Yes"),
+    (r"\infty", r"\infty"),
+    (r"\varnothing", r"\emptyset"),
+    ("3:2", "3:2"),
+    ("10:30", "10:30"),
+    (r"\frac{3}{4} cup", "3/4"),
+    (r"\boxed{5}", "5"),
+    (r"$\boxed{\frac{1}{2}}$", ".5"),
+    (r"\[ x = 3 \]", "3"),
+    (r"\( 3 \)", "3"),
+    ("+5", "5"),
+    ("−5", "-5"),
+    ("5.0", "5"),
+    ("5.", "5"),
+    ("05", "5"),
+    ("a+b", "b+a"),
+    (r"\frac{a}{b}", "a/b"),
+    (r"k\pi", r"\pi k"),
+    ("2^{10}", "1024"),
+    ("2**10", "1024"),
+    ("x^{-1}", "1/x"),
+    ("|x|", r"\left|x\right|"),
+    (r"\lfloor 2.5 \rfloor", "2"),
+    ("100_{8}", "100_8"),
+    (r"\frac{\pi}{4} \text{ radians}", r"\pi/4"),
+    (r"10 \text{ or } 12", r"\{10,12\}"),
+    (r"\pm 2", "2,-2"),
+    (r"1 \pm \sqrt{2}", r"1+\sqrt2, 1-\sqrt2"),
+    (r"n \in \mathbb{Z}", r"n \in \mathbb{Z}"),
+    (r"\mathbb{R}", r"(-\infty,\infty)"),
+    (r"x \neq 2", r"x \ne 2"),
+    (r"x \ne 2", r"(-\infty,2)\cup(2,\infty)"),
+    (r"x\leq 5", r"x \le 5"),
+    (r"0 \le x \le 1", "[0,1]"),
+    ("(1,2,3)", "(1,2,3)"),
+    ("(0.5, 2)", r"(\frac12, 2)"),
+    ("(1/3, 2)", "(0.333333,2)"),
+    (r"x=\frac{-1\pm\sqrt{5}}{2}", r"\frac{-1\pm\sqrt{5}}{2}"),
+    ("I think it's 12.", "12"),
+    ("12 apples", "12"),
+    (r"33\frac{1}{3}\%", "1/3"),
+    (r"1.5\times10^8", "150000000"),
+    ("$18.50", "18.5"),
+    (r"\$18.50", "18.5"),
+    ("18.50", "$18.50"),
+    ("1,22", "1.22"),
+    ("12,34", "12.34"),
+    ("2,50 €", "2.5"),
+    ("2<x<3", "(2,3)"),
+    (r"\frac{x}{2}", "x/2"),
+    (r"500\%", "5"),
+    ("5", r"500\%"),
+    ("ab", "ba"),
+    (r"\text{Tuesday}", "Tuesday"),
+    ("Evelyn", r"\text{Evelyn}"),
+    (r"\text{June 20}", "June 20"),
+    ("6 - 5i", "6-5i"),
+    ("p - q", "p-q"),
+    ("x^3 + 3x - 6", "x^3+3x-6"),
+    (r"\left( 3, \frac{\pi}{2} \right)", r"(3,\pi/2)"),
+    (r"\dfrac{9}{7}", "9/7"),
+    (r"42^\circ", "42"),
+    (r"1 \pm \sqrt{19}", r"1-\sqrt{19}, 1+\sqrt{19}"),
+    (r"11,\! 111,\! 111,\! 100", "11111111100"),
+    (r"864 \mbox{ inches}^2", "864"),
+    (r"\$32,\!348", "32348"),
+    (r"15\mbox{ cm}^2", "15"),
+    (r"5.4 \text{ cents}", "5.4"),
+    (r"10\text{ and }20", "10,20"),
+    (r"x \in [-2,7]", "[-2,7]"),
+    (r"-2 \le x \le 7", r"x \in [-2,7]"),
+    (r"\text{(C)}", "C"),
+    ("C", r"\text{(C)}"),
+    ("3R^2", "3 R^2"),
+    ("2k", r"k\cdot 2"),
+    ("1/2", "1:2"),
+    ("i^2", "-1"),
+    ("(x-1)(x+1) = x^2-1", "x^2-1"),
+    ("{1,2}", r"\{1,2\}"),
+    ("y = 2x + 3", "2x-y+3=0"),
+    ("= 5", "5"),
+    (r"x = 5 \text{ m}", "5"),
+    (r"\sqrt{16}", "4"),
+    ("a, b", "b, a"),
+]
+
+DIFFERENT = [
+    ("x=5", "y=5"),
+    ("x > 5", r"x \geq 5"),
+    (r"(5,\infty)", r"x \geq 5"),
+    ("(1,2)", "(2,1)"),
+    ("(1,2)", "[1,2]"),
+    ("1,2", "1,2,3"),
+    (r"1 \text{ or } 2", "2"),
+    ("1 or 2", "2"),
+    (r"5\%", "0.5"),
+    ("1/3", "0.33"),
+    ("0.333", "1/3"),
+    ("3.14", r"\pi"),
+    ("x^2+2x+1", "x^2+2x"),
+    ("y=2x+3", "y=2x+4"),
+    ("1+2i", "1-2i"),
+    (r"\begin{pmatrix}1\\2\end{pmatrix}", r"\begin{pmatrix}2\\1\end{pmatrix}"),
+    ("A", "B"),
+    (r"-\infty", r"\infty"),
+    ("-5", "5"),
+    ("a-b", "b-a"),
+    ("1001_2", "9"),
+    (r"0 \leq x < 1", "[0,1]"),
+    ("(1,2,3)", "(3,2,1)"),
+    ("7 and some words 8", "7"),
+    ("5 apples and 7 oranges", "7"),
+    ("1,234", "1.234"),
+    ("1.234", "1234"),
+    ("it is not 5", "5"),
+    ("5 is wrong", "5"),
+    ("I don't think it is 5", "5"),
+    ("The answer is not 5", "5"),
+    ("5, 7", "7"),
+    ("5; 7", "7"),
+    ("5/7", "7"),
+    ("5 7", "57"),
+    ("1 2", "12"),
+    ("11/2", "1 1/2"),
+    (r"2x-4 \geq 6", r"[5,\infty)"),
+    ("x^2-5x+6<0", "(2,3)"),
+    ("0", r"0.\overline{3}"),
+    (r"0.\overline{3}", "0.3"),
+    (r"5\%", r"500\%"),
+    ("x", "y"),
+    ("1:2", "2:1"),
+    ("x^2-1 = 0", "x = 1"),
+    (r"\infty", "10^{100}"),
+    (r"\frac{1}{0}", r"\infty"),
+    ("[1,2]", r"\{1,2\}"),
+    ("0.999", "1"),
+    ("1e400", "1"),
+    ("1 +", "1"),
+    (r"\sqrt{16}", r"\pm 4"),
+    ("(a,b)", "(b,a)"),
+    ("2x=4", "x=2"),
+]
+
+
+@pytest.mark.parametrize(("prediction", "reference"), EQUAL)
+def test_spellings_of_one_answer(prediction, reference):
+    assert answers_equal(prediction, reference)
+
+
+@pytest.mark.parametrize(("prediction", "reference"), DIFFERENT)
+def test_another_answer(prediction, reference):
+    assert not answers_equal(prediction, reference)
+
+
+@pytest.mark.parametrize(
+    "hedge", ["{}, {}", "{} or {}", "{} and {}", r"{} \text{{ or }} {}", r"\{{{}, {}\}}", "{};{}", "{} {}"]
+)
+@pytest.mark.parametrize("answer", ["5", r"\frac{1}{2}", "0.25", r"\sqrt{2}", "x+1", "12,000"])
+def test_several_candidates_are_not_one_answer(hedge, answer):
+    assert not answers_equal(hedge.format("7", answer), answer)
+    assert not answers_equal(hedge.format(answer, "7"), answer)
+
+
+@given(st.fractions(max_denominator=999), st.integers(1, 999))
+def test_a_number_is_itself_however_it_is_written(number, step):
+    spelled = [f"{number}", rf"\frac{{{number.numerator}}}{{{number.denominator}}}", f"${number}$", f"x = {number}"]
+    assert all(answers_equal(each, spelled[0]) for each in spelled)
+    assert not any(answers_equal(each, f"{number + step}") for each in spelled)
+
+
+@given(st.integers(0, 10**12))
+def test_thousands(number):
+    for mark in (",", " ", "'", r"\,", "{,}", r",\!"):
+        assert answers_equal(f"{number:,}".replace(",", mark), str(number))
+
+
+@given(st.text(max_size=60))
+@settings(max_examples=300)
+def test_no_text_is_too_odd_to_be_read(text):
+    read_numeral(text)
+
+
+HOSTILE = [
+    "10^{10^{10}}",
+    "9^{9^{9^{9}}}",
+    r"\sum_{n=1}^{10^{30}} \frac{1}{n}",
+    r"\int_0^{1} e^{e^{e^{x^x}}} dx",
+    "(x+1)^{100000}",
+    r"\frac{" * 120,
+    "{" * 400 + "}" * 400,
+    "(" * 450 + "1" + ")" * 450,
+    r"\sqrt{" * 90 + "2" + "}" * 90,
+    "1+" * 450 + "1!" * 20,
+    "10000000!!!",
+    "a" * 900,
+    "$" * 999,
+    r"\left(" * 100,
+    "1e999999999",
+    "\x00\ud800\U0001f600" * 100,
+]
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_hostile_answers_are_wrong_in_bounded_time(text, monkeypatch):
+    monkeypatch.setattr(answers._algebra, "seconds", 0.2)
+    assert not answers_equal(text, "3x")
+
+
+def children(processes):
+    """Pids of a pool's idle children and of their workers."""
+    pids = [child._process.pid for child in list(processes._free.queue)]
+    forks = []
+    for pid in pids:
+        with open(f"/proc/{pid}/task/{pid}/children") as file:
+            forks += [int(each) for each in file.read().split()]
+    return pids, forks
+
+
+@pytest.mark.parametrize("count", [60, pytest.param(1000, marks=pytest.mark.soak)])
+def test_hostile_answers_leave_the_pool_its_size(count):
+    processes = AlgebraProcesses(limit=2, seconds=0.02)
+    try:
+        questions = [([f"${HOSTILE[n % len(HOSTILE)]} + {n}$"], ["$x$"]) for n in range(count)]
+        threads = [
+            threading.Thread(target=lambda part=part: [processes.equal(*each) for each in questions[part::2]])
+            for part in range(2)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        pids, forks = children(processes)
+        assert (len(pids), len(forks)) == (2, 2)
+        processes.seconds = 3.0
+        assert processes.equal(["$x+2$"], ["$2+x$"])
+        assert children(processes)[0] == pids  # the children lived through it; only their workers were replaced
+    finally:
+        processes.close()
+
+
+def test_what_does_not_end_is_undecided_and_the_next_question_is_answered():
+    processes = AlgebraProcesses(limit=1, seconds=0.1)
+    try:
+        assert processes.equal(["$10^{10^{10}}$"], ["$5$"]) is False
+        processes.seconds = 3.0
+        answers = []
+        threads = [
+            threading.Thread(target=lambda: answers.append(processes.equal(["$x+1$"], ["$1+x$"]))) for _ in range(3)
+        ]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert answers == [True, True, True]
+    finally:
+        processes.close()
+
+
+def test_a_killed_child_is_replaced():
+    processes = AlgebraProcesses(limit=1)
+    try:
+        assert processes.equal(["$x+1$"], ["$1+x$"])
+        processes._free.queue[0]._process.kill()
+        assert processes.equal(["$x+3$"], ["$3+x$"]) is False
+        assert processes.equal(["$x+4$"], ["$4+x$"])
+    finally:
+        processes.close()
