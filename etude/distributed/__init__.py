@@ -6,7 +6,7 @@
 
 from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
 from etude.distributed.pool import ResourcePool
-from etude.distributed.worker import Worker
+from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "Dispatch",
     "Execute",
     "InProcessWorkerGroup",
+    "MeshPlace",
     "ResourcePool",
     "Worker",
     "WorkerGroup",
