@@ -72,7 +72,8 @@ class AgentLoopManager:
         self, context: AgentContext, engine: Engine, scorer: AsyncScorer | None = None, *, deterministic: bool = False
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
-        self.progress = (0, 0)  # (ended, total) of the current batch; may be read from another thread
+        self.progress = (0, 0)  # (ended, total) since no batch was under way; may be read from another thread
+        self._batches = 0  # under way
         self.deterministic = deterministic
         self._logged = False
         slowest = max(
@@ -94,6 +95,8 @@ class AgentLoopManager:
         batch = _Batch(self, [dict(row) for row in rows], sampling, least_group)
         lanes = min(self.context.options.max_concurrent_trajectories, len(rows))
         rest = iter(range(lanes, len(rows)))
+        ended, total = self.progress if self._batches else (0, 0)
+        self.progress, self._batches = (ended, total + len(rows)), self._batches + 1
         with relaxed_gc():
             try:
                 batch.open([batch.request_id(i, 0) for i in range(lanes)])
@@ -103,6 +106,7 @@ class AgentLoopManager:
                     batch.tasks.start(batch.lane(lane, following))
                 await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
             finally:
+                self._batches -= 1
                 batch.close_all()
         return batch.rollouts
 
@@ -148,8 +152,6 @@ class _Batch:
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._given_up: set[int] = set()
         self._under_way: dict[int, asyncio.Task[Any]] = {}
-        self._done = 0
-        manager.progress = (0, len(rows))
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
             try:
@@ -267,8 +269,8 @@ class _Batch:
                 on_failure=manager.log_failure,
             )
             self._give_up_group_of(index)
-        self._done += 1
-        manager.progress = (self._done, len(self._rows))
+        ended, total = manager.progress
+        manager.progress = (ended + 1, total)
 
     def _give_up_group_of(self, index: int) -> None:
         """If infrastructure failed the row and its group is of no use without it, drops the group's other rows."""

@@ -18,6 +18,7 @@ from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.declare import Names
 from etude.options.distillation import is_address
+from etude.options.reward import WeightedFunction
 from etude.options.types import shown
 from etude.options.validate import build, value_of
 from etude.registry import Registry, did_you_mean, import_object
@@ -357,8 +358,19 @@ def _determinism(run: TrainOptions) -> Iterator[Problem]:
 
 
 def _rewards(run: TrainOptions) -> Iterator[Problem]:
-    if run.custom_reward_function.path and not run.reward_model.enable:
-        yield "custom_reward_function.path", "reward_model.enable=false never calls it"
+    custom = run.custom_reward_function
+    for key in ("path", "rewards"):
+        if getattr(custom, key) and not run.reward_model.enable:
+            yield f"custom_reward_function.{key}", "reward_model.enable=false never calls it"
+    if custom.path and custom.rewards:
+        yield (
+            "custom_reward_function.rewards",
+            "and custom_reward_function.path are two ways to say it: write the one in rewards",
+        )
+    for number, entry in enumerate(custom.rewards):
+        _, found = build(WeightedFunction, entry, f"custom_reward_function.rewards[{number}].")
+        for text in found.values():
+            yield "custom_reward_function.rewards", text
     if run.reward_model.reward_manager == "parallel" and not run.actor_rollout_ref.env.chosen:
         yield "reward_model.reward_manager", "is the environment's score: set actor_rollout_ref.env.name"
 

@@ -206,6 +206,8 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
 def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
     if isinstance(value, list):
         return [_anchored(each, folder, or_folder) for each in value]
+    if isinstance(value, dict):  # an entry of custom_reward_function.rewards
+        return {name: _anchored(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
     if not isinstance(value, str) or not value or "${" in value:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")
@@ -332,7 +334,14 @@ def _experiment(name: str, *, _root_: DictConfig) -> str:
     return f"{name}-{digest[:8]}"
 
 
+def _correction(max_staleness: int, bypass_mode: bool) -> str | None:
+    """`${etude.correction:max_staleness,bypass_mode}`: the weights that stale rollouts need, where the loss's own ratio does
+    not correct them."""
+    return "token" if max_staleness and not bypass_mode else None
+
+
 def _register_resolvers() -> None:
     """Registers `${etude.…}` with OmegaConf; idempotent."""
     OmegaConf.register_new_resolver("etude.builtin_tools", _builtin_tools, replace=True)
     OmegaConf.register_new_resolver("etude.experiment", _experiment, replace=True)
+    OmegaConf.register_new_resolver("etude.correction", _correction, replace=True)

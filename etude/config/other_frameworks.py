@@ -25,7 +25,15 @@ ALIASES = {
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
+    **{
+        f"reward.{key}": f"reward_model.reward_kwargs.{key}"
+        for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
+    },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "ray_init.address": "ray.address",
+    "ray_init": "ray.init_kwargs",
+    "ray_kwargs.ray_init.address": "ray.address",
+    "ray_kwargs.ray_init": "ray.init_kwargs",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all keys below → its name here."""
@@ -40,7 +48,8 @@ INERT = {
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            trainer.nnodes *.n_gpus_per_node actor_rollout_ref.rollout.nnodes actor_rollout_ref.hybrid_engine
+            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
+            reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
@@ -78,7 +87,7 @@ INERT = {
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
             distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
             distillation.n_gpus_per_node
-            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
@@ -109,9 +118,9 @@ INERT = {
             *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
         """,
         "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
-        "Ray is not used": """
-            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1 ray_init ray_kwargs
-            transfer_queue
+        "Ray is used as trainer.backend and the section ray say": """
+            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1
+            ray_kwargs.timeline_json_file transfer_queue
         """,
         "sampled ids are never encoded again, whatever the model's family": "data.continuous_token",
         "a row keeps all its columns, its messages and its token ids": """
@@ -125,7 +134,9 @@ INERT = {
             reward_model.model reward_model.rollout reward_model.max_length reward_model.enable_resource_pool
             reward.reward_model
         """,
-        "scorers run in threads of the rollout's process": "reward_model.num_workers reward.num_workers",
+        "scorers run in threads of the rollout's process; for others see reward_manager=prime and remote": """
+            reward_model.num_workers reward.num_workers
+        """,
         "rollout.mode=async scores each trajectory as it ends": "reward_model.launch_reward_fn_async",
     }.items()
     for key in keys.split()
@@ -255,11 +266,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
     "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
     "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
-    "data.custom_cls.path": (
-        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
-        (None,),
-    ),
-    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
     "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
     "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),

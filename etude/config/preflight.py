@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
@@ -128,7 +128,8 @@ def _missing(options: Options) -> Iterator[Problem]:
         if not kind or not value or declared.about.alias_of or inert_reason(options, key):
             continue
         for name in value if isinstance(value, tuple) else (value,):
-            if (reason := _reason(kind, name)) and reason not in named:
+            name = name.get("path", "") if isinstance(name, Mapping) else name  # an entry of a list of sections
+            if name and (reason := _reason(kind, name)) and reason not in named:
                 named.add(reason)
                 yield key, reason
 

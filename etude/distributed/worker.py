@@ -51,5 +51,9 @@ class Worker:
         over it. By default each rank holds a shard of its own."""
         return MeshPlace(self.rank, self.world_size)
 
+    def interrupt(self) -> None:
+        """Asks the running call to end early with an exception; called from another thread, only where ranks are
+        processes (elsewhere the call itself gets the driver's KeyboardInterrupt)."""
+
     def close(self) -> None:
         """Stops the worker's tasks; called once, when its group ends."""

@@ -308,6 +308,12 @@ class RolloutOptions:
         default=600.0,
         unit="seconds",
     )
+    partial_rollout: Flag = key(
+        "New weights reach trajectories in flight, which go on with them, tool calls and all. False: no trajectory starts "
+        "until those in flight have ended, and the step waits for them.",
+        default=True,
+        when=When("with trainer.max_staleness above 0", lambda own, run: run.trainer.max_staleness > 0),
+    )
     max_concurrent_trajectories: Count = key("Max trajectories in flight; the others wait.", default=1024)
     server_urls: Texts = key(
         "Addresses of vllm, sglang or openai servers, e.g. [http://127.0.0.1:8000]; several are replicas behind a router. "

@@ -18,6 +18,7 @@ from etude.bounded import BlockingCalls, within
 from etude.errors import EtudeError, InfrastructureError, describe_error, is_infrastructure, one_line
 from etude.rewards.manager import AbstractRewardManager, RewardManagerBase, RewardResult
 from etude.rewards.number import as_reward
+from etude.rewards.view import TrajectoryView
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 if TYPE_CHECKING:
@@ -128,6 +129,7 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "messages": trajectory.messages,
         "reward_scores": dict(rewards.final),
         "__num_turns__": trajectory.num_turns,
+        "trajectory": TrajectoryView.of(trajectory),
     }
     prompts = torch.tensor([trajectory.prompt_ids], dtype=torch.long)
     responses = torch.tensor([trajectory.response_ids], dtype=torch.long)

@@ -62,11 +62,26 @@ WITNESSES = {
     "trainer/test_trainer_input.py": {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
+    "trainer/test_trainer_ray.py": {
+        "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.n_gpus_per_node": "test_several_processes_on_a_node_and_too_many",
+        "ray.address": "test_two_nodes_learn_what_one_process_learns",
+        "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
+        "ray.call_timeout": "test_a_call_has_the_configured_time",
+    },
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
+    },
+    "trainer/test_trainer_samplers.py": {
+        "data.sampler.class_path": "test_a_sampler_of_ones_own_draws_and_is_told",
+        "data.sampler.floor": "test_the_floor_moves_what_a_curriculum_draws",
+        "data.sampler.weights": "test_the_weights_move_what_a_mixture_draws",
+        "data.custom_cls.path": "test_a_dataset_class_of_ones_own_makes_the_rows",
+        "data.custom_cls.name": "test_a_dataset_class_of_ones_own_makes_the_rows",
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
