@@ -2,6 +2,8 @@
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
+SPREAD = ("fsdp_size", "tensor_parallel_size", "param_offload", "reshard_after_forward")
+
 WITNESSES = {
     "agents/test_agents_environments.py": {
         "actor_rollout_ref.env.tool_manager": "test_a_manager_may_make_tools_of_its_own",
@@ -110,6 +112,11 @@ WITNESSES = {
     },
     "workers/test_workers_experts.py": {
         f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",
+    },
+    "workers/test_workers_sharded.py": {
+        f"{role}.{name}": "test_the_keys_choose_how_a_model_is_spread"
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name in ("strategy", *(f"fsdp_config.{key}" for key in SPREAD))
     },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
