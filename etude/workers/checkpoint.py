@@ -28,7 +28,7 @@ from etude.models import save_pretrained, torch_dtype
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
 from etude.models.named_weights import gather_weights
 from etude.options import ActorOptions, CriticOptions
-from etude.training import OptimizerSet, is_sharded, place_of, round_weights
+from etude.training import OptimizerSet, is_sharded, round_weights
 from etude.workers.role import RoleWorker
 
 MODEL, STATE = "huggingface", "state"  # the two parts of a role
@@ -46,6 +46,14 @@ class TrainedWorker(RoleWorker):
     _copied: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     _group: dist.ProcessGroup | None = None
 
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """In training, `tensor_parallel_size` ranks in a row get the same rows, and the first of them answers."""
+        options = getattr(self.options, self.role)
+        if mesh != TRAIN_MESH or not self.is_spread(options):
+            return super().mesh_place(mesh)
+        team = options.fsdp_config.tensor_parallel_size
+        return MeshPlace(self.rank // team, self.world_size // team, self.rank % team == 0)
+
     def build_optimizer(
         self, options: ActorOptions | CriticOptions, total_steps: int | None, first_step: int = 0
     ) -> OptimizerSet:
@@ -61,12 +69,6 @@ class TrainedWorker(RoleWorker):
             world_size=self.world_size,
             dtype=dtype if sharded else None,
         )
-
-    def mesh_place(self, mesh: str) -> MeshPlace:
-        """Ranks that share each layer of a sharded model (tensor parallelism) share the rows that it is trained on."""
-        options = getattr(self.options, self.role)
-        sharded = mesh == TRAIN_MESH and options.strategy != "ddp"
-        return place_of(self.rank, self.world_size, options.fsdp_config if sharded else None)
 
     def prepare_saves(self) -> None:
         """Called by all ranks at the end of `init_model`: saves in the background must not meet the training's collective
