@@ -6,6 +6,7 @@ Invariant: nothing is trained, rolled out or written. Exit status 1 means that t
 from __future__ import annotations
 
 import json
+import sys
 import time
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -207,7 +208,7 @@ def _answers(
     """(row, answer), typed or from a dump."""
     if dump is None:
         for number in numbers:
-            text = click.get_text_stream("stdin").read() if answer == "-" else answer
+            text = sys.stdin.read() if answer == "-" else answer
             if text is None:
                 prompted: Any = click.prompt(f"answer to row {number}", default="", show_default=False)
                 text = str(prompted)
