@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from etude.agents.batch import concat_batches
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
@@ -22,7 +23,6 @@ from etude.trainer.accounting import RolledOut, rolled_out
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Rollouts,
-    concat_batches,
     engine_metrics,
     rollouts_of,
     spread_groups,

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
@@ -26,7 +26,7 @@ from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
 from etude.trainer.advantages import add_advantages
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
-from etude.trainer.distillation import check_teachers, teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import (
@@ -82,7 +82,7 @@ class PPOTrainer:
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
@@ -188,7 +188,7 @@ class PPOTrainer:
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the original error
+        except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class PPOTrainer:
 
     def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
         if self.setup.roles.distillation.teachers:
-            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+            add_teacher_columns(self.setup, batch)
         return batch
 
     def _with_values(self, batch: DataProto) -> DataProto:
@@ -300,14 +300,14 @@ class PPOTrainer:
         critic, roles = self.groups.critic, self.setup.roles
         if critic is None:
             return {}
-        actor, ranks = roles.actor, critic.world_size
+        actor, ranks = roles.actor, critic.dp_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.world_size
+        seed, ranks = options.data_loader_seed, actor.dp_size
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
