@@ -5,7 +5,9 @@ import os
 import tempfile
 import time
 
-WAIT = 60  # seconds: for what takes one, on a machine that is busy
+import psutil
+
+WAIT = 180  # seconds: for what takes a few, on a machine that is busy
 _STORE = 80_000_000  # bytes, the smallest that Ray takes
 
 
@@ -28,6 +30,17 @@ def ray_cluster(*cpus, connect=True):
     finally:
         ray.shutdown()
         nodes.shutdown()
+
+
+def rank_processes(cluster):
+    """The process ids of the ranks that run on `cluster`."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "ppid"]):
+        if any("RankProcess" in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                if any(cluster.address in word for word in psutil.Process(process.info["ppid"]).cmdline()):
+                    found.append(process.info["pid"])
+    return found
 
 
 def is_running(pid):

@@ -455,6 +455,13 @@ class TrainerOptions(RunOptions):
         default=0,
         unit="steps",
     )
+    stall_timeout: Positive | None = key(
+        "If no token, tool answer or score has come for this long, say what waits for what, and try what is in flight "
+        "again, once; what stalls twice is dropped (rollout/stalled). Longer than any one call may take; the default "
+        "outlasts rollout.trajectory_timeout. Null: never.",
+        default=900.0,
+        unit="seconds",
+    )
     critic_warmup: Natural = key(
         "Steps in which only the critic learns.",
         default=0,
@@ -470,5 +477,10 @@ class TrainerOptions(RunOptions):
         "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
         "checkpoint.",
         default=0.5,
+    )
+    max_infra_failure_share: Share | None = key(
+        "Largest share of a step's trajectories that may meet infrastructure failures, retried ones included; above it the "
+        "step warns, and a second one in a row stops the run with a checkpoint. Null: no limit.",
+        default=None,
     )
     report: Flag = key("Write report.html at the end.", default=True)

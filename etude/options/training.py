@@ -35,8 +35,7 @@ DECAYING = When(
 def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
     """Whether a full batch takes more than one optimizer step, or its only one at other weights than those it was sampled
     with."""
-    steps_apart = own.optim.name == "adamw_schedule_free"
-    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or steps_apart
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or own.optim.steps_apart
 
 
 _SEVERAL = (
@@ -126,6 +125,11 @@ class OptimOptions:
     def __post_init__(self) -> None:
         if self.name == "adamw_schedule_free" and (self.lr_scheduler_type != "constant" or not self.betas[0]):
             raise ValueError("name=adamw_schedule_free needs lr_scheduler_type=constant and betas[0] above 0")
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether gradients are taken at other weights than those that sample, score and are saved."""
+        return self.name == "adamw_schedule_free"
 
 
 @options
@@ -354,6 +358,11 @@ class ActorOptions:
         "none in expectation.",
         default="low_var_kl",
         when=KL_LOSS,
+    )
+    router_aux_loss_coef: NonNegative = key(
+        "Weight of the load-balancing loss of a mixture's routers (Switch Transformer's), over the whole mini-batch; above "
+        "0 an update takes one more forward pass. 0: off, whatever the model's configuration says.",
+        default=0.0,
     )
     loss_agg_mode: LossAggMode | None = key(
         "How token losses become one number. token-mean weighs every sampled token alike; seq-mean-… average over rollouts. "

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
@@ -26,7 +26,7 @@ from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
 from etude.trainer.advantages import add_advantages
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
-from etude.trainer.distillation import check_teachers, teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import (
@@ -82,7 +82,7 @@ class PPOTrainer:
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
@@ -188,7 +188,7 @@ class PPOTrainer:
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the original error
+        except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -275,7 +275,7 @@ class PPOTrainer:
 
     def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
         if self.setup.roles.distillation.teachers:
-            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+            add_teacher_columns(self.setup, batch)
         return batch
 
     def _with_values(self, batch: DataProto) -> DataProto:

@@ -28,6 +28,7 @@ from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
+from etude.trainer.signal import loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
@@ -133,6 +134,7 @@ class Rollouts:
         broken = [call for result in results for call in result.broken_calls]
         metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
         metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        metrics |= loss_metrics(results)
         if not prefix:
             return metrics
         return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
@@ -169,12 +171,13 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of failures: infrastructure failures, rows dropped for them (including those cancelled because too few of their
-    group were left), for a long prompt, or for what the chat template does not write; of the others, those without a sampled
-    token, which cannot be learned from, and tools that were not released."""
+    """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
+    cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
+    of the others, those without a sampled token, which cannot be learned from, and tools that were not released."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
+        "rollout/stalled": float(sum(r.stalls for r in results)),
         "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),

@@ -135,9 +135,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     options, roles, bundle = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False)
-    groups = open_groups(
-        roles, options.trainer, options.ray, trains=trains, critic=trains and "values" in options.needs
-    )
+    groups = open_groups(roles, options, trains=trains, critic=trains and "values" in options.needs)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(
@@ -186,6 +184,8 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
+        adapter_versions=run.max_staleness + 1,
+        stall_timeout=run.stall_timeout,
     )
     bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
     if bundle.processor is not None:

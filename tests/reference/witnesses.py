@@ -56,6 +56,9 @@ WITNESSES = {
     "trainer/test_trainer_failures.py": {
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
     },
+    "trainer/test_trainer_signal.py": {
+        "trainer.max_infra_failure_share": "test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint",
+    },
     "trainer/test_trainer_images.py": {
         "plugins": "test_the_example",
     },
@@ -108,6 +111,7 @@ WITNESSES = {
         for section in ("actor_rollout_ref.model", "critic.model")
     },
     "workers/test_workers_experts.py": {
+        "actor_rollout_ref.actor.router_aux_loss_coef": "test_the_routers_loss_evens_out_what_the_experts_get",
         f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",
     },
     "workers/test_workers_sharded.py": {
@@ -122,6 +126,7 @@ WITNESSES = {
         "critic.model.use_liger": "test_ligers_kernels_need_a_gpu",
     },
     "workers/test_workers_engine_link.py": {
+        f"{ROLLOUT}.weight_transfer": "test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use",
         f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",
         f"{ROLLOUT}.weight_probe_tolerance": "test_a_server_of_another_dtype_needs_a_tolerance_of_its_own",
         f"{ROLLOUT}.free_cache_engine": "test_memory_is_free_between_rollouts",
@@ -144,7 +149,6 @@ UNSEEN = {
     "critic.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     f"{ROLLOUT}.do_sample": "training refuses greedy answers; those of validation are val_kwargs.do_sample's",
-    f"{ROLLOUT}.weight_transfer": "its other value needs a GPU and vLLM",
     f"{ROLLOUT}.prompt_length": "another name of data.max_prompt_length",
     f"{ROLLOUT}.response_length": "another name of data.max_response_length",
     f"{ROLLOUT}.tool_config": "another name of multi_turn.tool_config_path",

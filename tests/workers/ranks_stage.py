@@ -137,6 +137,7 @@ class Case:
     role: str = "actor"
     seed: int = 0
     correction: dict | None = None
+    taught: bool = False
     sharded: bool = True
     broken: bool = False
 
@@ -151,6 +152,11 @@ class Case:
                 batch.batch["rollout_is_weights"] = torch.rand(
                     mask.shape, generator=torch.Generator().manual_seed(1)
                 ).double()
+        if self.taught:
+            shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(4)
+            batch.batch["teacher_topk_ids"] = torch.rand(*shape, 250, generator=generator).topk(5).indices.int()
+            top = torch.randn(*shape, 6, generator=generator).double().log_softmax(dim=-1)[..., :5]
+            batch.batch["teacher_topk_log_probs"] = top
         return batch
 
     def options(self, options):
