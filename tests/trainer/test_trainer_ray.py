@@ -49,10 +49,10 @@ def sampled(folder, step):
     return [(record["response_ids"], record["score"]) for record in map(json.loads, lines)]
 
 
-def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster):
-    trainer = PPOTrainer(
-        prepare(tiny.config(tmp_path, *CRITIC, *cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1"))
-    )
+@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
+def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, strategy):
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"{ACTOR}.strategy={strategy}")
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
