@@ -206,6 +206,8 @@ def _anchor_paths(layer: Layer, tree: type[Options]) -> None:
 def _anchored(value: Any, folder: Path, or_folder: bool) -> Any:
     if isinstance(value, list):
         return [_anchored(each, folder, or_folder) for each in value]
+    if isinstance(value, dict):  # an entry of custom_reward_function.rewards
+        return {name: _anchored(each, folder, or_folder) if name == "path" else each for name, each in value.items()}
     if not isinstance(value, str) or not value or "${" in value:
         return value
     name, colon, attribute = value.rpartition(":") if ".py:" in value else (value, "", "")

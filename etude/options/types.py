@@ -99,6 +99,7 @@ PositiveShare = Annotated[float, Strict(), Gt(0), Le(1), BeforeValidator(_as_num
 BelowOne = Annotated[float, Strict(), Ge(0), Lt(1), BeforeValidator(_as_number)]
 AboveOne = Annotated[float, Strict(), Gt(1), BeforeValidator(_as_number)]
 FreeForm = Annotated[Mapping[str, Any], AfterValidator(_storable)]
+Sections = Annotated[tuple[Mapping[str, Any], ...], AfterValidator(_storable), BeforeValidator(_as_tuple)]
 FreeForms = Annotated[Mapping[str, Mapping[str, Any] | None], AfterValidator(_storable)]
 
 _WORDS: dict[Any, str] = {int: "a whole number", float: "a number", bool: "true or false", str: "text"}

@@ -1,7 +1,8 @@
 """Scoring: what a finished rollout is worth. Pure scorers by data source, reward managers, the trajectory scorer."""
 
+from etude.rewards.batch import BatchRewardManager
 from etude.rewards.dapo import DAPORewardManager
-from etude.rewards.default import SCORERS, Score, Scorer, compute_score, load_compute_score
+from etude.rewards.default import COMPONENTS, SCORERS, Score, Scorer, compute_score, load_compute_score, load_rewards
 from etude.rewards.manager import (
     REWARD_MANAGERS,
     AbstractRewardManager,
@@ -11,27 +12,40 @@ from etude.rewards.manager import (
     build_manager,
     register,
 )
+from etude.rewards.pools import PrimeRewardManager, RemoteRewardManager
+from etude.rewards.rate_limited import RateLimitedRewardManager
 from etude.rewards.scoring import AsyncScorer, TrajectoryScorer, duplicate_judge, score_rollout
+from etude.rewards.view import TrajectoryView
 
+BUILTIN_MANAGERS = ("naive", "batch", "prime", "dapo", "gdpo", "rate_limited", "remote")
+"""Those that score by the row's data source."""
 default_compute_score = compute_score  # its name in verl.utils.reward_score
 
 __all__ = [
+    "BUILTIN_MANAGERS",
+    "COMPONENTS",
     "REWARD_MANAGERS",
     "SCORERS",
     "AbstractRewardManager",
     "AsyncScorer",
+    "BatchRewardManager",
     "DAPORewardManager",
     "NaiveRewardManager",
+    "PrimeRewardManager",
+    "RateLimitedRewardManager",
+    "RemoteRewardManager",
     "RewardManagerBase",
     "RewardResult",
     "Score",
     "Scorer",
     "TrajectoryScorer",
+    "TrajectoryView",
     "build_manager",
     "compute_score",
     "default_compute_score",
     "duplicate_judge",
     "load_compute_score",
+    "load_rewards",
     "register",
     "score_rollout",
 ]

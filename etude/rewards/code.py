@@ -144,6 +144,11 @@ def compute_score(
     return asyncio.run_coroutine_threadsafe(work, background_loop("etude-code-reward")).result()
 
 
+def score_all_tests(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """As `compute_score`, all tests or nothing: how HumanEval and MBPP count."""
+    return compute_score(solution_str, ground_truth, mode="all")
+
+
 def _client(url: str | None, token: str | None) -> SandboxClient:
     with _clients_lock:
         if (url, token) not in _clients:

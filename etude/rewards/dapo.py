@@ -1,8 +1,4 @@
-"""The reward manager `dapo`: the score, less a penalty for answers close to the maximum length.
-
-Source: DAPO (arXiv:2503.14476), "soft overlong punishment". With L tokens in a response of at most `max_resp_len`, and a
-buffer of `len` tokens before that limit: penalty = min(0, (max_resp_len − len − L) / len) · penalty_factor.
-"""
+"""The reward manager `dapo`: the score, less a penalty for answers close to the maximum length (see `overlong.py`)."""
 
 from __future__ import annotations
 
@@ -12,12 +8,11 @@ from etude.errors import ConfigError
 from etude.options.declare import key, options
 from etude.options.types import Flag, Natural, NonNegative
 from etude.options.validate import to_options
-from etude.rewards.manager import NaiveRewardManager, RewardResult, register
+from etude.rewards.manager import KEY, NaiveRewardManager, RewardResult, register
+from etude.rewards.overlong import overlong_penalty
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
-
-_KEY = "reward_model.reward_kwargs"
 
 
 @options
@@ -30,7 +25,7 @@ class OverlongBuffer:
     log: Flag = key("Reports `overlong_reward` and `overlong` beside the score.", default=False)
 
 
-@register("dapo")
+@register("dapo", "gdpo")  # verl's gdpo is its dapo that keeps every component of the score, as all managers here do
 class DAPORewardManager(NaiveRewardManager):
     """Its `reward_kwargs`: `overlong_buffer_cfg`, and `max_resp_len` in tokens (null: `data.max_response_length`)."""
 
@@ -38,18 +33,18 @@ class DAPORewardManager(NaiveRewardManager):
         super().__init__(*parts, **named)
         given = dict(self.reward_kwargs)
         section = given.pop("overlong_buffer_cfg", None) or {"enable": False}
-        buffer = to_options(OverlongBuffer, section, f"{_KEY}.overlong_buffer_cfg")
+        buffer = to_options(OverlongBuffer, section, f"{KEY}.overlong_buffer_cfg")
         self.buffer = buffer if buffer.enable else None
         self.max_resp_len = given.pop("max_resp_len", None)
         if given:
-            raise ConfigError(f"the reward manager 'dapo' has no {_KEY}.{next(iter(given))}")
+            raise ConfigError(f"the reward manager 'dapo' has no {KEY}.{next(iter(given))}")
         if self.buffer is None:
             return
         if self.max_resp_len is None and self.config is not None:
             self.max_resp_len = self.config.data.max_response_length
         if not isinstance(self.max_resp_len, int) or not 0 < self.buffer.len <= self.max_resp_len:
             limits = f"{self.buffer.len}, {self.max_resp_len}"
-            raise ConfigError(f"{_KEY}.overlong_buffer_cfg.len must be from 1 to max_resp_len tokens: {limits}")
+            raise ConfigError(f"{KEY}.overlong_buffer_cfg.len must be from 1 to max_resp_len tokens: {limits}")
 
     async def run_single(self, data: DataProto) -> RewardResult:
         """As `NaiveRewardManager`, less the penalty; the length is that of the whole response, tools' answers included."""
@@ -60,8 +55,7 @@ class DAPORewardManager(NaiveRewardManager):
         assert self.max_resp_len is not None
         width = data.batch["responses"].shape[-1]
         tokens = int(data.batch["attention_mask"][:, -width:].sum()) if width else 0
-        room = (self.max_resp_len - self.buffer.len - tokens) / self.buffer.len
-        penalty = min(0.0, room) * self.buffer.penalty_factor
+        penalty = overlong_penalty(tokens, self.max_resp_len, self.buffer.len, self.buffer.penalty_factor)
         logged = {"overlong_reward": penalty, "overlong": penalty < 0} if self.buffer.log else {}
         info = {**result["reward_extra_info"], **logged}
         return {"reward_score": result["reward_score"] + penalty, "reward_extra_info": info}

@@ -1,29 +1,38 @@
-"""Which function scores a row: the one registered for its data source, or a user's function for all rows.
+"""Which function scores a row: the one registered for its data source, or the user's, one or several with weights.
 
-Invariant: every scorer returned here takes the four documented arguments `data_source, solution_str, ground_truth,
-extra_info` by keyword, whichever of them its function declares. Running it (threads, time limits, errors) is left to the
-reward manager.
+Invariant: every scorer returned here takes the documented arguments `data_source, solution_str, ground_truth, extra_info`,
+and `trajectory`, by keyword, whichever of them its function declares. Running it (threads, processes, time limits, errors)
+is left to the reward managers.
 """
 
 from __future__ import annotations
 
+import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
-from etude.errors import ConfigError
+from etude.errors import ConfigError, InfrastructureError, describe_error
+from etude.options.reward import WeightedFunction
+from etude.options.validate import to_options
 from etude.registry import Registry, did_you_mean, import_object
-from etude.rewards import choice, code, geo3k, gsm8k, math, qa
+from etude.rewards import bfcl, choice, code, geo3k, gsm8k, math, math_dapo, numina, qa
+from etude.rewards.number import as_reward
+from etude.rewards.view import TrajectoryView
 
 Score = float | Mapping[str, Any]
 Scorer = Callable[..., Score | Awaitable[Score]]
-"""Called with `data_source, solution_str, ground_truth, extra_info` by keyword; returns a number or a mapping with
-the key `score`, or an awaitable of one."""
+"""Called with `data_source, solution_str, ground_truth, extra_info, trajectory` by keyword; returns a number or a mapping
+with the key `score`, or an awaitable of one. One with the attribute `batched` gets lists and returns a list."""
 
-SCORERS: Registry[Callable[[str, str], Score]] = Registry("data source")
+SCORERS: Registry[Callable[..., Score]] = Registry("data source")
 SCORERS.register("openai/gsm8k")(gsm8k.compute_score)
 SCORERS.register("etude/arithmetic")(math.integer_score)
 SCORERS.register("lighteval/MATH", "DigitalLearningGmbH/MATH-lighteval", "HuggingFaceH4/MATH-500")(math.compute_score)
+SCORERS.register("math_dapo", "math", "math_dapo_reasoning")(math_dapo.compute_score)
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+SCORERS.register(*(f"numina_{name}" for name in _NUMINA))(numina.compute_score)
 SCORERS.register("hiyouga/geometry3k")(geo3k.compute_score)
 SCORERS.register("TencentARC/Video-Holmes", "etude/pictures")(choice.compute_score)
 _QUESTIONS = ("nq", "triviaqa", "popqa", "hotpotqa", "2wikimultihopqa", "musique", "bamboogle")
@@ -31,57 +40,224 @@ SCORERS.register("web_questions", "strategyqa", *_QUESTIONS, *(f"searchR1_{name}
     qa.compute_score
 )
 SCORERS.register("codecontests", "apps", "codeforces", "taco")(code.compute_score)
+SCORERS.register("openai/openai_humaneval", "humaneval", "google-research-datasets/mbpp", "mbpp")(code.score_all_tests)
+SCORERS.register("bfcl", "gorilla-llm/Berkeley-Function-Calling-Leaderboard")(bfcl.compute_score)
 
-_ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+FAMILIES: Mapping[str, Callable[..., Score]] = {"aime": math_dapo.compute_score, "bfcl_": bfcl.compute_score}
+"""Scorers of all data sources that begin with a text."""
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+BATCH_ARGUMENTS = {f"{name}s": name for name in (*ARGUMENTS[:3], "extra_info", "trajectory")} | {
+    "trajectories": "trajectory"
+}
+"""What a function of whole batches declares, as verl's `batch` manager calls it → what each entry of that list is."""
 
 
 def compute_score(
-    data_source: str, solution_str: str, ground_truth: str, extra_info: Mapping[str, Any] | None = None
+    data_source: str,
+    solution_str: str,
+    ground_truth: Any,
+    extra_info: Mapping[str, Any] | None = None,
+    trajectory: TrajectoryView | None = None,
 ) -> Score:
     """Scores `solution_str` with the function registered for `data_source`; raises as `scorer_of`."""
-    return scorer_of(data_source)(solution_str, ground_truth)
+    scorer = scorer_of(data_source)
+    if _sees_trajectory(scorer):
+        return scorer(solution_str, ground_truth, trajectory=trajectory)
+    return scorer(solution_str, ground_truth)
 
 
-def scorer_of(data_source: str) -> Callable[[str, str], Score]:
+ANSWERS: Mapping[Callable[..., Score], Callable[[str], str | None]] = {
+    gsm8k.compute_score: gsm8k.extract_answer,
+    math.integer_score: math.last_boxed,
+    math.compute_score: math.last_boxed,
+    geo3k.compute_score: math.last_boxed,
+    choice.compute_score: choice.extract_choice,
+    qa.compute_score: qa.extract_answer,
+}
+"""Scorer that returns a number → what reads the answer that it judges."""
+
+
+def score_row(**arguments: Any) -> Score:
+    """`compute_score`, whose numbers come with `acc` and `pred`, the answer that was read: None where there was none. What
+    the managers call without a function of the user's."""
+    result = compute_score(**arguments)
+    read = ANSWERS.get(scorer_of(arguments["data_source"]))
+    if read is None or isinstance(result, Mapping):
+        return result
+    return {"score": result, "acc": result, "pred": read(arguments["solution_str"])}
+
+
+def sees_trajectory(scorer: Callable[..., object]) -> bool:
+    """Whether `scorer` asks for the argument `trajectory` by name."""
+    if scorer is score_row or isinstance(user_function(scorer), UserFunction | WeightedSum):
+        return True  # they pass on what is asked for
+    try:
+        return "trajectory" in inspect.signature(scorer).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+_sees_trajectory = functools.cache(sees_trajectory)
+
+
+def scorer_of(data_source: str) -> Callable[..., Score]:
     """The function registered for `data_source`.
 
     Raises:
         ConfigError: there is none.
     """
-    if data_source not in SCORERS:
-        raise ConfigError(
-            f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
-            f"(known: {', '.join(SCORERS.names())}); set custom_reward_function.path to a file with your compute_score"
-        )
-    return SCORERS.get(data_source)
+    if data_source in SCORERS:
+        return SCORERS.get(data_source)
+    for prefix, scorer in FAMILIES.items():
+        if str(data_source).startswith(prefix):
+            return scorer
+    raise ConfigError(
+        f"no scorer for the data source '{data_source}'{did_you_mean(str(data_source), SCORERS.names())} "
+        f"(known: {', '.join([*SCORERS.names(), *(f'{prefix}*' for prefix in FAMILIES)])}); "
+        "set custom_reward_function.path to a file with your compute_score"
+    )
+
+
+class UserFunction:
+    """A user's scorer: the function `name` of `path`, called with those of the documented arguments that it declares and
+    `reward_kwargs`. Pickled as these, so that other processes load it again."""
+
+    def __init__(self, path: str, name: str, reward_kwargs: Mapping[str, Any], key: str) -> None:
+        self._made_of = (path, name, dict(reward_kwargs), key)
+        self._extra = dict(reward_kwargs)
+        where = f"'{name}' of {path} ({key})"
+        function: Any = import_object(f"{path}:{name}")
+        if not callable(function):
+            raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
+        self._function = function
+        self.is_async = inspect.iscoroutinefunction(function)
+        self.batched = not BATCH_ARGUMENTS.keys().isdisjoint(inspect.signature(function).parameters)
+        given = tuple(BATCH_ARGUMENTS) if self.batched else (*ARGUMENTS, "trajectory")
+        named, takes_any = declared_arguments(function, where, given, self._extra, f"{key}.reward_kwargs")
+        self._accepted = named | (set(ARGUMENTS) if takes_any and not self.batched else set())
+
+    def __call__(self, **arguments: Any) -> Any:
+        """What the function returns; for a coroutine function an awaitable."""
+        return self._function(**{key: arguments[key] for key in self._accepted if key in arguments}, **self._extra)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return UserFunction, self._made_of
 
 
 def load_compute_score(
-    path: str, name: str = "compute_score", reward_kwargs: Mapping[str, Any] | None = None
+    path: str,
+    name: str = "compute_score",
+    reward_kwargs: Mapping[str, Any] | None = None,
+    key: str = "custom_reward_function",
 ) -> Scorer:
     """The user's function `name` of `path` (a file or a dotted module), sync or async, with `reward_kwargs` bound.
 
-    It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`).
+    It gets those of the four documented arguments that it declares (all of them if it takes `**kwargs`), and `trajectory`
+    if it names it; a function of whole batches declares their plurals.
 
     Raises:
         ConfigError: the file or function does not exist, is not callable, requires an argument that is not provided,
             or does not take one of `reward_kwargs`.
     """
-    where = f"'{name}' of {path} (custom_reward_function)"
-    function = import_object(f"{path}:{name}")
-    if not callable(function):
-        raise ConfigError(f"{where} is not a function but of type {type(function).__name__}")
-    extra = dict(reward_kwargs or {})
-    named, takes_any = declared_arguments(function, where, _ARGUMENTS, extra, "custom_reward_function.reward_kwargs")
-    accepted = _ARGUMENTS if takes_any else tuple(key for key in _ARGUMENTS if key in named)
+    function = UserFunction(path, name, reward_kwargs or {}, key)
+    if not function.is_async:
+        return function
 
-    async def async_scorer(**arguments: Any) -> Score:
-        return await function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
+    async def scorer(**arguments: Any) -> Score:  # a manager of the documents asks inspect.iscoroutinefunction
+        result: Score = await function(**arguments)
+        return result
 
-    def scorer(**arguments: Any) -> Score | Awaitable[Score]:
-        return function(**{key: arguments[key] for key in accepted if key in arguments}, **extra)
+    scorer.function = function  # type: ignore[attr-defined]
+    return scorer
 
-    return async_scorer if inspect.iscoroutinefunction(function) else scorer
+
+def user_function(scorer: Any) -> Any:
+    """The `UserFunction` behind a scorer of `load_compute_score`; any other scorer itself."""
+    return getattr(scorer, "function", scorer)
+
+
+class WeightedSum:
+    """Several scorers as one: `score` is Σ weight · score, beside each one's own by its name.
+
+    What else a function returns is named `{name}/{key}`; `acc` is the first one that a function returns.
+    """
+
+    def __init__(self, functions: Sequence[tuple[str, float, Scorer]]) -> None:
+        self._functions = list(functions)
+
+    def __call__(self, **arguments: Any) -> Score | Awaitable[Score]:
+        """The sum; an awaitable where a function is asynchronous.
+
+        Raises:
+            InfrastructureError: a function failed, or returned no finite number; names it.
+        """
+        results = [self._call(name, function, arguments) for name, _, function in self._functions]
+        return self._awaited(results) if any(map(inspect.isawaitable, results)) else self._sum(results)
+
+    async def _awaited(self, results: list[Any]) -> Score:
+        async def one(name: str, result: Any) -> Any:
+            try:
+                return await result if inspect.isawaitable(result) else result
+            except Exception as error:
+                raise _named(name, error) from error
+
+        names = [name for name, *_ in self._functions]
+        return self._sum(await asyncio.gather(*map(one, names, results)))
+
+    def _call(self, name: str, function: Scorer, arguments: Mapping[str, Any]) -> Any:
+        try:
+            return function(**arguments)
+        except Exception as error:
+            raise _named(name, error) from error
+
+    def _sum(self, results: Sequence[Any]) -> Score:
+        total, own, parts, acc = 0.0, dict[str, Any](), dict[str, float](), dict[str, Any]()
+        for (name, weight, _), result in zip(self._functions, results):
+            details = dict(result) if isinstance(result, Mapping) else {"score": result}
+            if details.get("score") is None:
+                raise InfrastructureError(f"the reward '{name}' returned no score")
+            value = as_reward(details.pop("score"), f"the reward '{name}'")
+            total += weight * value
+            parts[name] = weight * value
+            if "acc" in details:
+                acc.setdefault("acc", details["acc"])
+            own |= {name: value} | {f"{name}/{key}": entry for key, entry in details.items()}
+        return {"score": total, **acc, **own, COMPONENTS: parts}
+
+
+COMPONENTS = "reward_components"
+"""The entry of a score's details with the weighted reward of each function, whose sum is the score."""
+
+
+def _named(name: str, error: Exception) -> Exception:
+    if isinstance(error, ConfigError | ModuleNotFoundError):
+        return error
+    return InfrastructureError(f"the reward '{name}' failed: {describe_error(error)}")
+
+
+def load_rewards(entries: Sequence[Mapping[str, Any]]) -> WeightedSum:
+    """`custom_reward_function.rewards` as one scorer.
+
+    Raises:
+        ConfigError: an entry is not `{path, name, weight, label, reward_kwargs}`, two have one label, or as
+            `load_compute_score`.
+    """
+    functions: list[tuple[str, float, Scorer]] = []
+    for number, entry in enumerate(entries):
+        key = f"custom_reward_function.rewards[{number}]"
+        each = to_options(WeightedFunction, entry, key)
+        function = UserFunction(each.path, each.name, each.reward_kwargs, key)
+        if function.batched:
+            raise ConfigError(f"{key}: '{each.name}' of {each.path} scores whole batches, which have no weights")
+        label = each.label or (
+            each.name if each.name != "compute_score" else each.path.removesuffix(".py").split("/")[-1]
+        )
+        label = label.rpartition(".")[2]
+        if label in {name for name, *_ in functions}:
+            raise ConfigError(f"{key}: two rewards are called '{label}'; give one a label of its own")
+        functions.append((label, each.weight, function))
+    return WeightedSum(functions)
 
 
 def declared_arguments(

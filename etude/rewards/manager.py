@@ -13,7 +13,7 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Mapping
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, TypeVar
 
 from etude.bounded import BlockingCalls, within
 from etude.errors import ConfigError, EtudeError, InfrastructureError, describe_error, one_line
@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 R = TypeVar("R")
 
 SCORER_SECONDS = 60.0
-_scorer_threads = BlockingCalls("etude-scorer", limit=32)
+KEY = "reward_model.reward_kwargs"
+_scorer_threads = BlockingCalls("etude-scorer", limit=128)  # they mostly wait: for a judge, a sandbox, a service
 
 
 class Tokenizer(Protocol):
@@ -50,20 +51,23 @@ class RewardResult(TypedDict):
 class BoundedScorer:
     """A scorer as an awaitable call: it runs in a thread, for at most `timeout` seconds, awaiting its result included.
 
-    The time starts when the scorer does: waiting for a free thread does not count.
+    The time starts when the scorer does: waiting for a free thread does not count. A subclass runs it elsewhere.
     """
 
     def __init__(self, scorer: Scorer, timeout: float) -> None:
         self._scorer = scorer
         self._timeout = timeout
+        self._sees_trajectory = default.sees_trajectory(scorer)
 
     async def __call__(self, **arguments: Any) -> Score:
-        """The scorer's result.
+        """The scorer's result; `trajectory` is passed on to one that declares it.
 
         Raises:
             EtudeError: raised by the scorer, or it imports a package that is not installed: the user must act.
             InfrastructureError: any other error of the scorer, or no result within `timeout` seconds.
         """
+        if not self._sees_trajectory:
+            arguments.pop("trajectory", None)
         where = f"compute_score for the data source '{arguments.get('data_source')}'"
         try:
             return await self._run(arguments)
@@ -114,7 +118,7 @@ class RewardManagerBase(AbstractRewardManager):
     def __init__(self, *parts: Any, timeout: float = SCORER_SECONDS, **named: Any) -> None:
         given = _name_parts(parts) | named
         if isinstance(timeout, bool) or not isinstance(timeout, int | float) or not timeout > 0:
-            raise ConfigError(f"reward_model.reward_kwargs.timeout must be a positive number of seconds, not {timeout}")
+            raise ConfigError(f"{KEY}.timeout must be a positive number of seconds, not {timeout}")
         self.config = given.pop("config", None)
         self.tokenizer: Tokenizer = given.pop("tokenizer", None)
         if not hasattr(self.tokenizer, "decode"):
@@ -124,7 +128,9 @@ class RewardManagerBase(AbstractRewardManager):
             raise ConfigError(f"{type(self).__name__}: compute_score is not a function but {type(scorer).__name__}")
         if given.pop("reward_fn_key", "data_source") != "data_source":
             raise ConfigError("reward_fn_key: the column data_source picks a row's scorer, no other does")
-        self.compute_score = BoundedScorer(scorer, timeout)
+        self.timeout = float(timeout)
+        self.scorer: Scorer = scorer
+        self.compute_score = BoundedScorer(scorer, self.timeout)
         self.reward_kwargs = {key: value for key, value in given.items() if key not in _UNUSED}
         self.init_class(self.config, self.tokenizer)
 
@@ -197,19 +203,33 @@ def _name_parts(parts: tuple[Any, ...]) -> dict[str, Any]:
 
 
 def build_manager(
-    name: str, *, config: Any, tokenizer: Any, compute_score: Scorer | None, reward_kwargs: Mapping[str, Any]
+    name: str,
+    *,
+    config: Any,
+    tokenizer: Any,
+    compute_score: Scorer | None,
+    reward_kwargs: Mapping[str, Any],
+    score_text: ScoreText = "assistant",
 ) -> AbstractRewardManager:
     """An instance of the class registered as `name`; what its `__init__` declares is passed by keyword.
 
     Args:
         compute_score: the user's function; None for the built-in one.
+        score_text: see `NaiveRewardManager`, whose subclasses take it.
 
     Raises:
         ConfigError: no such class; its `__init__` requires something that is not provided, does not take one of
-            `reward_kwargs` or the user's function, or fails; or the class would never be called.
+            `reward_kwargs`, the user's function or `score_text`, or fails; or the class would never be called.
     """
     cls: Any = REWARD_MANAGERS.get(name)
     where = f"the reward manager '{name}' ({cls.__qualname__})"
+    picks_text = issubclass(cls, NaiveRewardManager)
+    if score_text != "assistant" and not picks_text:
+        raise ConfigError(f"reward_model.score_text={score_text}: {where} decodes the response itself")
+    if getattr(default.user_function(compute_score), "batched", False) and not getattr(cls, "takes_batches", False):
+        raise ConfigError(
+            f"the custom reward function scores whole batches, which {where} does not: set reward_manager=batch"
+        )
     scores_rows = issubclass(cls, RewardManagerBase)
     if scores_rows and cls.__call__ is not RewardManagerBase.__call__:
         raise ConfigError(
@@ -221,14 +241,14 @@ def build_manager(
         "tokenizer": tokenizer,
         "compute_score": compute_score or default.compute_score,
         "reward_fn_key": "data_source",
+        "score_text": score_text,
         **dict.fromkeys(_UNUSED),
         "num_examine": 0,
     }
-    wanted, takes_any = default.declared_arguments(
-        cls, where, tuple(given), reward_kwargs, "reward_model.reward_kwargs"
-    )
+    wanted, takes_any = default.declared_arguments(cls, where, tuple(given), reward_kwargs, KEY)
     if takes_any:  # passed on to its base
         wanted |= {"compute_score"} if "tokenizer" in wanted else {"config", "tokenizer", "compute_score"}
+        wanted |= {"score_text"} if picks_text else set()
     arguments = {key: value for key, value in given.items() if key in wanted} | dict(reward_kwargs)
     if compute_score is not None and "compute_score" not in arguments:
         raise ConfigError(f"custom_reward_function.path is set, but {where} takes no compute_score")
@@ -245,16 +265,25 @@ REWARD_MANAGERS: Registry[type[AbstractRewardManager]] = Registry("reward manage
 register = REWARD_MANAGERS.register
 
 
+ScoreText = Literal["assistant", "final_turn", "full"]
+
+
 @register("naive")
 class NaiveRewardManager(RewardManagerBase):
-    """Passes the assistant's text, turns joined by a newline, to `compute_score`."""
+    """Passes the text of one trajectory to `compute_score`.
 
-    def __init__(self, *parts: Any, **named: Any) -> None:
+    `score_text`: "assistant", the model's own words, turns joined by a newline; "final_turn", those of its last turn;
+    "full", all that followed the prompt, tools' answers included.
+    """
+
+    def __init__(self, *parts: Any, score_text: ScoreText = "assistant", **named: Any) -> None:
         super().__init__(*parts, **named)
+        self.score_text = score_text
+        if self.scorer is default.compute_score:
+            self.scorer = default.score_row  # the same, and the answer that was read
+            self.compute_score = BoundedScorer(self.scorer, self.timeout)
         if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have its own
-            raise ConfigError(
-                f"the reward manager 'naive' has no reward_model.reward_kwargs.{next(iter(self.reward_kwargs))}"
-            )
+            raise ConfigError(f"the reward manager 'naive' has no {KEY}.{next(iter(self.reward_kwargs))}")
 
     async def run_single(self, data: DataProto) -> RewardResult:
         """Score and details of one row; a plain number is also reported as `acc`.
@@ -270,17 +299,26 @@ class NaiveRewardManager(RewardManagerBase):
         source = row.non_tensor_batch["data_source"]
         result = await self.compute_score(
             data_source=source,
-            solution_str=self._assistant_text(row.batch["responses"], _response_mask(row.batch)),
+            solution_str=self._text(row.batch),
             ground_truth=(row.non_tensor_batch.get("reward_model") or {}).get("ground_truth"),
             extra_info=row.non_tensor_batch.get("extra_info") or {},
+            trajectory=row.non_tensor_batch.get("trajectory"),
         )
         return read_score(result, f"compute_score for the data source '{source}'")
 
-    def _assistant_text(self, responses: torch.Tensor, response_mask: torch.Tensor) -> str:
-        """Text of the sampled tokens of one row; both arguments (response_len,)."""
-        pairs = zip(responses.tolist(), response_mask.tolist(), strict=True)
+    def _text(self, batch: Any) -> str:
+        """What a scorer gets of one row, by `score_text`."""
+        responses, mask = batch["responses"], _response_mask(batch)
+        if self.score_text == "full":
+            if "attention_mask" in batch.keys():  # noqa: SIM118
+                responses = (
+                    responses[batch["attention_mask"][-responses.shape[-1] :].bool()] if len(responses) else responses
+                )
+            return self.tokenizer.decode(responses.tolist(), skip_special_tokens=True)
+        pairs = zip(responses.tolist(), mask.tolist(), strict=True)
         turns = [[token for token, _ in run] for sampled, run in groupby(pairs, key=lambda pair: pair[1]) if sampled]
-        return "\n".join(self.tokenizer.decode(turn, skip_special_tokens=True) for turn in turns)
+        chosen = turns[-1:] if self.score_text == "final_turn" else turns
+        return "\n".join(self.tokenizer.decode(turn, skip_special_tokens=True) for turn in chosen)
 
 
 def read_score(result: object, source: str) -> RewardResult:

@@ -44,8 +44,13 @@ def f1(prediction: str, answers: str | Iterable[str]) -> float:
 def compute_score(solution_str: str, ground_truth: Any) -> float:
     """1.0 when the answer is exactly one of the reference answers (`{"target": …}`, a list or a text), else 0.0."""
     answer = extract_answer(solution_str)
+    return float(answer is not None and exact_match(answer, targets_of(ground_truth)))
+
+
+def targets_of(ground_truth: Any) -> list[str]:
+    """The reference answers in `{"target": …}`, a list or a text."""
     target: Any = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
-    return float(answer is not None and exact_match(answer, target))
+    return _each(target)
 
 
 def _each(answers: str | Iterable[str]) -> list[str]:

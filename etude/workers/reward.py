@@ -6,12 +6,19 @@ import asyncio
 import logging
 from typing import Any
 
-from etude.agents.batch import rows_of
+from etude.agents.batch import BY_GROUP, rows_of
 from etude.bounded import gather
-from etude.distributed import Dispatch, register
+from etude.distributed import register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
-from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, score_rollout
+from etude.rewards import (
+    Scorer,
+    TrajectoryScorer,
+    build_manager,
+    load_compute_score,
+    load_rewards,
+    score_rollout,
+)
 from etude.trajectory import Rollout
 from etude.workers.options import RoleOptions
 from etude.workers.role import RoleWorker
@@ -28,13 +35,16 @@ def build_scorer(options: RoleOptions, tokenizer: Any) -> TrajectoryScorer | Non
     if not options.reward.enable:
         return None
     custom = options.custom_reward
-    function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs)) if custom.path else None
+    function: Scorer | None = load_rewards(custom.rewards) if custom.rewards else None
+    if custom.path:
+        function = load_compute_score(custom.path, custom.name, dict(custom.reward_kwargs))
     manager = build_manager(
         options.reward.reward_manager,
         config=options.user_config(),
         tokenizer=tokenizer,
         compute_score=function,
         reward_kwargs=options.reward.reward_kwargs,
+        score_text=options.reward.score_text,
     )
     return TrajectoryScorer(manager)
 
@@ -46,7 +56,7 @@ class RewardWorker(RoleWorker):
         super().__init__(options, **place)
         self._scorer = build_scorer(options, self.tokenizer)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Scores the trajectories of column `rollout`, in place of their earlier scores; returns that column."""
         rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
-from etude.agents.batch import rows_of
+from etude.agents.batch import BY_GROUP, rows_of
 from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
@@ -27,6 +28,7 @@ from etude.workers.reward import build_scorer
 from etude.workers.role import RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
+ROLLOUT_MESH = "rollout"  # every rank has an engine of its own, also where ranks share a model in training
 _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
@@ -42,6 +44,7 @@ class RolloutWorker(RoleWorker):
         self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
+        self._cancel: Callable[[], object] = lambda: None  # of the running call
         self._watch: StallWatch | None = None
 
     @cached_property
@@ -84,7 +87,9 @@ class RolloutWorker(RoleWorker):
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
         if options.stall_timeout is not None:
             self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
         if options.streams:
@@ -117,7 +122,7 @@ class RolloutWorker(RoleWorker):
             if drains:
                 self._stream.resume()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
@@ -126,6 +131,8 @@ class RolloutWorker(RoleWorker):
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's metrics.
         """
+        if not len(data):
+            return DataProto()
         manager, work = self._manager, self._asked("", data)
         assert manager is not None, "init_model() comes first"
         self._run(self._link.ready())
@@ -174,6 +181,10 @@ class RolloutWorker(RoleWorker):
         """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
 
+    def interrupt(self) -> None:
+        """Cancels the running call, which releases its tools."""
+        self._cancel()
+
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
         if self._watch is not None:
@@ -196,6 +207,7 @@ class RolloutWorker(RoleWorker):
         if self._thread is not None:
             return self._run_in_thread(work)
         task = self._loop.create_task(work)
+        self._cancel = functools.partial(self._loop.call_soon_threadsafe, task.cancel)
         try:
             return self._loop.run_until_complete(task)
         except BaseException:
@@ -216,6 +228,7 @@ class RolloutWorker(RoleWorker):
                 ended.set()
 
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._cancel = future.cancel
         try:
             return future.result()
         except BaseException:

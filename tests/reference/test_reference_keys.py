@@ -163,6 +163,7 @@ SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true"}
 MOVED = {
     "data.shuffle": ("false", tokens, {}),
     "data.seed": (5, tokens, {}),
+    "data.sampler.class_name": ("curriculum", tokens, {}),
     "data.train_batch_size": (2, count, {}),
     "data.max_response_length": (9, tokens, {}),
     "data.max_prompt_length": (25, tokens, {}),
@@ -193,6 +194,12 @@ MOVED = {
     f"{ROLLOUT}.val_kwargs.temperature": (0.1, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_p": (0.5, figure("val/reward/score/mean"), SAMPLED),
     f"{ROLLOUT}.val_kwargs.top_k": (2, figure("val/reward/score/mean"), SAMPLED),
+    "reward_model.score_text": ("full", figure("reward/score/mean"), {}),
+    "custom_reward_function.rewards": (
+        "[{{path:{folder}/sevens.py,weight:2}}] custom_reward_function.path=null",
+        figure("reward/score/mean"),
+        {},
+    ),
     "custom_reward_function.path": ("{folder}/sevens.py", figure("reward/score/mean"), {}),
     "custom_reward_function.name": ("other_score", figure("reward/score/mean"), {}),
     "custom_reward_function.reward_kwargs": ("{{bonus:2}}", figure("reward/score/mean"), {}),

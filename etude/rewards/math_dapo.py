@@ -1,0 +1,39 @@
+r"""Scoring of mathematics as in DAPO: the last line `Answer: …` of a solution against the reference.
+
+Source: DAPO (arXiv:2503.14476), whose data asks for "Answer: $Answer" on the last line. Right is +1 and wrong -1, as there;
+`acc` is 1 or 0, and `pred` the answer that was read.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from etude.rewards.answers import answers_equal
+from etude.rewards.boxed import last_boxed
+
+TAIL = 300
+"""Characters at the end of a solution: the answer is there, and one further up was not given as the last word."""
+_ANSWER = re.compile(r"answer\s*:[ \t]*([^\n]+)", re.IGNORECASE)
+
+
+def extract_answer(text: str, strict_box: bool = False) -> str | None:
+    r"""What follows the last `Answer:` on its line (of that, the box, if there is one); with `strict_box` the last box."""
+    tail = text[-TAIL:]
+    if strict_box:
+        return last_boxed(tail)
+    found = _ANSWER.findall(tail)
+    if not found:
+        return None
+    return last_boxed(found[-1]) or found[-1].strip().strip("*").strip()
+
+
+def compute_score(solution_str: str, ground_truth: Any, strict_box: bool = False) -> dict[str, Any]:
+    """`score` (1.0 or -1.0), `acc` (1.0 or 0.0) and `pred` (the answer; None without one).
+
+    Raises:
+        InfrastructureError: the process for symbolic algebra cannot be started.
+    """
+    answer = extract_answer(solution_str, strict_box)
+    right = answer is not None and answers_equal(answer, str(ground_truth))
+    return {"score": 1.0 if right else -1.0, "acc": float(right), "pred": answer}

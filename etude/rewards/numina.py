@@ -1,0 +1,36 @@
+r"""Scoring of NuminaMath's problems: the last boxed answer, else what the last sentence states as the answer.
+
+verl scores these sources with PRIME's `prime_math`. Thoughts in `<think>` are no answer.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from etude.rewards.answers import answers_equal
+from etude.rewards.boxed import last_boxed
+
+TAIL = 2000  # characters at the end of a solution, where a stated answer is searched
+_STATED = re.compile(r"\b(?:final answer|answer)\b(?:\s+is|\s*:)\s*:?[ \t]*([^\n]+)", re.IGNORECASE)
+
+
+def extract_answer(text: str) -> str | None:
+    """The answer in `text`; None if it gives none."""
+    text = text.rpartition("</think>")[2]
+    boxed = last_boxed(text)
+    if boxed is not None or "\\boxed" in text:  # an unfinished box is no answer, and what precedes it is none either
+        return boxed
+    stated = _STATED.findall(text[-TAIL:])
+    return stated[-1].strip() if stated else None
+
+
+def compute_score(solution_str: str, ground_truth: Any) -> dict[str, Any]:
+    """`score` and `acc` (1.0 when the answer equals `ground_truth` as mathematics, else 0.0), and `pred`, the answer.
+
+    Raises:
+        InfrastructureError: the process for symbolic algebra cannot be started.
+    """
+    answer = extract_answer(solution_str)
+    right = float(answer is not None and answers_equal(answer, str(ground_truth)))
+    return {"score": right, "acc": right, "pred": answer}

@@ -1,0 +1,138 @@
+"""Reward managers that run scorers elsewhere: `prime` in processes of this machine, `remote` in workers of the Ray cluster.
+
+For functions that compute: in threads they would share one core. Unlike a thread, a process that does not end is killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import pickle
+from typing import Any
+
+from etude.errors import ConfigError, EtudeError, InfrastructureError, one_line
+from etude.limits import require_ray
+from etude.limits.cluster import is_connected
+from etude.options.declare import key, options
+from etude.options.types import Count
+from etude.options.validate import to_options
+from etude.rewards.default import Score, Scorer, user_function
+from etude.rewards.manager import KEY, BoundedScorer, NaiveRewardManager, register
+from etude.rewards.processes import ScorerProcesses
+
+
+@options
+class ProcessOptions:
+    """`reward_model.reward_kwargs` of `prime`."""
+
+    num_processes: Count = key("Processes at once.", default=8)
+    memory_mb: Count | None = key("The most memory of each. Null: no limit.", default=None, unit="MiB")
+
+
+@options
+class WorkerOptions:
+    """`reward_model.reward_kwargs` of `remote`."""
+
+    num_workers: Count = key("Workers, one CPU of the cluster each.", default=8)
+    memory_mb: Count | None = key("The most memory of each. Null: no limit.", default=None, unit="MiB")
+
+
+def pickle_scorer(scorer: Scorer) -> bytes:
+    """`scorer` as other processes load it.
+
+    Raises:
+        ConfigError: it cannot be pickled.
+    """
+    try:
+        return pickle.dumps(user_function(scorer))
+    except Exception as error:
+        text = f"compute_score cannot go to other processes: {one_line(error)}; define it in a file"
+        raise ConfigError(text) from error
+
+
+class ProcessScorer(BoundedScorer):
+    """A scorer in processes of this machine."""
+
+    def __init__(self, scorer: Scorer, timeout: float, given: ProcessOptions) -> None:
+        super().__init__(scorer, timeout)
+        self.processes = ScorerProcesses(pickle_scorer(scorer), given.num_processes, given.memory_mb)
+
+    async def _run(self, arguments: dict[str, Any]) -> Score:
+        result: Score = await self.processes.score(arguments, self._timeout)
+        return result
+
+
+@register("prime")
+class PrimeRewardManager(NaiveRewardManager):
+    """Scores in `num_processes` processes (default 8), each killed and replaced when a score takes more than `timeout`."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        given = to_options(ProcessOptions, self.reward_kwargs, KEY)
+        self.compute_score = ProcessScorer(self.scorer, self.timeout, given)
+
+
+class RemoteWorker:
+    """Scores on some node of the cluster, in a process that can be killed: a Ray actor."""
+
+    def __init__(self, scorer: bytes, memory_mb: int | None) -> None:
+        self._processes = ScorerProcesses(scorer, 1, memory_mb)
+
+    def score(self, arguments: dict[str, Any], seconds: float) -> tuple[str, Any]:
+        """(`result`, `user` or `error`; the result or the message)."""
+        try:
+            return "result", self._processes.score_blocking(arguments, seconds)
+        except EtudeError as error:
+            return "user", str(error)
+        except InfrastructureError as error:
+            return "error", str(error)
+
+
+class RemoteScorer(BoundedScorer):
+    """A scorer in workers of the cluster, which take turns."""
+
+    def __init__(self, scorer: Scorer, timeout: float, given: WorkerOptions) -> None:
+        super().__init__(scorer, timeout)
+        require_ray("reward_manager=remote")
+        if not is_connected():
+            raise ConfigError(
+                "reward_manager=remote scores in workers of a Ray cluster, and there is none: trainer.backend=ray"
+            )
+        import ray
+
+        made = ray.remote(RemoteWorker).options(num_cpus=1, max_restarts=-1)
+        pickled = pickle_scorer(scorer)
+        self._workers: list[Any] = [made.remote(pickled, given.memory_mb) for _ in range(given.num_workers)]
+        self._turn = itertools.count()
+        self._busy = [0] * len(self._workers)
+
+    async def _run(self, arguments: dict[str, Any]) -> Score:
+        import ray
+
+        turn = next(self._turn)
+        number = min(range(len(self._workers)), key=lambda n: (self._busy[n], (n - turn) % len(self._workers)))
+        self._busy[number] += 1
+        try:
+            kind, answer = await asyncio.wrap_future(
+                self._workers[number].score.remote(arguments, self._timeout).future()
+            )
+        except ray.exceptions.RayError as error:
+            raise InfrastructureError(f"its worker died: {one_line(error)}") from error
+        finally:
+            self._busy[number] -= 1
+        if kind == "user":
+            raise ConfigError(answer)
+        if kind == "error":
+            raise InfrastructureError(answer)
+        score: Score = answer
+        return score
+
+
+@register("remote")
+class RemoteRewardManager(NaiveRewardManager):
+    """Scores in `num_workers` workers (default 8) of the Ray cluster."""
+
+    def __init__(self, *parts: Any, **named: Any) -> None:
+        super().__init__(*parts, **named)
+        given = to_options(WorkerOptions, self.reward_kwargs, KEY)
+        self.compute_score = RemoteScorer(self.scorer, self.timeout, given)

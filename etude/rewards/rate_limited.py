@@ -1,0 +1,58 @@
+"""The reward manager `rate_limited`: for scorers that ask a service which takes only so many requests or tokens a minute.
+
+Invariant: the limits hold for all processes of the run: of the machine's one process, or of the Ray cluster. A request that
+times out or fails is an infrastructure failure, retried and never a score; waiting for the limit is not part of its time.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from etude.limits import Limit, open_limiter
+from etude.options.declare import key, options
+from etude.options.types import Count, Positive, Text
+from etude.options.validate import to_options
+from etude.rewards.default import Score, Scorer
+from etude.rewards.manager import KEY, BoundedScorer, NaiveRewardManager, register
+
+
+@options
+class RateOptions:
+    """`reward_model.reward_kwargs` of `rate_limited`."""
+
+    max_concurrent: Count = key("Requests at once.", default=1)
+    max_rpm: Positive | None = key("Requests a minute. Null: no limit.", default=None)
+    max_tpm: Positive | None = key("Tokens a minute. Null: no limit.", default=None)
+    estimated_tokens_per_request: Count = key(
+        "What a request counts as against `max_tpm`.", default=2000, unit="tokens"
+    )
+    limiter: Text = key("Name of the limit: managers with one name share it.", default="etude-reward")
+
+    @property
+    def limit(self) -> Limit:
+        """What it allows: the stricter of both rates, and the concurrency."""
+        rates = [self.max_rpm, self.max_tpm and self.max_tpm / self.estimated_tokens_per_request]
+        a_minute = min((rate for rate in rates if rate is not None), default=None)
+        return Limit(max_concurrent=self.max_concurrent, per_second=a_minute and a_minute / 60.0)
+
+
+class RateLimitedScorer(BoundedScorer):
+    """A scorer that waits for a permit."""
+
+    def __init__(self, scorer: Scorer, timeout: float, given: RateOptions) -> None:
+        super().__init__(scorer, timeout)
+        self.limiter = open_limiter(given.limiter, given.limit)
+
+    async def _run(self, arguments: dict[str, Any]) -> Score:
+        async with self.limiter.permit():
+            return await super()._run(arguments)
+
+
+@register("rate_limited")
+class RateLimitedRewardManager(NaiveRewardManager):
+    """`max_concurrent` requests at once (default 1), `max_rpm` and `max_tpm` a minute, `timeout` (300) seconds each."""
+
+    def __init__(self, *parts: Any, timeout: float = 300.0, **named: Any) -> None:
+        super().__init__(*parts, timeout=timeout, **named)
+        given = to_options(RateOptions, self.reward_kwargs, KEY)
+        self.compute_score = RateLimitedScorer(self.scorer, self.timeout, given)

@@ -1,0 +1,18 @@
+"""A penalty for saying the same again: the share of a text's word n-grams that it had already said.
+
+Source: "Demystifying Long Chain-of-Thought Reasoning" (arXiv:2502.03373), appendix on the n-gram repetition penalty.
+"""
+
+from __future__ import annotations
+
+MAX_CHARS = 1_000_000  # characters at the end of a text that are looked at
+
+
+def compute_score(solution_str: str, ngram: int = 4, max_penalty: float = 1.0) -> float:
+    """-max_penalty · (1 - distinct n-grams / n-grams); 0.0 for a text of fewer than `ngram` words."""
+    words = solution_str[-MAX_CHARS:].lower().split()
+    total = len(words) - ngram + 1
+    if total < 1:
+        return 0.0
+    distinct = len({tuple(words[start : start + ngram]) for start in range(total)})
+    return -max_penalty * (1.0 - distinct / total)

@@ -1,0 +1,296 @@
+"""The built-in managers: what a scorer sees, scorers with weights, batches, processes, rates, workers of a cluster."""
+
+import asyncio
+import os
+import threading
+import time
+
+import pytest
+from test_rewards_manager import Letters, row, trajectory
+
+from etude.errors import ConfigError, InfrastructureError
+from etude.rewards import TrajectoryScorer, build_manager, load_compute_score, load_rewards
+from etude.rewards.rate_limited import RateOptions
+from etude.trajectory import StopReason, ToolCallRecord
+
+
+def manager(name="naive", scorer=None, score_text="assistant", **kwargs):
+    return build_manager(
+        name, config=None, tokenizer=Letters(), compute_score=scorer, reward_kwargs=kwargs, score_text=score_text
+    )
+
+
+def score(made, of_row, of_manager):
+    asyncio.run(TrajectoryScorer(of_manager)(made, of_row))
+    return made.rewards
+
+
+def score_all(of_manager, count, of_row=None):
+    made = [trajectory((f"{number}", "")) for number in range(count)]
+    scorer = TrajectoryScorer(of_manager)
+
+    async def run():
+        return await asyncio.gather(*(scorer(each, of_row or row()) for each in made), return_exceptions=True)
+
+    errors = asyncio.run(run())
+    return [each.rewards.score for each in made], [each for each in errors if each is not None]
+
+
+def in_file(tmp_path, source, name="compute_score", **kwargs):
+    file = tmp_path / f"mine{len(list(tmp_path.iterdir()))}.py"
+    file.write_text(source)
+    return load_compute_score(str(file), name, kwargs)
+
+
+@pytest.mark.parametrize(
+    ("score_text", "seen"), [("assistant", "one\ntwo"), ("final_turn", "two"), ("full", "one<#### 42two<")]
+)
+def test_the_text_that_a_scorer_gets(score_text, seen):
+    texts = []
+    made = trajectory(("one", "#### 42"), ("two", ""))
+    score(
+        made, row(), manager(scorer=lambda solution_str, **_: texts.append(solution_str) or 0.0, score_text=score_text)
+    )
+    assert texts == [seen]
+
+
+def test_another_text_needs_a_manager_that_decodes_it():
+    with pytest.raises(ConfigError, match=r"score_text=full: .*test_documents_manager.* decodes the response itself"):
+        manager("test_documents_manager", score_text="full")
+
+
+def test_a_scorer_that_asks_for_the_trajectory_gets_a_copy_of_it(tmp_path):
+    function = in_file(
+        tmp_path,
+        """
+def compute_score(solution_str, trajectory):
+    call, = trajectory.tool_calls
+    trajectory.messages[0]["content"] = "changed"
+    trajectory.tool_rewards["calc"] = 7.0
+    call.metrics["x"] = 1
+    turn, last = trajectory.turns
+    return {"score": len(trajectory.messages), "stop": trajectory.stop_reason, "turns": trajectory.assistant_turns,
+            "call": [call.name, call.arguments, call.response], "step": trajectory.step_rewards, "of": turn["tool_calls"],
+            "last": [last["message"]["content"], last["tool_calls"]], "tokens": trajectory.sampled_tokens}
+""",
+    )
+    made = trajectory(("one", "42"), ("two", ""))
+    made.messages = [
+        {"role": "user", "content": "q"},
+        {"role": "assistant", "content": "one"},
+        {"role": "tool", "content": "42"},
+        {"role": "assistant", "content": "two"},
+    ]
+    call = ToolCallRecord(0, "calc", "{}", "42", reward=0.5)
+    made.tool_calls, made.rewards.steps, made.rewards.final = [call], [(0, "calc", 0.5)], {"calc": 1.0}
+    made.stop_reason = StopReason.MAX_ASSISTANT_TURNS
+    info = score(made, row(), manager(scorer=function)).score_info
+    assert (info["score"], info["stop"], info["turns"], info["tokens"]) == (4, "max_assistant_turns", 2, 8)
+    assert (info["call"], info["step"], info["last"]) == (["calc", "{}", "42"], ((0, "calc", 0.5),), ["two", []])
+    assert [each.name for each in info["of"]] == ["calc"]
+    assert (made.messages[0]["content"], made.rewards.final, call.metrics) == ("q", {"calc": 1.0}, {})
+
+
+def test_a_scorer_that_does_not_ask_is_called_as_before(tmp_path):
+    function = in_file(tmp_path, "def compute_score(**given): return {'score': 1.0, 'given': sorted(given)}")
+    given = score(trajectory(("a", "")), row(), manager(scorer=function)).score_info["given"]
+    assert given == ["data_source", "extra_info", "ground_truth", "solution_str"]
+
+
+TWO = """
+def right(solution_str, ground_truth):
+    return {'score': float(solution_str == ground_truth), 'acc': solution_str == ground_truth}
+async def brief(solution_str): return -len(solution_str) / 10
+def broken(): raise KeyError('x')
+def none(): return {'acc': 1}
+"""
+
+
+def entries(tmp_path, *given):
+    (tmp_path / "two.py").write_text(TWO)
+    return [{"path": str(tmp_path / "two.py")} | each for each in given]
+
+
+def test_several_functions_with_weights(tmp_path):
+    scorer = load_rewards(entries(tmp_path, {"name": "right", "weight": 2}, {"name": "brief", "label": "words"}))
+    found = score(trajectory(("42", "")), row(), manager(scorer=scorer))
+    assert found.score == pytest.approx(1.8)
+    assert found.score_info == {
+        "score": pytest.approx(1.8),
+        "acc": True,
+        "right": 1.0,
+        "right/acc": True,
+        "words": -0.2,
+        "reward_components": {"right": 2.0, "words": -0.2},
+    }
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("broken", "'broken' failed: KeyError"), ("none", "'none' returned no score")]
+)
+def test_one_of_several_that_fails_is_named(tmp_path, name, words):
+    scorer = load_rewards(entries(tmp_path, {"name": "right"}, {"name": name}))
+    with pytest.raises(InfrastructureError, match=words):
+        score(trajectory(("42", "")), row(), manager(scorer=scorer))
+
+
+@pytest.mark.parametrize(
+    ("given", "words"),
+    [
+        (({"name": "right"}, {"name": "right"}), r"rewards\[1\]: two rewards are called 'right'"),
+        (({"nmae": "right"},), r"rewards\[0\].nmae; did you mean 'name'"),
+        (({"weight": "much"},), r"rewards\[0\].weight must be a number"),
+        (({"name": "left"},), "has no 'left'"),
+    ],
+)
+def test_entries_that_cannot_be_used(tmp_path, given, words):
+    with pytest.raises(ConfigError, match=words):
+        load_rewards(entries(tmp_path, *given))
+
+
+BATCHED = """
+calls = []
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos):
+    calls.append(len(solution_strs))
+    return [{"score": float(text), "rows": len(solution_strs)} for text in solution_strs]
+def short(solution_strs): return [1.0]
+def single(solution_str):
+    if solution_str == "1": raise KeyError("x")
+    return float(solution_str)
+"""
+
+
+def test_a_function_of_whole_batches(tmp_path):
+    found, errors = score_all(manager("batch", in_file(tmp_path, BATCHED)), 5)
+    assert (found, errors) == ([0.0, 1.0, 2.0, 3.0, 4.0], [])
+    of_two = manager("batch", in_file(tmp_path, BATCHED), batch_size=2)
+    made = [trajectory((f"{number}", "")) for number in range(5)]
+
+    async def run():
+        await asyncio.gather(*(TrajectoryScorer(of_two)(each, row()) for each in made))
+
+    asyncio.run(run())
+    assert [each.rewards.score_info["rows"] for each in made] == [2, 2, 2, 2, 1]
+
+
+def test_a_batch_that_fails_and_a_row_that_fails(tmp_path):
+    _, errors = score_all(manager("batch", in_file(tmp_path, BATCHED, "short")), 3)
+    assert [type(each) for each in errors] == [InfrastructureError] * 3
+    assert "1 scores for 3 rows" in str(errors[0])
+    found, errors = score_all(manager("batch", in_file(tmp_path, BATCHED, "single")), 3)
+    assert (found, len(errors)) == ([0.0, None, 2.0], 1)
+
+
+def test_a_function_of_batches_needs_the_manager_of_batches(tmp_path):
+    with pytest.raises(ConfigError, match="set reward_manager=batch"):
+        manager("naive", in_file(tmp_path, BATCHED))
+
+
+COMPUTES = """
+import os, time
+def compute_score(solution_str, extra_info):
+    if solution_str == "hang":
+        while True: pass
+    if solution_str == "die": os._exit(3)
+    if solution_str == "fail": raise KeyError("x")
+    return {"score": float(solution_str), "pid": os.getpid()}
+async def waits(solution_str): return 0.25
+def grows(solution_str): return float(len(bytearray(4 << 30)) > 0)
+"""
+
+
+def test_scores_in_processes_of_their_own(tmp_path):
+    prime = manager("prime", in_file(tmp_path, COMPUTES), num_processes=2, timeout=20)
+    made = [trajectory((f"{number}", "")) for number in range(8)]
+
+    async def run():
+        await asyncio.gather(*(TrajectoryScorer(prime)(each, row()) for each in made))
+
+    asyncio.run(run())
+    pids = {each.rewards.score_info["pid"] for each in made}
+    assert [each.rewards.score for each in made] == list(range(8))
+    assert os.getpid() not in pids
+    assert 1 <= len(pids) <= 2
+    with pytest.raises(InfrastructureError, match="failed: KeyError: 'x'"):
+        score(trajectory(("fail", "")), row(), prime)
+    with pytest.raises(InfrastructureError, match="its process died"):
+        score(trajectory(("die", "")), row(), prime)
+    prime.compute_score._timeout = 0.2
+    for _ in range(3):
+        with pytest.raises(InfrastructureError, match="its process was killed"):
+            score(trajectory(("hang", "")), row(), prime)
+    prime.compute_score._timeout = 20
+    assert score(trajectory(("7", "")), row(), prime).score == 7.0
+    prime.compute_score.processes.close()
+
+
+def test_an_async_scorer_the_built_in_ones_and_memory_in_processes(tmp_path):
+    for scorer, text, expected in ((in_file(tmp_path, COMPUTES, "waits"), "x", 0.25), (None, "#### 42", 1.0)):
+        prime = manager("prime", scorer, num_processes=1)
+        assert score(trajectory((text, "")), row(), prime).score == expected
+        prime.compute_score.processes.close()
+    prime = manager("prime", in_file(tmp_path, COMPUTES, "grows"), num_processes=1, memory_mb=2048)
+    with pytest.raises(InfrastructureError, match="MemoryError"):
+        score(trajectory(("x", "")), row(), prime)
+    prime.compute_score.processes.close()
+
+
+def test_a_scorer_that_no_file_defines_stays_in_its_process():
+    with pytest.raises(ConfigError, match="define it in a file"):
+        manager("prime", lambda solution_str: 1.0)
+
+
+def test_rates_are_kept_by_all_managers_of_one_name():
+    lock, running, most = threading.Lock(), [0], [0]
+
+    def scorer(**_):
+        with lock:
+            running[0] += 1
+            most[0] = max(most[0], running[0])
+        time.sleep(0.02)
+        with lock:
+            running[0] -= 1
+        return 1.0
+
+    managers = [manager("rate_limited", scorer, max_concurrent=2, limiter="test-shared") for _ in range(2)]
+
+    async def run():
+        made = [trajectory(("x", "")) for _ in range(12)]
+        await asyncio.gather(*(TrajectoryScorer(managers[n % 2])(each, row()) for n, each in enumerate(made)))
+        return [each.rewards.score for each in made]
+
+    assert asyncio.run(run()) == [1.0] * 12
+    assert most[0] <= 2
+
+
+def test_the_stricter_of_two_rates_counts():
+    assert RateOptions(max_rpm=60).limit.per_second == 1.0
+    assert RateOptions(max_rpm=60, max_tpm=60_000, estimated_tokens_per_request=2000).limit.per_second == 0.5
+    assert RateOptions().limit.per_second is None
+    with pytest.raises(ConfigError, match="max_rpm must be a number above 0"):
+        manager("rate_limited", None, max_rpm=0)
+
+
+def test_a_request_that_fails_under_a_rate_is_broken_not_wrong():
+    with pytest.raises(InfrastructureError, match="no answer within"):
+        score(trajectory(("x", "")), row(), manager("rate_limited", lambda **_: time.sleep(5), timeout=0.02))
+
+
+@pytest.mark.slow
+def test_workers_of_a_cluster(tmp_path):
+    ray = pytest.importorskip("ray")
+    with pytest.raises(ConfigError, match=r"there is none: trainer\.backend=ray"):
+        manager("remote", None)
+    folder = f"/tmp/etude-remote-{os.getpid()}"
+    ray.init(num_cpus=2, include_dashboard=False, object_store_memory=100 << 20, _temp_dir=folder, log_to_driver=False)
+    try:
+        remote = manager("remote", in_file(tmp_path, COMPUTES), num_workers=2, timeout=60)
+        found, errors = score_all(remote, 6)
+        assert (found, errors) == ([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], [])
+        with pytest.raises(InfrastructureError, match="failed: KeyError: 'x'"):
+            score(trajectory(("fail", "")), row(), remote)
+        remote.compute_score._timeout = 0.2
+        with pytest.raises(InfrastructureError, match="its process was killed"):
+            score(trajectory(("hang", "")), row(), remote)
+    finally:
+        ray.shutdown()
