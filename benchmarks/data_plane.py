@@ -1,9 +1,13 @@
 """What a batch costs on its way between processes.
 
-    python benchmarks/data_plane.py proto [--mebibytes 64] [--rounds 9]
+    python benchmarks/data_plane.py proto [--mebibytes 64] [--rounds 31]
+    python benchmarks/data_plane.py plane [--mebibytes 1024] [--rounds 5] [--blocks 8] [--queue]
 
 `proto`: a `DataProto` through Ray's object store beside a plain dict of the same arrays, in one run: seconds of a put and a
 get, and bytes. Rounds of the two alternate; each figure is the median of its rounds.
+
+`plane`: a batch through a data plane (put by the driver in one or several blocks, then got whole), beside one copy of its
+tensors in memory.
 """
 
 from __future__ import annotations
@@ -13,12 +17,16 @@ import pickle
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 import ray
 import torch
 
+from etude.distributed import DataPlane
+from etude.distributed.queue_store import QueueStore
+from etude.distributed.ray_store import RayStore
 from etude.protocol import DataProto
 
 
@@ -64,20 +72,57 @@ def proto(options: argparse.Namespace) -> None:
     print(f"{'ratio':16}{ours / peer:12.2f}{sizes[0] / sizes[1]:14.3f}")
 
 
+def copy_of(batch: DataProto) -> None:
+    {name: tensor.clone() for name, tensor in batch.batch.items()}
+
+
+def through(plane: DataPlane, batch: DataProto, blocks: int) -> None:
+    ids = [str(row) for row in range(len(batch))]
+    size = -(-len(ids) // blocks)
+    for start in range(0, len(ids), size):
+        plane.put(ids[start : start + size], batch[start : start + size])
+    assert len(plane.get(ids)) == len(batch)
+    plane.evict(ids)
+
+
+def plane(options: argparse.Namespace) -> None:
+    batch = training_batch(options.mebibytes << 20)
+    nbytes = sum(tensor.nbytes for tensor in batch.batch.values())
+    planes = {"in process": DataPlane(), "Ray objects": DataPlane(RayStore())}
+    if options.queue:
+        planes["TransferQueue"] = DataPlane(QueueStore.start())
+    work = {"one copy": lambda: copy_of(batch)}
+    for name, each in planes.items():
+        for blocks in (1, options.blocks):
+            work[f"{name}, {blocks} block{'s' * (blocks > 1)}"] = partial(through, each, batch, blocks)
+    took: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(options.rounds + 1):
+        for name, each in work.items():
+            took[name].append(seconds(each))
+    base = statistics.median(took["one copy"][1:])
+    print(f"{nbytes / 2**20:.0f} MiB")
+    for name, times in took.items():
+        print(f"{name:26}{statistics.median(times[1:]):8.3f} s{statistics.median(times[1:]) / base:8.2f} copies")
+    for each in planes.values():
+        each.close()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["proto"])
+    parser.add_argument("what", choices=["proto", "plane"])
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
+    parser.add_argument("--blocks", type=int, default=8)
+    parser.add_argument("--queue", action="store_true", help="TransferQueue too")
     options = parser.parse_args()
     ray.init(
-        num_cpus=2,
+        num_cpus=4,
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=4 * (options.mebibytes << 20) + (80 << 20),
+        object_store_memory=3 * (options.mebibytes << 20) + (80 << 20),
     )
     try:
-        {"proto": proto}[options.what](options)
+        {"proto": proto, "plane": plane}[options.what](options)
     finally:
         ray.shutdown()
 

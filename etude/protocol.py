@@ -592,9 +592,15 @@ def _merged_meta(metas: Sequence[Mapping[str, Any]], gathered: Sequence[str] = (
     return merged
 
 
-def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+def byte_view(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of `tensor` in one row, on the CPU; its own memory where that is contiguous."""
     flat = tensor.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy(), tensor.dtype, tensor.shape
+    # A single element counts as contiguous whatever its stride, which a view of another dtype does not take.
+    return flat.as_strided(flat.shape, (1,), flat.storage_offset()).view(torch.uint8)
+
+
+def _to_bytes(tensor: torch.Tensor) -> tuple[np.ndarray, torch.dtype, torch.Size]:
+    return byte_view(tensor).numpy(), tensor.dtype, tensor.shape
 
 
 def _from_bytes(data: np.ndarray, dtype: torch.dtype, shape: torch.Size) -> torch.Tensor:

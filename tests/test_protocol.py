@@ -635,6 +635,12 @@ def test_a_slice_is_sent_as_one_buffer_of_its_own_bytes():
     assert torch.equal(back.batch["x"], transposed.batch["x"])
 
 
+@pytest.mark.parametrize("tensor", [torch.arange(6.0).reshape(3, 2)[:1, 1:], torch.arange(8.0)[1::9], torch.ones(2, 0)])
+def test_single_elements_with_a_stride_are_sent(tensor):
+    back = pickle.loads(pickle.dumps(DataProto.from_dict({"x": tensor}), protocol=5))
+    assert torch.equal(back.batch["x"], tensor)
+
+
 def test_out_of_band_buffers_are_the_tensors_own_memory():
     data = DataProto.from_dict({"x": torch.zeros(4)})
     buffers: list[pickle.PickleBuffer] = []

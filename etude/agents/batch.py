@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.distributed import DispatchMode
+from etude.distributed.dispatch import Arguments
 from etude.protocol import DataProto, object_array
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.trajectory import KEPT_IDS, Rollout, Trajectory
@@ -29,8 +31,8 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row; if any was drawn with
     top-k or top-p, also `kept_ids`; if the engine keeps them, `routed_experts`."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
-    responses = _padded([t.response_ids for t in trajectories], pad_token_id)
-    prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
+    responses = pad_rows([t.response_ids for t in trajectories], pad_token_id)
+    prompts = pad_rows([t.prompt_ids for t in trajectories], pad_token_id, left=True)
     lengths = torch.tensor([[len(t.prompt_ids), t.response_length] for t in trajectories]).reshape(-1, 2)
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
@@ -44,8 +46,8 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
         {
             "prompts": prompts,
             "responses": responses,
-            "response_mask": _padded([t.response_mask for t in trajectories], 0),
-            "rollout_log_probs": _padded([t.response_log_probs for t in trajectories], 0.0),
+            "response_mask": pad_rows([t.response_mask for t in trajectories], 0),
+            "rollout_log_probs": pad_rows([t.response_log_probs for t in trajectories], 0.0),
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
@@ -63,6 +65,62 @@ def add_missing_columns(parts: Sequence[DataProto]) -> None:
                 part.non_tensor_batch.setdefault(name, object_array([empty] * len(part)))
 
 
+def concat_batches(parts: Sequence[DataProto]) -> DataProto:
+    """Batches of different widths as one: prompts padded on the left, responses on the right."""
+    if len(parts) == 1:
+        return parts[0]
+    add_missing_columns(parts)
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)  # a row may have keys of its own
+    for part in parts:
+        for name in names:
+            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
+    if any(part.batch is None for part in parts):
+        return DataProto.concat(parts)
+    prompt = max(part.batch["prompts"].shape[1] for part in parts)
+    response = max(part.batch["responses"].shape[1] for part in parts)
+    for part in parts:
+        left = prompt - part.batch["prompts"].shape[1]
+        right = response - part.batch["responses"].shape[1]
+        for name, tensor in list(part.batch.items()):
+            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
+            tail = 0 if name == "prompts" else right
+            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
+    return DataProto.concat(parts)
+
+
+def _divide_groups(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    data, *others = args
+    return [((data.select_idxs(rows), *others), kwargs) for rows in _shards_of(data, shards)]
+
+
+def _concat_groups(results: list[DataProto], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProto:
+    filled = _shards_of(args[0], len(results))
+    parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
+    whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
+    order = [row for rows in filled for row in rows]
+    if order != sorted(order):
+        whole.reorder(torch.tensor(order).argsort())
+    return whole
+
+
+def _shards_of(data: DataProto, shards: int) -> list[list[int]]:
+    """The rows of each shard: about equally many, in order where groups are."""
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch.get("uid", np.arange(len(data))).tolist()):
+        groups.setdefault(uid, []).append(row)
+    filled: list[list[int]] = [[] for _ in range(shards)]
+    done = 0
+    for rows in groups.values():
+        filled[(2 * done + len(rows)) * shards // (2 * len(data))] += rows
+        done += len(rows)
+    return filled
+
+
+BY_GROUP = DispatchMode(_divide_groups, _concat_groups)
+"""Whole groups (rows that share a `uid`) to each rank, no copies; a rank may get none. One batch of all results, in the
+order of the rows."""
+
+
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:
     """The object columns as one mapping per row."""
     columns = batch.non_tensor_batch
@@ -72,13 +130,14 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: float, score_weight: float) -> Tensor:
     """(batch, width) rewards at their tokens (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
-    return _padded(rows, 0.0, width=width, kind=np.float64)
+    return pad_rows(rows, 0.0, width=width, kind=np.float64)
 
 
-def _padded(
+def pad_rows(
     rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False, kind: type | None = None
 ) -> Tensor:
-    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32: one conversion for the whole batch."""
+    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32, padded on the right or, with `left`, on
+    the left: one conversion for the whole batch."""
     lengths = np.array([len(row) for row in rows])
     width = max(width, int(lengths.max(initial=0)))
     kind = kind or (np.float32 if isinstance(fill, float) else np.int64)

@@ -334,7 +334,14 @@ def _experiment(name: str, *, _root_: DictConfig) -> str:
     return f"{name}-{digest[:8]}"
 
 
+def _correction(max_staleness: int, bypass_mode: bool) -> str | None:
+    """`${etude.correction:max_staleness,bypass_mode}`: the weights that stale rollouts need, where the loss's own ratio does
+    not correct them."""
+    return "token" if max_staleness and not bypass_mode else None
+
+
 def _register_resolvers() -> None:
     """Registers `${etude.…}` with OmegaConf; idempotent."""
     OmegaConf.register_new_resolver("etude.builtin_tools", _builtin_tools, replace=True)
     OmegaConf.register_new_resolver("etude.experiment", _experiment, replace=True)
+    OmegaConf.register_new_resolver("etude.correction", _correction, replace=True)

@@ -11,6 +11,7 @@ from __future__ import annotations
 ALIASES = {
     "actor_rollout_ref.actor.grad_clip": "actor_rollout_ref.actor.optim.clip_grad",
     "critic.grad_clip": "critic.optim.clip_grad",
+    "critic.model.fsdp_config": "critic.fsdp_config",
     **{
         f"{section}.optim.{theirs}": f"{section}.optim.{ours}"
         for section in ("actor_rollout_ref.actor", "critic")
@@ -21,6 +22,7 @@ ALIASES = {
             "min_lr_factor": "min_lr_ratio",
         }.items()
     },
+    "async_training.partial_rollout": "actor_rollout_ref.rollout.partial_rollout",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
@@ -29,6 +31,11 @@ ALIASES = {
         for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
     },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "ray_init.address": "ray.address",
+    "ray_init": "ray.init_kwargs",
+    "ray_kwargs.ray_init.address": "ray.address",
+    "ray_kwargs.ray_init": "ray.init_kwargs",
+    "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all keys below → its name here."""
@@ -43,7 +50,8 @@ INERT = {
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            trainer.nnodes *.n_gpus_per_node actor_rollout_ref.rollout.nnodes actor_rollout_ref.hybrid_engine
+            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
+            reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
@@ -52,9 +60,18 @@ INERT = {
         "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """
             actor_rollout_ref.rollout.agent.num_workers
         """,
-        "nothing is sharded or offloaded": """
-            *.strategy *.fsdp *.fsdp_config *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype
-            *.layer_name_map
+        "PyTorch's FSDP2 is the one engine of sharded training": """
+            *.fsdp *.megatron *.veomni *.torchtitan *optim.use_* *optim.*_dtype *.layer_name_map
+            *.fsdp_config.wrap_policy *.fsdp_config.forward_prefetch *.fsdp_config.use_orig_params
+            *.fsdp_config.forward_only *.fsdp_config.strategy *.fsdp_config.seed *.fsdp_config.full_determinism
+            *.fsdp_config.use_orig_params *.fsdp_config.entropy* *.fsdp_config.use_torch_compile *.fsdp_config.qat
+        """,
+        "weights, gradients and optimizer state are offloaded together: fsdp_config.param_offload": """
+            *.fsdp_config.optimizer_offload *.fsdp_config.offload_policy
+        """,
+        "the reference is held as the actor is": """
+            actor_rollout_ref.ref.strategy actor_rollout_ref.ref.fsdp_config reward_model.strategy
+            reward_model.*.fsdp_config
         """,
         "a checkpoint holds all that a resumed run needs, and a model folder; trainer.async_save is a key": """
             *.checkpoint trainer.del_local_ckpt_after_load trainer.esi_redundant_time
@@ -64,16 +81,22 @@ INERT = {
             *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
             *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
-            *.use_prefix_grouper *optim.optimizer_impl
+            *.use_prefix_grouper *.use_chunked_topk *.chunked_topk_chunk_size *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
             *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo
             algorithm.rollout_correction.use_policy_gradient
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
-            distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
-            distillation.n_gpus_per_node
-            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            distillation.teacher_models distillation.teacher_key distillation.nnodes distillation.n_gpus_per_node
+            data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
+        """,
+        "distillation.task_coef is the weight of the task's rewards; 0: the teacher alone": """
+            distillation.distillation_loss.use_task_rewards
+        """,
+        "loss_mode=k1 is an advantage in the actor's own policy loss, forward_kl_topk a loss of its own": """
+            distillation.distillation_loss.use_policy_gradient distillation.distillation_loss.policy_loss_mode
+            distillation.distillation_loss.clip_ratio*
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
         "the warm-up rises from 0": "*optim.zero_indexed_step",
@@ -103,9 +126,9 @@ INERT = {
             *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
         """,
         "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
-        "Ray is not used": """
-            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1 ray_init ray_kwargs
-            transfer_queue
+        "Ray is used as trainer.backend and the section ray say": """
+            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1
+            ray_kwargs.timeline_json_file transfer_queue
         """,
         "sampled ids are never encoded again, whatever the model's family": "data.continuous_token",
         "a row keeps all its columns, its messages and its token ids": """
@@ -251,11 +274,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
     "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
     "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
-    "data.custom_cls.path": (
-        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
-        (None,),
-    ),
-    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
     "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
     "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),
@@ -265,10 +283,17 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
-    "trainer.v1.trainer_mode": ("delete it: steps are synchronous", (None, "sync")),
-    "async_training": ("delete it: steps are synchronous", ()),
+    "trainer.v1.trainer_mode": ("write trainer.max_staleness=1, or more (docs/async.md)", (None, "sync")),
+    "async_training.staleness_threshold": (
+        "write trainer.max_staleness=N, in steps: about threshold × trigger_parameter_sync_step, rounded up",
+        (),
+    ),
+    "async_training.trigger_parameter_sync_step": ("delete it: weights are handed over after every step", (1,)),
+    "async_training.require_batches": ("delete it: a step takes data.train_batch_size prompts", (1,)),
+    "async_training": ("delete it: trainer.max_staleness says how asynchronous a run is (docs/async.md)", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
+    "distillation.distillation_loss.*_clamp": ("delete it: no term is cut off", (None,)),
     "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),
     "reward.reward_model.model_path": (_SCORER, (None,)),
@@ -320,13 +345,21 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
 """Pattern → (what to do about such a key, its values that say what is so here anyway: accepted as inert)."""
 
 _NEVER_CUT = "write error or drop: a prompt is never cut, since its start is the task"
+_ENGINES = ("megatron", "veomni", "torchtitan", "automodel", "mindspeed")
 REFUSED_VALUES: dict[str, dict[object, str]] = {
+    **{
+        f"{role}.strategy": dict.fromkeys(_ENGINES, "write fsdp2: no other engine of sharded training is built here")
+        for role in ("actor_rollout_ref.actor", "critic")
+    },
     "data.truncation": {"left": _NEVER_CUT, "right": _NEVER_CUT, "middle": _NEVER_CUT},
     "actor_rollout_ref.rollout.name": {
         "sglang_async": "write sglang",
         "vllm_async": "write vllm",
         "hf": "write native",
     },
+    "distillation.distillation_loss.loss_mode": dict.fromkeys(
+        ("kl", "abs", "mse", "k2", "low_var_kl", "k3"), "write k1, an advantage, or forward_kl_topk, a loss"
+    ),
     "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
 }
 """Key of ours → values of other frameworks that are invalid here, each with what to do."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from etude.errors import EtudeError
 from etude.models.lora import merged_weights
@@ -25,7 +25,17 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def full_tensor(tensor: Tensor) -> Tensor:
     """The whole of a sharded tensor (collective over the ranks of its mesh); another one as it is."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+    if not isinstance(tensor, DTensor):
+        return tensor
+    whole: Tensor = tensor.to(tensor.device_mesh.device_type).full_tensor()  # type: ignore[attr-defined]
+    return whole
+
+
+def shard_like(whole: Tensor, tensor: Tensor) -> Tensor:
+    """`whole`, which all ranks have, sharded as `tensor` is."""
+    if not isinstance(tensor, DTensor):
+        return whole
+    return distribute_tensor(whole, tensor.device_mesh, tensor.placements, src_data_rank=None).to(tensor.device)
 
 
 @torch.no_grad()
@@ -63,6 +73,19 @@ def own_weights(model: Any) -> dict[str, Tensor]:
     for name, tensor in model.state_dict(keep_vars=True).items():
         kept.setdefault(id(tensor), (name, tensor))
     return dict(kept.values())
+
+
+@torch.no_grad()
+def gather_weights(model: Any, dtype: torch.dtype, keep: bool = True) -> dict[str, Tensor]:
+    """`own_weights` of a sharded model as whole tensors on the CPU, rounded to `dtype` but for a value head (collective);
+    without `keep`, nothing."""
+    gathered: dict[str, Tensor] = {}
+    prefix = "backbone." if hasattr(model, "backbone") else ""
+    for name, tensor in own_weights(model).items():
+        whole = full_tensor(tensor.to(dtype) if name.startswith(prefix) else tensor)
+        if keep:
+            gathered[name] = whole.detach().to("cpu", copy=True)  # of a mesh of one rank it is the weight itself
+    return gathered
 
 
 @torch.no_grad()

@@ -18,10 +18,11 @@ from etude.options.rollout import (
     TraceOptions,
     ValSamplingOptions,
 )
-from etude.options.run import AlgorithmOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
+from etude.options.run import AlgorithmOptions, RayOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
+    FSDPOptions,
     ModelOptions,
     OptimOptions,
     RefOptions,
@@ -40,10 +41,12 @@ __all__ = [
     "Declaration",
     "DistillationOptions",
     "EnvOptions",
+    "FSDPOptions",
     "ModelOptions",
     "MultiTurnOptions",
     "OpenAIAgentOptions",
     "OptimOptions",
+    "RayOptions",
     "RefOptions",
     "RewardOptions",
     "RolloutCorrectionOptions",

@@ -308,6 +308,12 @@ class RolloutOptions:
         default=600.0,
         unit="seconds",
     )
+    partial_rollout: Flag = key(
+        "New weights reach trajectories in flight, which go on with them, tool calls and all. False: no trajectory starts "
+        "until those in flight have ended, and the step waits for them.",
+        default=True,
+        when=When("with trainer.max_staleness above 0", lambda own, run: run.trainer.max_staleness > 0),
+    )
     max_concurrent_trajectories: Count = key("Max trajectories in flight; the others wait.", default=1024)
     server_urls: Texts = key(
         "Addresses of vllm, sglang or openai servers, e.g. [http://127.0.0.1:8000]; several are replicas behind a router. "
@@ -331,9 +337,10 @@ class RolloutOptions:
         unit="seconds",
         when=SERVED,
     )
-    weight_transfer: Literal["folder", "cuda_ipc"] = key(
-        "How weights reach an engine that holds its own copy: folder (a checkpoint is written and read), cuda_ipc (vllm in "
-        "this process maps the trainer's GPU tensors; never run, since no GPU was at hand).",
+    weight_transfer: Literal["folder", "adapter", "cuda_ipc"] = key(
+        "How weights reach an engine that holds its own copy: folder (a checkpoint is written and read), adapter (LoRA's "
+        "alone, to servers that apply them to model.path; they keep max_staleness + 1), cuda_ipc (vllm in this process maps "
+        "the trainer's GPU tensors; never run, since no GPU was at hand).",
         default="folder",
         when=COPIES,
     )

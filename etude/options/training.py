@@ -10,6 +10,7 @@ from etude.options.types import (
     AboveOne,
     BelowOne,
     Count,
+    CountOrOff,
     Flag,
     FreeForm,
     Natural,
@@ -34,8 +35,7 @@ DECAYING = When(
 def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
     """Whether a full batch takes more than one optimizer step, or its only one at other weights than those it was sampled
     with."""
-    steps_apart = own.optim.name == "adamw_schedule_free"
-    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or steps_apart
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or own.optim.steps_apart
 
 
 _SEVERAL = (
@@ -126,6 +126,11 @@ class OptimOptions:
         if self.name == "adamw_schedule_free" and (self.lr_scheduler_type != "constant" or not self.betas[0]):
             raise ValueError("name=adamw_schedule_free needs lr_scheduler_type=constant and betas[0] above 0")
 
+    @property
+    def steps_apart(self) -> bool:
+        """Whether gradients are taken at other weights than those that sample, score and are saved."""
+        return self.name == "adamw_schedule_free"
+
 
 @options
 class CriticOptimOptions(OptimOptions):
@@ -199,6 +204,38 @@ class ModelOptions(TrainedModelOptions):
     trust_remote_code: Flag = key(
         "Run Python code that comes with the model. False: such a model is refused.", default=False
     )
+
+
+@options
+class FSDPOptions:
+    """How the ranks share a model."""
+
+    fsdp_size: CountOrOff = key(
+        "Ranks that share one copy of the model; as many copies as fit the ranks are kept (HSDP). -1: all share one.",
+        default=-1,
+        unit="ranks",
+    )
+    tensor_parallel_size: Count = key(
+        "Ranks that compute each layer together, on the same rows; Llama, Mistral, Qwen2 and Qwen3 alone.",
+        default=1,
+        unit="ranks",
+    )
+    param_offload: Flag = key(
+        "Keep weights, gradients and the optimizer's state in the CPU's memory between uses.", default=False
+    )
+    reshard_after_forward: Flag = key(
+        "Give a layer's gathered weights back after its forward pass and gather them again for the backward pass: less "
+        "memory, more traffic. False: keep them.",
+        default=True,
+    )
+
+
+Strategy = Literal["ddp", "fsdp2", "fsdp"]
+_STRATEGY = (
+    "How several ranks hold the model. ddp: each has all of it, and gradients are summed; fsdp2: each has a part of its "
+    "weights, gradients and optimizer state (fsdp is another name of it). Changes memory and speed, no result."
+)
+SHARDED = When("with strategy=fsdp2, on several ranks", lambda own, run: own.strategy != "ddp")
 
 
 @options
@@ -322,6 +359,11 @@ class ActorOptions:
         default="low_var_kl",
         when=KL_LOSS,
     )
+    router_aux_loss_coef: NonNegative = key(
+        "Weight of the load-balancing loss of a mixture's routers (Switch Transformer's), over the whole mini-batch; above "
+        "0 an update takes one more forward pass. 0: off, whatever the model's configuration says.",
+        default=0.0,
+    )
     loss_agg_mode: LossAggMode | None = key(
         "How token losses become one number. token-mean weighs every sampled token alike; seq-mean-… average over rollouts. "
         f"Null: the loss's own, {_own_modes()}.",
@@ -351,6 +393,8 @@ class ActorOptions:
     )
     policy_loss: PolicyLossOptions = key("", default_factory=PolicyLossOptions)
     optim: OptimOptions = key("", default_factory=OptimOptions)
+    strategy: Strategy = key(f"{_STRATEGY} The reference is held alike.", default="ddp", verl_default="fsdp")
+    fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)
 
     @property
     def aggregation(self) -> LossAggMode:
@@ -444,3 +488,7 @@ class CriticOptions:
     loss_agg_mode: LossAggMode = key(
         "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
     )
+    strategy: Strategy = key(
+        _STRATEGY, default="ddp", written="${actor_rollout_ref.actor.strategy}", verl_default="fsdp"
+    )
+    fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)

@@ -28,7 +28,7 @@ from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
 from etude.problems import find_problems
 from etude.trainer.signal import component_metrics, equal_group_metrics
-from etude.trajectory import Rewards, StopReason, ToolCallRecord, Trajectory
+from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
@@ -235,6 +235,19 @@ def reward_source_metrics(
     }
     means = {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
     return means | component_metrics(rewards, tool_weight, score_weight)
+
+
+def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
+    """How many steps older than `version`, the weights that a step trains, were those that drew its tokens:
+    `staleness/{mean,max}`, and `staleness/share/N` of the tokens that are N steps old. Tokens whose engine names no version
+    are left out."""
+    segments = [segment for rollout in rollouts for each in rollout.sequences for segment in each.segments]
+    ages = Counter(version - drawn for segment in segments for drawn in segment.weight_versions or ())
+    if not (tokens := ages.total()):
+        return {}
+    metrics: Metrics = {f"staleness/share/{age}": count / tokens for age, count in sorted(ages.items())}
+    mean = sum(age * count for age, count in ages.items()) / tokens
+    return metrics | {"staleness/mean": mean, "staleness/max": float(max(ages))}
 
 
 class Timings:

@@ -1,9 +1,9 @@
-"""`PPOTrainer`: the synchronous training loop, PPO and GRPO alike.
+"""`PPOTrainer`: the training loop, PPO and GRPO alike.
 
 One step, as `training_step` reads: take a batch, repeat each prompt `rollout.n` times, roll out (each trajectory is
-scored the moment it ends), old log-probs, reference log-probs, values, advantages, correction of what the engine sampled,
-update critic, update actor, sync weights; then `fit` logs, dumps, checkpoints and validates. The trainer computes advantages
-itself and reaches everything else through worker groups.
+scored the moment it ends; with `max_staleness`, while earlier steps learn: see `feed`), old log-probs, reference log-probs,
+values, advantages, correction of what the engine sampled, update critic, update actor, sync weights; then `fit` logs,
+dumps, checkpoints and validates. The trainer computes advantages itself and reaches everything else through worker groups.
 
 Invariant: failed infrastructure is never trained on, and what is trained on is exactly what was sampled.
 """
@@ -11,29 +11,38 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
+from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.data import ResumableLoader, RLDataset
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.run_folder import run_record
+from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
 from etude.trainer.advantages import add_advantages
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
-from etude.trainer.distillation import check_teachers, teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns, check_teachers
+from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, Timings, data_metrics, timing_metrics
+from etude.trainer.metrics import (
+    Metrics,
+    SkippedSteps,
+    Timings,
+    data_metrics,
+    staleness_metrics,
+    timing_metrics,
+)
 from etude.trainer.minibatches import update_batches
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, concat_batches, dump, rollouts_of, spread_groups, survivors
+from etude.trainer.rollouts import Rollouts, dump, rollouts_of, spread_groups
 from etude.trainer.sequences import expand_sequences
 from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.tracking import Tracking
-from etude.trajectory import Rollout
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +62,11 @@ class PPOTrainer:
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
-            train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
+            train,
+            setup.data.train_batch_size,
+            shuffle=setup.data.shuffle,
+            seed=setup.data.seed,
+            sampler=open_sampler(setup.data, train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
@@ -63,12 +76,12 @@ class PPOTrainer:
         )
         self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
         self.used_config = used_values(setup.config, self.resumption)
+        epochs = self.options.total_epochs if self.options.total_training_steps is None else None
+        self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._batches = self.loader.endless()
-        self._state = self._loop_state()
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
@@ -81,6 +94,9 @@ class PPOTrainer:
         for teacher in groups.teachers.values():
             teacher.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
+        feed = StreamingFeed if self.options.max_staleness else DirectFeed
+        self.feed = feed(self.setup, self.rollouts, self.prompts)
+        self._state = self._loop_state()
         if self.resumption is not None:
             self._restore_weights(self.resumption)
         if self.global_step < self.total_steps:
@@ -114,7 +130,8 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
-                with run_record(self.run_dir), self.groups.report_progress(emit):
+                self._accounts = PromptAccounts(self.run_dir, self.global_step)
+                with closing(self._accounts), run_record(self.run_dir), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
@@ -156,6 +173,7 @@ class PPOTrainer:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
+            self._accounts.log(self._prompts_of_step, self.global_step)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -170,7 +188,7 @@ class PPOTrainer:
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the original error
+        except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -180,7 +198,9 @@ class PPOTrainer:
         timings = Timings()
         with timings("step"):
             with timings("gen"), interrupts.abandonable():
-                rollouts, metrics = self._roll_out()
+                taken = self.feed.take(self.global_step + 1, self.total_steps)
+            rollouts, metrics = taken.batch, taken.metrics
+            self.loader.update(rollouts)
             batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {
@@ -199,6 +219,8 @@ class PPOTrainer:
                     self.kl_coef, found = add_advantages(batch, self.setup, self.kl_coef)
                     metrics |= found
                 metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
+                if self.options.max_staleness:
+                    metrics |= staleness_metrics(rollouts_of(rollouts), self.global_step)
             learned, filtered = self._learned(batch)
             learned, corrections = correct_mismatch(
                 learned,
@@ -220,6 +242,9 @@ class PPOTrainer:
         self.global_step += 1
         self._updating, self._state = False, self._loop_state()
         self._end_with_the_passes()
+        self.feed.end_step(self.global_step, self.total_steps)
+        self._prompts_of_step = account(taken.rolled, rollouts, learned, taken.stale)
+        metrics |= accounting_metrics(self._prompts_of_step)
         mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
         tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
         metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
@@ -228,43 +253,10 @@ class PPOTrainer:
             dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
         return metrics
 
-    @property
-    def _passes_are_over(self) -> bool:
-        return self.options.total_training_steps is None and self.loader.epoch >= self.options.total_epochs
-
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
-        if self._passes_are_over:
+        if self.feed.exhausted:
             self.total_steps = self.global_step
-
-    def _roll_out(self) -> tuple[DataProto, Metrics]:
-        """Trajectories for `train_batch_size` prompts; with group filtering, repeats until enough groups have differing
-        scores."""
-        parts: list[DataProto] = []
-        results: list[Rollout] = []
-        baselines: list[Rollout] = []
-        engine = []
-        metric, wanted = self.algorithm.filter_groups.metric, self.setup.data.train_batch_size
-        for attempt in range(self.algorithm.max_gen_batches):
-            rows, step = next(self._batches), self.global_step + 1
-            rolled, sampling = self.rollouts.generate(self.rollouts.training_prompts(rows, step, attempt))
-            results += rollouts_of(rolled)
-            engine.append(sampling)
-            if "reward_baselines" in self.setup.needs:
-                greedy, sampling = self.rollouts.add_baselines(rolled, rows, step, attempt)
-                baselines += greedy
-                engine.append(sampling)
-            parts.append(survivors(rolled, self.options.min_valid_fraction))
-            if attempt + 1 == self.algorithm.max_gen_batches or self._passes_are_over:
-                break
-            if sum(len(spread_groups(part, metric)) for part in parts) >= wanted:
-                break
-        metrics = self.rollouts.rollout_metrics(results)
-        if self.algorithm.drops_equal_groups:
-            metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
-        if baselines:
-            metrics |= self.rollouts.rollout_metrics(baselines, "baseline")
-        return concat_batches(parts), metrics | finish_metrics(add_metrics(engine))
 
     def _with_old_log_probs(self, batch: DataProto) -> DataProto:
         """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch with a single update, where nothing
@@ -283,7 +275,7 @@ class PPOTrainer:
 
     def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
         if self.setup.roles.distillation.teachers:
-            batch.batch["teacher_log_probs"] = teacher_log_probs(self.setup, batch)
+            add_teacher_columns(self.setup, batch)
         return batch
 
     def _with_values(self, batch: DataProto) -> DataProto:
@@ -308,14 +300,14 @@ class PPOTrainer:
         critic, roles = self.groups.critic, self.setup.roles
         if critic is None:
             return {}
-        actor, ranks = roles.actor, critic.world_size
+        actor, ranks = roles.actor, critic.dp_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.world_size
+        seed, ranks = options.data_loader_seed, actor.dp_size
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
@@ -341,7 +333,7 @@ class PPOTrainer:
     def _loop_state(self) -> dict[str, Any]:
         # A fixed coefficient comes from the configuration.
         adapted = self.kl_coef if self.algorithm.kl_ctrl.type == "adaptive" else None
-        return {"loader": self.loader.state_dict(), "kl_coef": adapted}
+        return self.feed.state_dict() | {"kl_coef": adapted}
 
     def _copy_roles(self) -> None:
         self.groups.actor.copy_state()
@@ -358,7 +350,9 @@ class PPOTrainer:
             if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
-        self._end_with_the_passes()
+            self.prompts.restore(state)
+        if self.prompts.exhausted:
+            self.total_steps = self.global_step
         if "values" in self.setup.needs and not (resumption.folder / "critic").is_dir():
             raise ConfigError(
                 f"{resumption.folder} holds no critic, and algorithm.adv_estimator={self.algorithm.adv_estimator} needs "

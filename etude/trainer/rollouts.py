@@ -15,14 +15,14 @@ import numpy as np
 import torch
 
 from etude.agents import token_level_scores
-from etude.agents.batch import add_missing_columns, rows_of
+from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
 from etude.distributed import WorkerGroup
 from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
-from etude.metrics import Metrics, add_metrics
+from etude.metrics import Metrics, add_metrics, finish_metrics
 from etude.options import RewardOptions
 from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
@@ -43,35 +43,31 @@ class Rollouts:
         """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
 
-    def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int) -> DataProto:
-        """Each row `rollout.n` times; `attempt` counts the batches of one step."""
+    def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
+        """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""
         n = self._setup.roles.rollout.n
         seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
-        prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False)
+        prompts = rollout_batch(rows, n=n, label=f"{step}.{attempt}", seed=seed, validate=False, first=first)
         prompts.meta_info["step"] = step
         prompts.meta_info["least_group"] = self._setup.min_group
         return prompts
 
-    def add_baselines(
-        self, batch: DataProto, rows: Sequence[dict[str, Any]], step: int, attempt: int
-    ) -> tuple[list[Rollout], Metrics]:
-        """Adds the object column `reward_baselines` to `batch`, the rollouts of `rows`: the total score of one greedy
-        rollout per row, None where that was dropped. Returns those rollouts, and the engine's metrics.
-
-        Raises:
-            TrainingStopped: infrastructure failures dropped too large a share of them.
-        """
-        rollout, reward = self._setup.roles.rollout, self._setup.roles.reward
-        first, seed = len(rows) * rollout.n, batch_seed(rollout.seed, step, attempt)  # numbered after the trained ones
+    def baseline_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, first: int) -> DataProto:
+        """Each row once, greedily; numbered from `first`, after the trained ones."""
+        seed = batch_seed(self._setup.roles.rollout.seed, step, attempt)
         prompts = rollout_batch(rows, n=1, label=f"{step}.{attempt}-greedy", seed=seed, validate=False, first=first)
         prompts.meta_info |= {"step": step, "greedy": True}
-        greedy, engine = self.generate(prompts)
-        survivors(greedy, self._setup.trainer.min_valid_fraction)
+        return prompts
+
+    def place_baselines(self, batch: DataProto, greedy: DataProto) -> list[Rollout]:
+        """Adds the object column `reward_baselines` to `batch`: the total score of the one `greedy` rollout per row, None
+        where that was dropped. Returns those rollouts."""
+        n, reward = self._setup.roles.rollout.n, self._setup.roles.reward
         results = rollouts_of(greedy)
         rewards = [None if result.trajectory is None else result.trajectory.rewards for result in results]
         totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
-        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(rollout.n)])
-        return results, engine
+        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(n)])
+        return results
 
     def validation(self, dataset: RLDataset) -> DataProto:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not depend on the
@@ -105,14 +101,30 @@ class Rollouts:
         metrics."""
         rolled: DataProto = self._policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list per name
-        engine = add_metrics({f"engine/{name}": metric} for name, metrics in gathered.items() for metric in metrics)
+        engine = add_metrics(engine_metrics({name: metric}) for name, found in gathered.items() for metric in found)
+        return self.score(prompts, rolled), engine
+
+    def score(self, prompts: DataProto, rolled: DataProto) -> DataProto:
+        """`prompts` with their rollouts, and the rewards of these in `token_level_scores` (batch, response_len)."""
         batch = prompts.union(rolled)
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
             scored = self._reward.compute_scores(batch.select(batch_keys=()))
             batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
         place_scores(batch, self._setup.roles.reward)
         batch.meta_info = {}  # the request's settings (seed, validate) differ between batches that are concatenated later
-        return batch, engine
+        return batch
+
+    def step_metrics(
+        self, results: Sequence[Rollout], baselines: Sequence[Rollout], engine: Sequence[Metrics]
+    ) -> dict[str, float]:
+        """The metrics of all rollouts of a training step, and of its greedy ones.
+
+        Raises:
+            TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
+        """
+        check_survivors(baselines, self._setup.trainer.min_valid_fraction)
+        metrics = self.rollout_metrics(results) | finish_metrics(add_metrics(engine))
+        return metrics | (self.rollout_metrics(baselines, "baseline") if baselines else {})
 
     def rollout_metrics(self, results: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
         """The metrics of rollouts, of one batch or several: counts and means over all. With a `prefix`, tool metrics are
@@ -143,6 +155,11 @@ def rollout_batch(
     return batch
 
 
+def engine_metrics(metrics: Metrics) -> Metrics:
+    """An engine's own metrics, under the names that a step's have."""
+    return {f"engine/{name}": metric for name, metric in metrics.items()}
+
+
 def rollouts_of(batch: DataProto) -> list[Rollout]:
     """The rollouts, one per row."""
     return batch.non_tensor_batch["rollout"].tolist()
@@ -154,12 +171,13 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of failures: infrastructure failures, rows dropped for them (including those cancelled because too few of their
-    group were left), for a long prompt, or for what the chat template does not write; of the others, those without a sampled
-    token, which cannot be learned from, and tools that were not released."""
+    """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
+    cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
+    of the others, those without a sampled token, which cannot be learned from, and tools that were not released."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
+        "rollout/stalled": float(sum(r.stalls for r in results)),
         "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
@@ -184,17 +202,22 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
         TrainingStopped: infrastructure failures dropped too large a share.
     """
     results = rollouts_of(batch)
-    dropped = sum(result.dropped in DROPPED for result in results)
-    if 1 - dropped / len(results) < min_fraction:
-        raise TrainingStopped(
-            f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
-            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
-        )
+    check_survivors(results, min_fraction)
     usable = batch.batch["response_mask"].any(dim=1)
     usable &= torch.tensor([result.trajectory is not None for result in results])
     if (baselines := batch.non_tensor_batch.get("reward_baselines")) is not None:
         usable &= torch.tensor([baseline is not None for baseline in baselines.tolist()])
     return batch.select_idxs(usable)
+
+
+def check_survivors(results: Sequence[Rollout], min_fraction: float) -> None:
+    """Raises TrainingStopped if infrastructure failures dropped more than `min_fraction` allows."""
+    dropped = sum(result.dropped in DROPPED for result in results)
+    if results and 1 - dropped / len(results) < min_fraction:
+        raise TrainingStopped(
+            f"{dropped} of {len(results)} trajectories were dropped after infrastructure failures, more than "
+            f"trainer.min_valid_fraction={min_fraction} allows; the first cause: {first_cause(results)}"
+        )
 
 
 def first_cause(results: Sequence[Rollout]) -> str:
@@ -290,20 +313,3 @@ def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str])
         "output": decode(trajectory.response_ids),
         "texts": [decode(segment.token_ids) for segment in trajectory.segments],
     }
-
-
-def concat_batches(parts: Sequence[DataProto]) -> DataProto:
-    """Batches of different widths as one: prompts padded on the left, responses on the right."""
-    if len(parts) == 1:
-        return parts[0]
-    add_missing_columns(parts)
-    prompt = max(part.batch["prompts"].shape[1] for part in parts)
-    response = max(part.batch["responses"].shape[1] for part in parts)
-    for part in parts:
-        left = prompt - part.batch["prompts"].shape[1]
-        right = response - part.batch["responses"].shape[1]
-        for name, tensor in list(part.batch.items()):
-            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
-            tail = 0 if name == "prompts" else right
-            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
-    return DataProto.concat(parts)

@@ -108,8 +108,8 @@ def _console(run_dir: Path, experiment: str, resume_step: int) -> None:
 class JsonlTracker:
     """`metrics.jsonl`: one object a step, flushed line by line; numbers that are not finite are null."""
 
-    def __init__(self, run_dir: Path, experiment: str, resume_step: int) -> None:
-        self._path = run_dir / METRICS_FILE
+    def __init__(self, run_dir: Path, experiment: str, resume_step: int, name: str = METRICS_FILE) -> None:
+        self._path = run_dir / name
         if self._path.exists() and resume_step > 0:
             _drop_steps_after(self._path, resume_step)
         elif self._path.exists():
@@ -120,7 +120,7 @@ class JsonlTracker:
         except OSError as error:
             raise self._failure(error) from error
 
-    def log(self, metrics: Mapping[str, float], step: int) -> None:
+    def log(self, metrics: Mapping[str, Any], step: int) -> None:
         """Appends one line.
 
         Raises:

@@ -7,6 +7,7 @@ from etude.training.partitions import balanced_partitions, token_budget_batches
 from etude.training.policy import LossScale, PolicyEngine, count_scored
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
+from etude.training.sharding import build_mesh, is_sharded, mesh_shape, shard_model
 from etude.training.value import ValueEngine
 
 __all__ = [
@@ -16,10 +17,14 @@ __all__ = [
     "PolicyEngine",
     "ValueEngine",
     "balanced_partitions",
+    "build_mesh",
     "count_scored",
     "demonstrations_to_batch",
+    "is_sharded",
+    "mesh_shape",
     "round_weights",
     "sft_step",
+    "shard_model",
     "token_budget_batches",
     "token_log_probs",
 ]

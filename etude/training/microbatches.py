@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+import torch
+
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.packing import needed_tokens, prefix_tree, scored_rows
@@ -27,6 +29,13 @@ def micro_batches(batch: DataProto, max_tokens: int, vision: Vision | None = Non
     costs = [_cost([tokens[row] for row in unit]) for unit in units]
     parts = token_budget_batches(costs, max_tokens)
     return sorted(sorted(row for unit in part for row in units[unit]) for part in parts)
+
+
+def filler() -> DataProto:
+    """One row with one scored token: what a rank computes where others have more micro-batches of a sharded model."""
+    ids = torch.zeros(1, 2, dtype=torch.long)
+    ones = torch.ones_like(ids)
+    return DataProto.from_single_dict({"input_ids": ids, "attention_mask": ones, "response_mask": ones[:, 1:]})
 
 
 def _groups(batch: DataProto, rows: Sequence[int]) -> list[list[int]]:

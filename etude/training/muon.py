@@ -2,7 +2,8 @@
 
 `torch.optim.Muon` orthogonalises its updates in bfloat16, which processors without bfloat16 units emulate: 25 times slower
 than float32 on a common server CPU, and most of a small model's training step. This subclass keeps hyper-parameters, state
-and formula, computes in float32, and batches matrices of one shape.
+and formula, computes in float32, and batches matrices of one shape. Of sharded matrices the momentum is sharded, too; they
+are gathered to be orthogonalised, by every rank alike.
 """
 
 from __future__ import annotations
@@ -12,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+
+from etude.models.named_weights import full_tensor, shard_like
 
 
 class Muon(torch.optim.Muon):
@@ -27,7 +30,7 @@ class Muon(torch.optim.Muon):
                     by_shape[parameter.shape].append(parameter)
             for shape, parameters in by_shape.items():
                 updates = orthogonalise(
-                    torch.stack([self._momentum(p, group) for p in parameters]),
+                    torch.stack([full_tensor(self._momentum(p, group)) for p in parameters]),
                     group["ns_coefficients"],
                     group["ns_steps"],
                     group["eps"],
@@ -35,7 +38,7 @@ class Muon(torch.optim.Muon):
                 scale = group["lr"] * max(1.0, shape[0] / shape[1]) ** 0.5
                 for parameter, update in zip(parameters, updates):
                     parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                    parameter.add_(update.to(parameter.dtype), alpha=-scale)
+                    parameter.add_(shard_like(update.to(parameter.dtype), parameter), alpha=-scale)
 
     def _momentum(self, parameter: Tensor, group: dict[str, Any]) -> Tensor:
         """Updates the momentum buffer; returns the direction before orthogonalisation."""

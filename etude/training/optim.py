@@ -14,6 +14,7 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from etude.errors import CheckpointError, ConfigError
 from etude.options import OptimOptions
@@ -21,6 +22,7 @@ from etude.training.extra_optimizers import adamw_8bit, schedule_free_adamw
 from etude.training.muon import Muon
 from etude.training.precision import DynamicLossScale, MasterWeights
 from etude.training.ranks import sum_gradients
+from etude.training.sharding import clip_sharded, is_sharded
 
 _SCALE = "loss_scale."
 
@@ -41,21 +43,28 @@ class OptimizerSet:
         exact: Mapping[nn.Parameter, Tensor] | None = None,
         rank: int = 0,
         world_size: int = 1,
+        dtype: torch.dtype | None = None,
     ) -> None:
         """The schedule runs from training step `first_step` to `total_steps`, which a decaying one needs.
         `exact`: the weights in float32 where the model's are rounded (see `etude.training.precision.round_weights`). The
-        gradients of `world_size` ranks are summed before each step, so that all take the same."""
+        gradients of `world_size` ranks are summed before each step, so that all take the same; those of a sharded model
+        are sums already. `dtype`: what the model computes in; None: that of its weights."""
         if options.lr_scheduler_type != "constant" and not total_steps:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
         self.training_step = first_step
-        self.rank, self._world_size = rank, world_size
+        self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
+        if self._sharded and options.name == "adamw_8bit":
+            raise ConfigError(
+                "optim.name=adamw_8bit cannot update a sharded model: write strategy=ddp, or another optimizer"
+            )
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
-        self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model)
+        self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model, dtype)
         self._parameters = [self._masters.of(p) for p in self._model_parameters]
         self._names: dict[Tensor, str] = {
             self._masters.of(p): name for name, p in model.named_parameters() if p.requires_grad
         }
+        self._by_name = {name: parameter for parameter, name in self._names.items()}
         self._optimizers = _build(model, options, self._masters)
 
     @property
@@ -101,10 +110,13 @@ class OptimizerSet:
         skip the step, on all ranks alike."""
         if self._loss_scale is not None:
             self._loss_scale.unscale(self._parameters)
-        if self._world_size > 1:
-            sum_gradients(self._parameters)
         limit = self.options.clip_grad or math.inf
-        norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
+        if self._sharded:
+            norm = clip_sharded(self._parameters, limit)
+        else:
+            if self.world_size > 1:
+                sum_gradients(self._parameters)
+            norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
         if math.isfinite(norm):
             factor = self._factor()
             for optimizer, base in self._optimizers:
@@ -132,6 +144,16 @@ class OptimizerSet:
                 state |= {f"{prefix}.{field}": torch.as_tensor(value) for field, value in fields.items()}
         scale = {} if self._loss_scale is None else self._loss_scale.state()
         return state | {f"{_SCALE}{name}": value for name, value in scale.items()}
+
+    def empty(self, key: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+        """A tensor on the CPU for the entry `key` of a saved `state_dict`, sharded where its weight is."""
+        name = key.removeprefix("model.")
+        if key.startswith("optimizer."):  # .KIND.NAME.FIELD
+            name = key.split(".", 2)[2].rpartition(".")[0]
+        owner = self._by_name.get(name)
+        if not isinstance(owner, DTensor) or owner.shape != shape:
+            return torch.empty(shape, dtype=dtype)
+        return torch.empty_like(owner, dtype=dtype, device="cpu", requires_grad=False)
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:

@@ -8,25 +8,29 @@ gradients are sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import loss_count
+from etude.errors import ConfigError
 from etude.metrics import Max, Mean, Metric, Metrics, Pooled, add_metrics
-from etude.models.experts import replay_experts
+from etude.models.experts import Balance, replay_experts, routers
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
 from etude.training.log_probs import token_log_probs
-from etude.training.microbatches import micro_batches
+from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
+from etude.training.sharding import compute_device, count_passes, run_forward
 
 
 @dataclass(frozen=True)
@@ -74,7 +78,8 @@ def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str,
 
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
-# micro-batch's scored tokens).
+# micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
+# these ids (rows, response_len, k), with a gradient.
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
@@ -97,45 +102,88 @@ def step_metrics(optimizer: OptimizerSet) -> Metrics:
 class PolicyEngine:
     """Computes log-probs with, and takes gradient steps on, a Hugging Face causal LM."""
 
-    def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet | None = None) -> None:
-        """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference)."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int,
+        optimizer: OptimizerSet | None = None,
+        router_aux_loss_coef: float = 0.0,
+    ) -> None:
+        """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference).
+        `router_aux_loss_coef`: weight of a mixture's load-balancing loss (`etude.models.experts.Balance`) in updates.
+
+        Raises:
+            ConfigError: the loss is asked for, and the model is no mixture of experts.
+        """
+        if router_aux_loss_coef and not routers(model):
+            raise ConfigError(
+                "actor.router_aux_loss_coef is above 0, and the model has no routers of a mixture of experts"
+            )
+        self._router_aux_loss_coef = router_aux_loss_coef
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
-        self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
+        self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(
-        self, packed: PackedRows, temperature: float, entropy_grad: bool = False, squares: Tensor | None = None
+        self,
+        packed: PackedRows,
+        temperature: float,
+        entropy_grad: bool = False,
+        squares: Tensor | None = None,
+        likeliest: tuple[Tensor, Tensor] | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
-        return token_log_probs(
-            packed.hidden(self.model),
-            head.weight,
-            packed.labels,
-            bias=head.bias,
-            finish=logit_finish(self.model),
-            temperature=temperature,
-            entropy_grad=entropy_grad,
-            sum_pi_squared=squares,
-            support=packed.support,
+        return run_forward(
+            self.model,
+            lambda: token_log_probs(
+                packed.hidden(self.model),
+                head.weight,
+                packed.labels if labels is None else labels,
+                bias=head.bias,
+                finish=logit_finish(self.model),
+                temperature=temperature,
+                entropy_grad=entropy_grad,
+                sum_pi_squared=squares,
+                likeliest=likeliest,
+                support=packed.support,
+            ),
         )
 
+    def _idle(self) -> Tensor:
+        """0 with a gradient of 0: a pass of a sharded model for which this rank has no rows, and another one has."""
+        return self._forward(pack(filler(), [0], self._device), 1.0)[0].sum() * 0
+
     @torch.no_grad()
-    def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU,
-        0 where `response_mask` is 0."""
+    def log_probs(
+        self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False, topk: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU, 0
+        where `response_mask` is 0; with `topk`, the ids and log-probs of the likeliest tokens (batch, response_len, topk),
+        too."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         shape = batch.batch["response_mask"].shape
-        result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
-        for rows in micro_batches(batch, self._max_tokens, self._vision):
+        result = [torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared)]
+        if topk:
+            result += [torch.zeros((*shape, topk), dtype=torch.long), torch.zeros((*shape, topk), dtype=kind)]
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
+        for rows in micros:
             packed = pack(batch, rows, self._device, self._vision)
-            squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
+            squares = packed.labels.new_empty(len(packed.labels), dtype=kind) if sum_pi_squared else None
+            ids = packed.labels.new_empty(len(packed.labels), topk)
+            top = ids, torch.empty_like(ids, dtype=kind)
             with replay_experts(self.model, packed.experts):
-                found = self._forward(packed, temperature, squares=squares)
-            for column, values in zip(result, found if squares is None else (*found, squares)):
+                found = self._forward(packed, temperature, squares=squares, likeliest=top if topk else None)
+            found = (*found, *(() if squares is None else (squares,)), *(top if topk else ()))
+            for column, values in zip(result, found, strict=True):
                 column[rows] = packed.scatter(values).cpu()
-        return result
+        for _ in range(idle):
+            self._idle()
+        return tuple(result)
 
     def update(
         self,
@@ -152,14 +200,52 @@ class PolicyEngine:
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
         with optimizer.training():
-            for rows in micro_batches(batch, self._max_tokens, self._vision):
+            whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
+            for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
-                with replay_experts(self.model, packed.experts):  # checkpointed layers are computed again in backward
-                    values, entropies = self._forward(packed, temperature, entropy_grad)
+                taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
+                if taught is not None:
+                    labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
+                balance = Balance()
+                recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
+                # Both hold in the backward pass, too, where checkpointed layers are computed again.
+                with replay_experts(self.model, packed.experts), recorded:
+                    values, entropies = self._forward(packed, temperature, entropy_grad, labels=labels)
+                    if taught is not None:
+                        micro.batch["topk_log_probs"] = packed.scatter(values[:, 1:])
+                        values = values[:, 0]
                     loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
+                    if whole is not None:
+                        uneven = balance.loss(whole)
+                        loss = loss + self._router_aux_loss_coef * uneven
+                        metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
+            for _ in range(idle):
+                optimizer.backward(self._idle())
             return add_metrics(parts) | step_metrics(optimizer)
+
+    @torch.no_grad()
+    def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:
+        """Of the whole mini-batch, by a forward pass of its own: where the routers send tokens must be known before the
+        first backward pass."""
+        whole = Balance()
+        for rows in micros:
+            packed = pack(batch, rows, self._device, self._vision)
+            with replay_experts(self.model, packed.experts), whole.recording(self.model, packed.shared):
+                self._forward(packed, 1.0)
+        for _ in range(idle):
+            self._idle()
+        if ranks > 1:
+            experts: Any = routers(self.model)[0].weight
+            sums = torch.zeros(len(experts) + 1, dtype=torch.float64, device=self._device)
+            if micros:
+                sums += torch.cat([torch.as_tensor(whole.sent), torch.as_tensor(whole.pairs)[None]])
+            dist.all_reduce(sums)
+            whole.sent, whole.pairs = sums[:-1], sums[-1]
+        return whole

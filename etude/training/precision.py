@@ -72,10 +72,10 @@ class DynamicLossScale:
     finite_steps: int = 0
 
     @staticmethod
-    def for_model(model: nn.Module) -> DynamicLossScale | None:
-        """None where no trainable parameter is float16."""
-        learns = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        return DynamicLossScale() if any(parameter.dtype == torch.float16 for parameter in learns) else None
+    def for_model(model: nn.Module, dtype: torch.dtype | None = None) -> DynamicLossScale | None:
+        """None where no trainable parameter is float16 or computes in it; `dtype`: what they compute in, None: their own."""
+        kinds = {dtype or parameter.dtype for parameter in model.parameters() if parameter.requires_grad}
+        return DynamicLossScale() if torch.float16 in kinds else None
 
     def unscale(self, parameters: Iterable[nn.Parameter]) -> None:
         """Divides gradients by the factor."""

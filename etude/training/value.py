@@ -13,10 +13,11 @@ from etude.models.packable import enable_packing
 from etude.models.vision import Vision
 from etude.protocol import DataProto
 from etude.training.images import check_images
-from etude.training.microbatches import micro_batches
+from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
 from etude.training.policy import LossScale, step_metrics, weigh
+from etude.training.sharding import compute_device, count_passes, run_forward
 
 
 class ValueEngine:
@@ -25,10 +26,15 @@ class ValueEngine:
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
         enable_packing(model.backbone)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
-        self._device, self._vision = next(model.parameters()).device, Vision.of(model.config)
+        self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(self, packed: PackedRows) -> Tensor:
-        return packed.scatter(self.model.values_of(packed.hidden(self.model.backbone)))
+        model = self.model
+        return run_forward(model, lambda: packed.scatter(model.values_of(packed.hidden(model.backbone))))
+
+    def _idle(self) -> Tensor:
+        """As `PolicyEngine._idle`."""
+        return self._forward(pack(filler(), [0], self._device)).sum() * 0
 
     @torch.no_grad()
     def values(self, batch: DataProto) -> Tensor:
@@ -36,8 +42,12 @@ class ValueEngine:
         check_images(batch, self.model.config)
         self.model.eval()
         result = torch.zeros(batch.batch["response_mask"].shape, dtype=self.model.head.weight.dtype)
-        for rows in micro_batches(batch, self._max_tokens, self._vision):
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
+        for rows in micros:
             result[rows] = self._forward(pack(batch, rows, self._device, self._vision)).cpu()
+        for _ in range(idle):
+            self._idle()
         return result
 
     def update(
@@ -53,8 +63,10 @@ class ValueEngine:
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
+        micros = micro_batches(batch, self._max_tokens, self._vision)
+        idle = count_passes(self.model, len(micros)) - len(micros)
         with self.optimizer.training():
-            for rows in micro_batches(batch, self._max_tokens, self._vision):
+            for rows in micros:
                 micro = batch.select_idxs(rows).to(self._device)
                 mask = micro.batch["response_mask"]
                 loss, metrics = value_loss(
@@ -69,5 +81,7 @@ class ValueEngine:
                 )
                 self.optimizer.backward(loss)
                 parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
+            for _ in range(idle):
+                self.optimizer.backward(self._idle())
             stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
         return add_metrics(parts) | stepped

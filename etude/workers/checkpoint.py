@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,16 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
+from torch.distributed.tensor import DTensor
 
-from etude.distributed import Dispatch, register
+from etude.distributed import Dispatch, MeshPlace, register
+from etude.distributed.dispatch import TRAIN_MESH
 from etude.errors import CheckpointError, one_line
-from etude.models import save_pretrained
+from etude.models import save_pretrained, torch_dtype
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
-from etude.training import OptimizerSet
+from etude.models.named_weights import gather_weights
+from etude.options import ActorOptions, CriticOptions
+from etude.training import OptimizerSet, is_sharded, round_weights
 from etude.workers.role import RoleWorker
 
 MODEL, STATE = "huggingface", "state"  # the two parts of a role
@@ -42,6 +46,30 @@ class TrainedWorker(RoleWorker):
     _copied: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     _group: dist.ProcessGroup | None = None
 
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """In training, `tensor_parallel_size` ranks in a row get the same rows, and the first of them answers."""
+        options = getattr(self.options, self.role)
+        if mesh != TRAIN_MESH or not self.is_spread(options):
+            return super().mesh_place(mesh)
+        team = options.fsdp_config.tensor_parallel_size
+        return MeshPlace(self.rank // team, self.world_size // team, self.rank % team == 0)
+
+    def build_optimizer(
+        self, options: ActorOptions | CriticOptions, total_steps: int | None, first_step: int = 0
+    ) -> OptimizerSet:
+        """The optimizer of `model`, which computes in `model.dtype` from here on, and is sharded if `options` say so."""
+        dtype, sharded = torch_dtype(self.options.model.dtype), self.shard(self.model, options)
+        return OptimizerSet(
+            self.model,
+            options.optim,
+            total_steps,
+            first_step=first_step,
+            exact=None if sharded else round_weights(getattr(self.model, "backbone", self.model), dtype),
+            rank=self.rank,
+            world_size=self.world_size,
+            dtype=dtype if sharded else None,
+        )
+
     def prepare_saves(self) -> None:
         """Called by all ranks at the end of `init_model`: saves in the background must not meet the training's collective
         operations."""
@@ -58,15 +86,18 @@ class TrainedWorker(RoleWorker):
         copies: dict[tuple[Any, ...], Tensor] = {}
 
         def copy(tensor: Tensor) -> Tensor:
-            key = (tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
-            if key not in copies or not tensor.numel():  # tied weights stay tied
+            own = tensor.to_local() if isinstance(tensor, DTensor) else tensor
+            key = (own.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype)
+            if key not in copies or not own.numel():  # tied weights stay tied
                 copies[key] = tensor.detach().to("cpu", copy=True)
             return copies[key]
 
-        weights, state = self.model.state_dict() if self.rank == 0 else {}, self._optimizer.state_dict()
-        self._copied = ({n: copy(t) for n, t in weights.items()}, {n: copy(t) for n, t in state.items()})
+        weights = self._full_weights()
+        if weights is None:
+            weights = {n: copy(t) for n, t in self.model.state_dict().items()} if self.rank == 0 else {}
+        self._copied = (weights, {n: copy(t) for n, t in self._optimizer.state_dict().items()})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
         """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
         `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.
@@ -75,7 +106,7 @@ class TrainedWorker(RoleWorker):
             CheckpointError: a file cannot be written.
         """
         target = Path(folder) / self.role
-        weights, state = self._copied or (None, self._optimizer.state_dict())
+        weights, state = self._copied or (self._full_weights(), self._optimizer.state_dict())
         self._copied = None
         if self.rank == 0:
             self._write_model(target / MODEL, weights)
@@ -87,8 +118,15 @@ class TrainedWorker(RoleWorker):
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def save_model(self, folder: str) -> None:
         """Writes the model alone, as it is now, into `folder`."""
+        weights = self._full_weights()
         if self.rank == 0:
-            self._write_model(Path(folder), None)
+            self._write_model(Path(folder), weights)
+
+    def _full_weights(self) -> dict[str, Tensor] | None:
+        """The gathered weights of a sharded model, on rank 0's CPU; None: the model has them itself."""
+        if not is_sharded(self.model):
+            return None
+        return gather_weights(self.model, torch_dtype(self.options.model.dtype), keep=self.rank == 0)
 
     def _write_model(self, folder: Path, weights: dict[str, Tensor] | None) -> None:
         save_pretrained(self.model, self.bundle.processor or self.tokenizer, folder, weights)
@@ -100,7 +138,7 @@ class TrainedWorker(RoleWorker):
         Raises:
             CheckpointError: the state cannot be read, or is that of another model or optimizer; nothing has changed then.
         """
-        self._optimizer.load_state_dict(read_state(Path(folder) / self.role / STATE))
+        self._optimizer.load_state_dict(read_state(Path(folder) / self.role / STATE, empty=self._optimizer.empty))
         self.weights_changed()
 
 
@@ -117,9 +155,11 @@ def write_state(state: Mapping[str, Tensor], folder: Path, group: dist.ProcessGr
         raise CheckpointError(f"{folder}: cannot be written: {_cause(error)}") from error
 
 
-def read_state(folder: Path, prefix: str = "") -> dict[str, Tensor]:
+def read_state(
+    folder: Path, prefix: str = "", empty: Callable[[str, torch.Size, torch.dtype], Tensor] | None = None
+) -> dict[str, Tensor]:
     """The state that `write_state` wrote to `folder`, on the CPU, whatever the number of ranks then and now; only the
-    tensors whose names begin with `prefix`.
+    tensors whose names begin with `prefix`. `empty` makes what a tensor is read into, where that is a part of it.
 
     Raises:
         CheckpointError: a file is missing or damaged, or holds something else.
@@ -127,7 +167,8 @@ def read_state(folder: Path, prefix: str = "") -> dict[str, Tensor]:
     try:
         reader = _Reader(folder)
         parts = {n: part for n, part in reader.read_metadata().state_dict_metadata.items() if n.startswith(prefix)}
-        state = {name: torch.empty(part.size, dtype=part.properties.dtype) for name, part in parts.items()}  # type: ignore[union-attr]
+        make = empty or (lambda name, size, dtype: torch.empty(size, dtype=dtype))
+        state = {name: make(name, part.size, part.properties.dtype) for name, part in parts.items()}  # type: ignore[union-attr]
         dcp.load(state, storage_reader=reader, no_dist=True)
     except (CheckpointException, Exception) as error:  # a damaged file raises anything
         if (folder.parent / _OLD_STATE).is_file():

@@ -6,9 +6,9 @@ from etude.agents.batch import IMAGES
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
-from etude.models import load_value_model, torch_dtype
+from etude.models import load_value_model
 from etude.protocol import DataProto
-from etude.training import OptimizerSet, ValueEngine, round_weights
+from etude.training import ValueEngine
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
 
@@ -23,6 +23,7 @@ class CriticWorker(TrainedWorker):
         """Loads the model and builds the optimizer, whose learning-rate schedule ends after `total_steps` training steps."""
         critic, model = self.options.critic, self.options.model
         path = critic.model.path or model.path
+        self.is_spread(critic)  # or refuses, before a model is loaded
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(
@@ -33,10 +34,7 @@ class CriticWorker(TrainedWorker):
             quantization=critic.model.quantization,
         )
         self.prepare_training(self.model.backbone, critic.model)
-        exact = round_weights(self.model.backbone, torch_dtype(model.dtype))
-        self._optimizer = OptimizerSet(
-            self.model, critic.optim, total_steps, exact=exact, rank=self.rank, world_size=self.world_size
-        )
+        self._optimizer = self.build_optimizer(critic, total_steps)
         self._engine = ValueEngine(self.model, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
         self.prepare_saves()
 

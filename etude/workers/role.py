@@ -16,10 +16,12 @@ import torch
 from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
 from etude.errors import MissingExtraError
-from etude.models import check_vocabulary, load_causal_lm
+from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.lora import add_adapters
-from etude.options import TrainedModelOptions
+from etude.models.packable import enable_packing
+from etude.options import ActorOptions, CriticOptions, TrainedModelOptions
 from etude.registry import load_plugins
+from etude.training import build_mesh, mesh_shape, shard_model
 from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
@@ -80,6 +82,17 @@ class RoleWorker(Worker):
         """The policy's tokenizer."""
         return self.bundle.tokenizer
 
+    def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
+        """Whether this role's model is to be spread over the ranks.
+
+        Raises:
+            ConfigError: the ranks cannot be divided as `options` say.
+        """
+        if self.world_size == 1 or options.strategy == "ddp":
+            return False
+        mesh_shape(options.fsdp_config, self.world_size)
+        return True
+
     def load_policy(self, dtype: str) -> Any:
         """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
         `model.dtype`."""
@@ -94,6 +107,19 @@ class RoleWorker(Worker):
         )
         check_vocabulary(tokenizer, network)
         return network
+
+    def shard(self, model: Any, options: ActorOptions | CriticOptions) -> bool:
+        """Spreads `model` over the ranks if there are several and `options` say so; whether it did.
+
+        Raises:
+            ConfigError: it cannot be spread as they say.
+        """
+        if not self.is_spread(options):
+            return False
+        enable_packing(getattr(model, "backbone", model))
+        mesh = build_mesh(options.fsdp_config, self.world_size, self.device)
+        shard_model(model, options.fsdp_config, mesh, torch_dtype(self.options.model.dtype))
+        return True
 
     def prepare_training(self, network: Any, options: TrainedModelOptions) -> None:
         """Makes `network` train as `options` say.

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import threading
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
-from etude.agents.batch import rows_of
-from etude.bounded import GRACE_SECONDS
+from etude.agents.batch import BY_GROUP, rows_of
+from etude.agents.stalls import StallWatch
+from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
 from etude.inference import evaluates_only
@@ -22,17 +26,26 @@ from etude.workers.engine_link import EngineLink, build_engine
 from etude.workers.options import RoleOptions
 from etude.workers.reward import build_scorer
 from etude.workers.role import RoleWorker
+from etude.workers.stream import RolloutStream, Submission
 
+ROLLOUT_MESH = "rollout"  # every rank has an engine of its own, also where ranks share a model in training
 _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
 class RolloutWorker(RoleWorker):
-    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder."""
+    """Rolls out rows. Alone, for instance in an evaluation, it samples from the model as loaded from its folder.
+
+    Where the options say `streams`, its event loop runs in a thread of its own: groups that were submitted roll out while
+    the caller trains, on weights that change only in `update_weights`.
+    """
 
     def __init__(self, options: RoleOptions, **place: Any) -> None:
         super().__init__(options, **place)
         self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
         self._manager: AgentLoopManager | None = None
+        self._thread: threading.Thread | None = None
+        self._cancel: Callable[[], object] = lambda: None  # of the running call
+        self._watch: StallWatch | None = None
 
     @cached_property
     def context(self) -> AgentContext:
@@ -68,19 +81,48 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; None: the engine has its own."""
+        """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
+        `update_weights`. None: it has its own."""
         options, context = self.options, self.context
-        engine = build_engine(options, None if actor is None else actor.model, self.tokenizer)
+        shared = None if actor is None or options.streams else actor.model
+        engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
+        if options.stall_timeout is not None:
+            self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
+        if options.streams:
+            self._stream = RolloutStream(self._manager, self._loop)
+            self._thread = threading.Thread(target=self._serve, name="etude-rollout", daemon=True)
+            self._thread.start()
+
+    def _serve(self) -> None:
+        """Runs the event loop until it is stopped; an interrupt raised inside a task reaches the caller of `collect`."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except BaseException as error:
+                self._stream.fail(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Metrics:
-        """Hands the current weights to the engine as `version`, and probes it (see `EngineLink.push`)."""
-        metrics: Metrics = self._run(self._link.push(version))
+        """Hands the current weights to the engine as `version`, and probes it (see `EngineLink.push`). Trajectories in
+        flight go on with them (`rollout.partial_rollout`), or end first."""
+        metrics: Metrics = self._run(self._push(version))
         return metrics
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    async def _push(self, version: int) -> Metrics:
+        drains = self._thread is not None and not self.options.rollout.partial_rollout
+        if drains:
+            await self._stream.drain()
+        try:
+            return await self._link.push(version)
+        finally:
+            if drains:
+                self._stream.resume()
+
+    @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
@@ -89,40 +131,83 @@ class RolloutWorker(RoleWorker):
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's metrics.
         """
+        if not len(data):
+            return DataProto()
+        manager, work = self._manager, self._asked("", data)
+        assert manager is not None, "init_model() comes first"
+        self._run(self._link.ready())
+        results = self._run(manager.generate(work.rows, work.sampling, least_group=work.least_group))
+        if self._thread is None:
+            self._run(self._link.rest())
+        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
+        batch.meta_info["metrics"] = manager.engine.metrics()
+        return batch
+
+    def _asked(self, key: str, data: DataProto) -> Submission:
+        """Rows and sampling of a request for rollouts."""
         rollout, validate = self.options.rollout, bool(data.meta_info.get("validate"))
         chosen: Any = rollout.val_kwargs if validate else rollout
         greedy = data.meta_info.get("greedy") or not chosen.do_sample
         temperature = 0.0 if greedy else chosen.temperature
         sampling = Sampling(temperature, chosen.top_p, chosen.top_k, int(data.meta_info["seed"]))
-        manager = self._manager
-        assert manager is not None, "init_model() comes first"
         rows = rows_of(data)
         for row in rows:
-            row["active_tools"] = active_tools(row, list(manager.context.tools))
+            row["active_tools"] = active_tools(row, list(self.context.tools))
             row |= {"validate": validate, "step": data.meta_info.get("step")}
-        self._run(self._link.ready())
-        least = int(data.meta_info.get("least_group", 1))
-        results = self._run(manager.generate(rows, sampling, least_group=least))
-        self._run(self._link.rest())
-        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
-        batch.meta_info["metrics"] = manager.engine.metrics()
-        return batch
+        return Submission(key, rows, sampling, int(data.meta_info.get("least_group", 1)))
+
+    @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
+    def submit(self, key: str, data: DataProto) -> None:
+        """Begins to roll out one group, as `generate_sequences` would; `collect` returns it under `key`."""
+        self._stream.submit(self._asked(key, data))
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def collect(self, seconds: float) -> tuple[list[tuple[str, DataProto]], Metrics]:
+        """The submitted groups that have ended since the last call, as `generate_sequences` returns them, and the engine's
+        metrics since; waits up to `seconds` for the first.
+
+        Raises:
+            Exception: a trajectory failed for a reason that is not infrastructure.
+        """
+        pad, found = self.tokenizer.pad_token_id or 0, self._stream.collect(seconds)
+        return [(key, to_batch(results, pad)) for key, results in found], self._run(self._engine_metrics())
+
+    async def _engine_metrics(self) -> Metrics:
+        assert self._manager is not None
+        return self._manager.engine.metrics()
 
     @register(dispatch_mode=Dispatch.DIRECT_ROLLOUT_METHOD)
     def progress(self) -> tuple[int, int]:
         """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
 
+    def interrupt(self) -> None:
+        """Cancels the running call, which releases its tools."""
+        self._cancel()
+
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
-        if pending := asyncio.all_tasks(self._loop):
-            for task in pending:
-                task.cancel()
-            self._loop.run_until_complete(asyncio.wait(pending, timeout=GRACE_SECONDS))
+        if self._watch is not None:
+            self._watch.close()
+        if self._thread is not None:
+            self._run(self._stream.close())
+            self._run(self._settle())
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join()
+            self._thread = None
+        elif asyncio.all_tasks(self._loop):
+            self._loop.run_until_complete(self._settle())
+
+    async def _settle(self) -> None:
+        tasks = asyncio.all_tasks() - {asyncio.current_task()}
+        await settle(tasks, GRACE_SECONDS)
 
     def _run(self, work: Any) -> Any:
         """Runs a coroutine to its end; an interrupt cancels it, which releases its tools, before it is raised."""
+        if self._thread is not None:
+            return self._run_in_thread(work)
         task = self._loop.create_task(work)
+        self._cancel = functools.partial(self._loop.call_soon_threadsafe, task.cancel)
         try:
             return self._loop.run_until_complete(task)
         except BaseException:
@@ -131,4 +216,22 @@ class RolloutWorker(RoleWorker):
                 with suppress(KeyboardInterrupt):
                     self._loop.run_until_complete(asyncio.wait({task}))
                     break
+            raise
+
+    def _run_in_thread(self, work: Coroutine[Any, Any, Any]) -> Any:
+        ended = threading.Event()
+
+        async def run() -> Any:
+            try:
+                return await work
+            finally:
+                ended.set()
+
+        future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._cancel = future.cancel
+        try:
+            return future.result()
+        except BaseException:
+            if future.cancel() and self._manager is not None:
+                ended.wait(self._manager.clean_up_seconds + GRACE_SECONDS)
             raise

@@ -9,7 +9,6 @@ over the *sampled* tokens of one sequence: what a tool or a template wrote is co
 
     DeepSeekMath  arXiv 2402.03300   GRPO                 DAPO        arXiv 2503.14476   filter
     Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
-    AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
     KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
 """
 
@@ -24,6 +23,8 @@ import torch
 from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
+from plain_losses import plain_forward_kl as forward_kl
+from plain_optimizer import Optimizer, schedule
 from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -47,6 +48,7 @@ class Row:
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
         self.norms = zero  # of the score function, squared
         self.weights = zero + 1  # of the policy loss
+        self.taught = zero  # with a teacher (T, vocabulary), its log-probs
 
     def __len__(self) -> int:
         return len(self.sampled)
@@ -78,66 +80,6 @@ def kl_estimate(kind, log_probs, ref):
 
 def as_vector(values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def newton_schulz(matrix):
-    """Towards U Vᵀ of matrix = U S Vᵀ: five steps of Muon's quintic iteration."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / max(float(x.norm()), 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-class Optimizer:
-    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by their global norm."""
-
-    def __init__(self, model, options):
-        self.options, self.updates = options, 0
-        self.parameters = dict(model.named_parameters())
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-
-    @torch.no_grad()
-    def step(self, lr):
-        """One update at the rate `lr`; returns the norm of the gradient before clipping."""
-        self.updates += 1
-        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
-        limit = self.options["clip_grad"]
-        scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        for name, p in self.parameters.items():
-            if self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
-                self._muon(name, p, p.grad * scale, lr * self.options["muon_lr_multiplier"])
-            else:
-                self._adamw(name, p, p.grad * scale, lr)
-            p.grad = None
-        return norm
-
-    def _adamw(self, name, p, g, lr):
-        (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]
-        m.copy_(beta1 * m + (1 - beta1) * g)
-        v.copy_(beta2 * v + (1 - beta2) * g**2)
-        m_hat, v_hat = m / (1 - beta1**self.updates), v / (1 - beta2**self.updates)
-        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
-
-    def _muon(self, name, p, g, lr):
-        m = self.first[name]
-        m.copy_(0.95 * m + 0.05 * g)
-        nesterov = 0.05 * g + 0.95 * m
-        update = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(nesterov)
-        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * update)
-
-
-def schedule(options, step, steps):
-    """The learning rate of training step `step` = 0 … `steps` − 1: warm-up, then decay that would end after the last."""
-    lr, warmup, floor = options["lr"], options["lr_warmup_steps"], options["min_lr_ratio"]
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    begin = max(warmup, steps - round(steps * options["lr_decay_ratio"]))
-    progress = max(0.0, (step - begin) / (steps - begin)) if steps > begin else 0.0
-    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return lr * (floor + (1 - floor) * shape[options["lr_scheduler_type"]])
 
 
 # -- models ------------------------------------------------------------------------------------------------------
@@ -202,6 +144,8 @@ class PlainTrainer:
         self.distillation = config["distillation"]
         teacher = self.distillation["teachers"].get("default")
         self.teacher = load_policy(teacher) if teacher else None
+        loss = self.distillation["distillation_loss"]
+        self.topk = loss["topk"] if teacher and loss["loss_mode"] == "forward_kl_topk" else 0
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -259,6 +203,7 @@ class PlainTrainer:
             or self.correction["rollout_rs"]
             or name_of(self.actor) in SELECTING
             or self.teacher is not None
+            or self.policy_optimizer.is_free
         )
         return bool(several and not self.correction["bypass_mode"])
 
@@ -292,12 +237,14 @@ class PlainTrainer:
         return figures if self.teacher is None else figures | self.ask_teacher(rows)
 
     def ask_teacher(self, rows):
-        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in. Where the
+        teacher's distribution is the target, the gain is only reported."""
         gains, weights = [], self.distillation
         for row in rows:
-            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
-            gains.append(taught - row.old)
-            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+            row.taught = log_distributions(self.teacher, row, self.temperature)
+            gains.append(row.taught[torch.arange(len(row)), row.ids[0, row.sampled]] - row.old)
+            gain = 0 if self.topk else weights["coef"] * gains[-1]
+            row.advantages = gain + weights["task_coef"] * row.advantages
         return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
@@ -388,11 +335,12 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter, mode, seen = self.actor, Meter(), aggregation_of(self.actor), []
+        actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = 0.0
+            self.policy_optimizer.begin()
             select(actor, batch)
             for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
@@ -407,13 +355,18 @@ class PlainTrainer:
                     kl = kl_estimate(actor["kl_loss_type"], log_probs, row.ref)
                     losses = losses + actor["kl_loss_coef"] * kl
                     meter.add(kl_loss=kl)
+                if self.topk:
+                    ours = log_distributions(self.policy, row, self.temperature)
+                    distance, masses = forward_kl(row.taught, ours, self.topk)
+                    losses = losses + self.distillation["coef"] * distance
+                    taught.add(forward_kl=distance, **masses)
                 (weight * losses.sum()).backward()
                 total += weight * float(losses.detach().sum())
                 meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
-        return meter.means("actor") | figures_of(seen, self.correction)
+        return meter.means("actor") | taught.means("distillation") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
         """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
@@ -421,6 +374,7 @@ class PlainTrainer:
         reach, scale = options["cliprange_value"], self.config["data"]["max_response_length"]
         for batch in self.mini_batches(rows, options):
             total = 0.0
+            self.critic_optimizer.begin()
             for row, weight in zip(batch, token_weights(options["loss_agg_mode"], batch, scale)):
                 values = self.critic.values(row)
                 near = torch.clamp(values, row.values - reach, row.values + reach)
@@ -478,4 +432,5 @@ class Meter:
     def means(self, prefix):
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
-        return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
+        updates = {"optimizer_steps": self.counts["lr"], "skipped_steps": 0} if "lr" in self.counts else {}
+        return found | {f"{prefix}/{name}": number for name, number in updates.items()}

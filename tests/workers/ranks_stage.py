@@ -1,21 +1,66 @@
 """The stage of ranks that learn together: workers of one world in threads of this process, where a barrier stands in for the
 network and everything else is real; and an uneven batch to learn from."""
 
+import pickle
 import threading
+import traceback
+import uuid
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from multiprocessing import get_context
+from pathlib import Path
 
 import torch
 from workers_stage import objects
 
 from etude.metrics import add_metrics, finish_metrics
-from etude.options import OptimOptions
+from etude.models import load_causal_lm, load_value_model
+from etude.models.named_weights import full_tensor
+from etude.options import OptimOptions, RolloutCorrectionOptions
 from etude.protocol import DataProto
 from etude.trainer.minibatches import update_batches
 from etude.training import optim as optim_module
-from etude.workers import CriticWorker
+from etude.workers import CriticWorker, TrainWorker, checkpoint, critic, role
 
 MAX_TOKENS = 60  # of a micro-batch: a rank has several
+
+
+def run_ranks(ranks, work, *given, folder):
+    """What `work(rank, ranks, *given)` returns in each of `ranks` new processes that torch.distributed joins over gloo."""
+    context = get_context("forkserver")  # imports once
+    context.set_forkserver_preload(["test_workers_ranks", "etude.trainer.run", "house_stage"])
+    answers, meeting = context.Queue(), Path(folder) / f"meeting-{uuid.uuid4().hex}"
+    processes = [
+        context.Process(target=_join, args=(rank, ranks, meeting, answers, work, given), daemon=True)
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    found = {}
+    try:
+        for _ in processes:
+            rank, answer, failure = answers.get(timeout=300)
+            assert failure is None, f"rank {rank} of {ranks}:\n{failure}"
+            found[rank] = pickle.loads(answer)
+        for process in processes:
+            process.join(60)
+            assert process.exitcode == 0
+    finally:
+        for process in processes:
+            process.kill()
+    return [found[rank] for rank in range(ranks)]
+
+
+def _join(rank, ranks, meeting, answers, work, given):
+    torch.set_num_threads(1)
+    if ranks > 1:
+        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+    try:
+        answers.put((rank, pickle.dumps(work(rank, ranks, *given)), None))  # by value: no file descriptors to share
+    except BaseException:
+        answers.put((rank, None, traceback.format_exc()))
+    if ranks > 1:
+        torch.distributed.destroy_process_group()
 
 
 class Meeting:
@@ -35,12 +80,17 @@ class Meeting:
         self.barrier.wait()
 
 
+def shortened(options, **given):
+    """Options with micro-batches so small that a rank has several."""
+    short = {"ppo_max_token_len_per_gpu": MAX_TOKENS, "optim": OptimOptions(lr=1e-2, clip_grad=0.05), **given}
+    return replace(options, actor=replace(options.actor, **short), critic=replace(options.critic, **short))
+
+
 class World:
     """All ranks of a role, in float64; `learn` puts them back to their first weights before it begins."""
 
-    def __init__(self, worker_cls, options, ranks):
-        short = {"ppo_max_token_len_per_gpu": MAX_TOKENS, "optim": OptimOptions(lr=1e-2, clip_grad=0.05)}
-        options = replace(options, actor=replace(options.actor, **short), critic=replace(options.critic, **short))
+    def __init__(self, worker_cls, options, ranks, short=True):
+        options = shortened(options) if short else options
         self.workers = [worker_cls(options, rank=rank, world_size=ranks) for rank in range(ranks)]
         for worker in self.workers:
             worker.init_model()
@@ -48,12 +98,12 @@ class World:
         self.options = options
         self.start = {name: tensor.clone() for name, tensor in self.workers[0].model.state_dict().items()}
 
-    def learn(self, monkeypatch, batch, **changed):
-        """(figures, gradients of each step, weights afterwards) of all the batch's updates, with changed options."""
-        critic = isinstance(self.workers[0], CriticWorker)
-        role, ranks, gradients = "critic" if critic else "actor", len(self.workers), []
+    def learn(self, monkeypatch, case, batch=None):
+        """(figures, gradients of each step, weights afterwards) of all the updates of a case's batch, or of `batch`."""
+        role, ranks, gradients = case.role, len(self.workers), []
+        batch = case.batch() if batch is None else batch
         for worker in self.workers:
-            worker.options = replace(self.options, **{role: replace(getattr(self.options, role), **changed)})
+            worker.options = case.options(self.options)
             worker.model.load_state_dict(self.start)
             for optimizer, _ in worker._optimizer._optimizers:
                 optimizer.state.clear()
@@ -79,6 +129,104 @@ class World:
         return finish_metrics(add_metrics(metrics)), gradients, {n: t.clone() for n, t in states[0].items()}
 
 
+@dataclass(frozen=True)
+class Case:
+    """One update: of which role, of which batch, with which changed options."""
+
+    changed: dict
+    role: str = "actor"
+    seed: int = 0
+    correction: dict | None = None
+    taught: bool = False
+    sharded: bool = True
+
+    def batch(self):
+        batch = uneven_batch(self.seed)
+        if self.correction is not None:
+            mask = batch.batch["response_mask"]
+            batch.batch["rollout_log_probs"] += 0.5 * mask  # about what the policy's are
+            if not self.correction:
+                batch.batch["rollout_is_weights"] = torch.rand(
+                    mask.shape, generator=torch.Generator().manual_seed(1)
+                ).double()
+        if self.taught:
+            shape, generator = batch.batch["response_mask"].shape, torch.Generator().manual_seed(4)
+            batch.batch["teacher_topk_ids"] = torch.rand(*shape, 250, generator=generator).topk(5).indices.int()
+            top = torch.randn(*shape, 6, generator=generator).double().log_softmax(dim=-1)[..., :5]
+            batch.batch["teacher_topk_log_probs"] = top
+        return batch
+
+    def options(self, options):
+        if self.correction is not None:
+            options = replace(options, correction=RolloutCorrectionOptions(**self.correction))
+        return replace(options, **{self.role: replace(getattr(options, self.role), **self.changed)})
+
+
+def in_double():
+    """Of this process: all models compute in float64."""
+    for module in (role, checkpoint):
+        module.torch_dtype = lambda name: torch.float64
+    role.load_causal_lm = lambda *given, **named: load_causal_lm(*given, **named).double()
+    critic.load_value_model = lambda *given, **named: load_value_model(*given, **named).double()
+
+
+def kept_gradients():
+    """A list that gets the whole gradients of each step of a sharded model in this process, before they are clipped."""
+    gradients, clip = [], optim_module.clip_sharded
+
+    def clipped(parameters, limit):
+        gradients.append([full_tensor(p.grad).clone() for p in parameters])
+        return clip(parameters, limit)
+
+    optim_module.clip_sharded = clipped
+    return gradients
+
+
+def updates(worker, options, batch):
+    """The metrics of this rank's updates; none where another rank of its team has them."""
+    place = worker.mesh_place("train")
+    steps = update_batches(batch, getattr(options, worker.role), shuffle=True, seed=3, ranks=place.dp_size)
+    made = [getattr(worker, f"update_{worker.role}")(parts[place.dp_rank]) for parts in steps]
+    return made if place.collects else []
+
+
+def whole_weights(worker):
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in worker.model.named_parameters()}
+
+
+def learn_sharded(rank, ranks, options, cases):
+    """Name → (figures of this rank, gradients of each step, weights afterwards), with one sharded model a role."""
+    in_double()
+    workers, gradients = {}, kept_gradients()
+    found = {}
+    for name, case in cases.items():
+        kind = {"actor": TrainWorker, "critic": CriticWorker}[case.role]
+        if case.role not in workers:
+            worker = workers[case.role] = kind(options, rank=rank, world_size=ranks)
+            worker.init_model()
+            worker.start = [p.detach().clone() for p in worker.model.parameters()]
+        worker = workers[case.role]
+        worker.options = case.options(options)
+        for parameter, start in zip(worker.model.parameters(), worker.start):
+            parameter.detach().copy_(start)
+        for optimizer, _ in worker._optimizer._optimizers:
+            optimizer.state.clear()
+        gradients.clear()
+        metrics, weights = updates(worker, worker.options, case.batch()), whole_weights(worker)
+        found[name] = (metrics, *(([*gradients], weights) if rank == 0 else (None, None)))
+    return found
+
+
+def learn_in_shards(ranks, options, cases, folder):
+    """Name → (figures, gradients, weights), as `World.learn` gives them, of `ranks` processes."""
+    first, *others = run_ranks(ranks, learn_sharded, options, cases, folder=folder)
+    made = {}
+    for name, (metrics, gradients, weights) in first.items():
+        all_metrics = [*metrics, *(metric for other in others for metric in other[name][0])]
+        made[name] = finish_metrics(add_metrics(all_metrics)), gradients, weights
+    return made
+
+
 def assert_alike(one, other, tolerance=1e-9):
     """Figures, gradients and weights agree."""
     (figures, gradients, weights), (figures2, gradients2, weights2) = one, other
@@ -90,8 +238,9 @@ def assert_alike(one, other, tolerance=1e-9):
         for a, b in zip(step, step2, strict=True):
             assert (a is None) == (b is None)
             assert a is None or torch.allclose(a, b, rtol=0, atol=tolerance)
-    for name, tensor in weights.items():
-        assert torch.allclose(tensor, weights2[name], rtol=0, atol=1e-6), name
+    assert weights2.keys() <= weights.keys()
+    for name, tensor in weights2.items():
+        assert torch.allclose(tensor, weights[name], rtol=0, atol=1e-6), name
 
 
 def uneven_batch(seed=0):

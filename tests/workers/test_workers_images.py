@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from ranks_stage import World, assert_alike
+from ranks_stage import Case, World, assert_alike
 from vision_stage import picture, plain_log_probs, save_vision_model
 from workers_stage import learnable, objects, roles, started, update, weights_of
 
@@ -181,7 +181,7 @@ def test_ranks_make_one_update_of_rows_with_images_and_without(rolled, monkeypat
     for each in mask[4:]:  # of the prompt without a picture, what was sampled before the tool showed one
         each[int((each == 0).float().argmax()) :] = 0
     alone, *shared = [
-        World(TrainWorker, worker.options, ranks).learn(monkeypatch, single, ppo_mini_batch_size=1)
+        World(TrainWorker, worker.options, ranks).learn(monkeypatch, Case({"ppo_mini_batch_size": 1}), single)
         for ranks in (1, 2, 3)
     ]
     reached = [sum(gradient is not None for gradient in step) for step in alone[1]]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from ranks_stage import World, assert_alike, uneven_batch
+from ranks_stage import Case, World, assert_alike, uneven_batch
 from safetensors.torch import load_file
 from workers_stage import SPEC, TEXTS, learn, learnable, policy, prompts, roles, save_model, update, weights_of
 
@@ -154,7 +154,9 @@ def test_two_ranks_learn_as_one(path, role, monkeypatch):
     options = replace(roles(path), model=ModelOptions(path=path, **LORA))
     options = replace(options, critic=replace(options.critic, model=ValueModelOptions(**LORA)))
     worker_cls = {"actor": TrainWorker, "critic": CriticWorker}[role]
-    one, two = (World(worker_cls, options, ranks).learn(monkeypatch, uneven_batch()) for ranks in (1, 2))
+    one, two = (
+        World(worker_cls, options, ranks).learn(monkeypatch, Case({}, role=worker_cls.role)) for ranks in (1, 2)
+    )
     assert_alike(one, two)
 
 

@@ -2,16 +2,14 @@
 
 import typing
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
-from ranks_stage import World, assert_alike, uneven_batch
+from ranks_stage import Case, World, assert_alike, learn_in_shards, run_ranks, shortened, uneven_batch
 from workers_stage import roles, save_model
 
 from etude.algorithms import POLICY_LOSSES
 from etude.metrics import add_metrics, finish_metrics
-from etude.options import RolloutCorrectionOptions
 from etude.options.training import KLLossKind, LossAggMode, PolicyLossOptions
 from etude.trainer.minibatches import update_batches
 from etude.workers import CriticWorker, TrainWorker
@@ -19,143 +17,181 @@ from etude.workers import CriticWorker, TrainWorker
 MODES, KINDS = typing.get_args(LossAggMode), sorted({*typing.get_args(KLLossKind)})
 
 
-@pytest.fixture(scope="module")
-def actors(model_path):
-    """Worlds of one, two and three actors."""
-    return [World(TrainWorker, roles(model_path), ranks) for ranks in (1, 2, 3)]
+SELECTS = {"clip_cov_lb": 0.001, "clip_cov_ratio": 0.3}
+OF_LOSSES = {"dro": {"dro_beta": 0.5}, "clip_cov": SELECTS, "kl_cov": {"kl_cov_ratio": 0.3}}
+
+
+def losing(loss, mode):
+    chosen = PolicyLossOptions(loss_mode=loss, **OF_LOSSES.get(loss, {}))
+    return {"policy_loss": chosen, "loss_agg_mode": mode, "ppo_mini_batch_size": 2}
+
+
+CASES = {
+    # With one prompt a mini-batch, some have fewer rows than there are ranks.
+    **{
+        f"{mode}, {size}": Case(
+            {"loss_agg_mode": mode, "entropy_coeff": 0.02, "ppo_mini_batch_size": size, "ppo_epochs": 2},
+            sharded=size == 1,
+        )
+        for mode in MODES
+        for size in (1, 2)
+    },
+    **{
+        f"kl {kind}": Case(
+            {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": kind, "ppo_mini_batch_size": 3},
+            seed=1,
+            sharded=kind == "low_var_kl",
+        )
+        for kind in KINDS
+    },
+    # With its own aggregation, and with one that divides by a rollout's tokens, which are spread over ranks.
+    **{
+        f"loss {loss}, {mode}": Case(losing(loss, mode), seed=2, sharded=mode is None)
+        for loss in POLICY_LOSSES.built_in
+        for mode in (None, "seq-mean-token-mean")
+    },
+    **{f"critic {mode}": Case({"loss_agg_mode": mode, "ppo_mini_batch_size": 2}, role="critic") for mode in MODES},
+    **{
+        f"correction {name}": Case(
+            {
+                "ppo_mini_batch_size": 2,
+                "policy_loss": PolicyLossOptions("reinforce" if "reinforce" in name else "vanilla"),
+            },
+            correction=given,
+        )
+        for name, given in {
+            "weights": {},
+            "off-policy mask": {"off_policy_mask_threshold": 0.05},
+            "bypass": {"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
+            "bypass, reinforce": {"bypass_mode": True, "rollout_is": "sequence", "rollout_is_threshold": "0.7_1.5"},
+        }.items()
+    },
+}
+CASES |= {
+    f"teacher {mode}": Case(
+        {"loss_agg_mode": mode, "ppo_mini_batch_size": 2}, seed=3, taught=True, sharded=mode == MODES[0]
+    )
+    for mode in MODES
+}
+SHARDED = {
+    2: {name: case for name, case in CASES.items() if case.sharded},
+    3: {name: CASES[name] for name in ("token-mean, 1", "loss vanilla, None", "critic token-mean")},
+}
+
+
+def cases(beginning):
+    return pytest.mark.parametrize("name", [name for name in CASES if name.startswith(beginning)])
 
 
 @pytest.fixture(scope="module")
-def critics(model_path):
-    return [World(CriticWorker, roles(model_path), ranks) for ranks in (1, 2, 3)]
+def worlds(model_path):
+    """Worlds of one, two and three ranks, by role."""
+    return {
+        role: [World(worker, roles(model_path), ranks) for ranks in (1, 2, 3)]
+        for role, worker in {"actor": TrainWorker, "critic": CriticWorker}.items()
+    }
 
 
-def agree(monkeypatch, worlds, batch, **changed):
-    """What one rank makes of the batch, after others were seen to make the same."""
-    alone, *shared = [world.learn(monkeypatch, batch, **changed) for world in worlds]
-    for each in shared:
+@pytest.fixture(scope="module")
+def shards(model_path, tmp_path_factory):
+    """What two and three ranks make of all cases with a model of which each has a part."""
+    options, folder = shortened(roles(model_path), strategy="fsdp2"), tmp_path_factory.mktemp("shards")
+    return [learn_in_shards(ranks, options, given, folder) for ranks, given in SHARDED.items()]
+
+
+def agree(monkeypatch, worlds, shards, name):
+    """What one rank makes of the case, after others, with whole models and with parts, were seen to make the same."""
+    case = CASES[name]
+    alone, *shared = [world.learn(monkeypatch, case) for world in worlds[case.role]]
+    for each in (*shared, *(made[name] for made in shards if name in made)):
         assert_alike(alone, each)
     return alone
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("size", [1, 2])
-def test_ranks_make_one_update_of_an_uneven_batch(monkeypatch, actors, mode, size):
-    """With one prompt a mini-batch, some have fewer rows than there are ranks."""
-    changed = {"loss_agg_mode": mode, "entropy_coeff": 0.02, "ppo_mini_batch_size": size, "ppo_epochs": 2}
-    figures, gradients, _ = agree(monkeypatch, actors, uneven_batch(), **changed)
+@cases(tuple(MODES))
+def test_ranks_make_one_update_of_an_uneven_batch(monkeypatch, worlds, shards, name):
+    figures, gradients, _ = agree(monkeypatch, worlds, shards, name)
+    size = CASES[name].changed["ppo_mini_batch_size"]
     assert figures["actor/optimizer_steps"] == len(gradients) == 2 * -(-5 // size)
     assert figures["actor/skipped_steps"] == 0
     assert figures["actor/entropy"] > 1
     assert "actor/grad_norm" in figures
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_ranks_make_one_update_with_every_kl(monkeypatch, actors, kind):
-    changed = {"use_kl_loss": True, "kl_loss_coef": 0.5, "kl_loss_type": kind, "ppo_mini_batch_size": 3}
-    figures, _, _ = agree(monkeypatch, actors, uneven_batch(1), **changed)
+@cases("kl")
+def test_ranks_make_one_update_with_every_kl(monkeypatch, worlds, shards, name):
+    figures, _, _ = agree(monkeypatch, worlds, shards, name)
     assert "actor/kl_loss" in figures
 
 
-SELECTS = {"clip_cov_lb": 0.001, "clip_cov_ratio": 0.3}
-OF_LOSSES = {"dro": {"dro_beta": 0.5}, "clip_cov": SELECTS, "kl_cov": {"kl_cov_ratio": 0.3}}
-
-
-@pytest.mark.parametrize("loss", POLICY_LOSSES.built_in)
-@pytest.mark.parametrize("mode", [None, "seq-mean-token-mean"])
-def test_ranks_make_one_update_with_every_loss(monkeypatch, actors, loss, mode):
-    """With its own aggregation, and with one that divides by a rollout's tokens, which are spread over ranks."""
-    chosen = PolicyLossOptions(loss_mode=loss, **OF_LOSSES.get(loss, {}))
-    figures, *_ = agree(
-        monkeypatch, actors, uneven_batch(2), policy_loss=chosen, loss_agg_mode=mode, ppo_mini_batch_size=2
-    )
+@cases("loss")
+def test_ranks_make_one_update_with_every_loss(monkeypatch, worlds, shards, name):
+    figures, *_ = agree(monkeypatch, worlds, shards, name)
     assert "actor/ppo_kl" in figures
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_ranks_make_one_update_of_the_critic(monkeypatch, critics, mode):
-    figures, _, _ = agree(monkeypatch, critics, uneven_batch(), loss_agg_mode=mode, ppo_mini_batch_size=2)
+@cases("teacher")
+def test_ranks_make_one_update_towards_a_teachers_distribution(monkeypatch, worlds, shards, name):
+    figures, taught, _ = agree(monkeypatch, worlds, shards, name)
+    assert figures["distillation/forward_kl"] > 1
+    assert 0 < figures["distillation/student_mass"] < figures["distillation/teacher_mass"] < 1
+    _, alone, _ = worlds["actor"][0].learn(monkeypatch, replace(CASES[name], taught=False))
+    assert any(not torch.allclose(one, other) for one, other in zip(taught[0], alone[0]) if one is not None)
+
+
+@cases("critic")
+def test_ranks_make_one_update_of_the_critic(monkeypatch, worlds, shards, name):
+    figures, _, _ = agree(monkeypatch, worlds, shards, name)
     assert figures["critic/optimizer_steps"] == 3
     assert figures["critic/vf_loss"] > 0
 
 
-CORRECTIONS = {
-    "weights": {},
-    "off-policy mask": {"off_policy_mask_threshold": 0.05},
-    "bypass": {"bypass_mode": True, "rollout_rs": "token_k2", "rollout_rs_threshold": 0.1},
-    "bypass, reinforce": {"bypass_mode": True, "rollout_is": "sequence", "rollout_is_threshold": "0.7_1.5"},
-}
-
-
-@pytest.mark.parametrize("which", CORRECTIONS)
-def test_ranks_make_one_update_with_every_correction(monkeypatch, actors, which):
-    batch = uneven_batch()
-    batch.meta_info["compare_rollout"] = True
-    batch.batch["rollout_log_probs"] += 0.5 * batch.batch["response_mask"]  # about what the policy's are
-    if which == "weights":
-        batch.batch["rollout_is_weights"] = torch.rand(batch.batch["advantages"].shape).double()
-    correction = RolloutCorrectionOptions(**CORRECTIONS[which])
-    for world in actors:
-        monkeypatch.setattr(world, "options", replace(world.options, correction=correction))
-    loss = "reinforce" if "reinforce" in which else "vanilla"
-    figures, _, _ = agree(monkeypatch, actors, batch, ppo_mini_batch_size=2, policy_loss=PolicyLossOptions(loss))
+@cases("correction")
+def test_ranks_make_one_update_with_every_correction(monkeypatch, worlds, shards, name):
+    figures, _, _ = agree(monkeypatch, worlds, shards, name)
+    which = name.removeprefix("correction ")
     assert figures["rollout_corr/eff_sample_size"] < 1
     share = {"off-policy mask": "off_policy_masked_fraction", "bypass": "rollout_rs_masked_fraction"}.get(which)
     if share or "reinforce" in which:
         assert 0 < figures[f"rollout_corr/{share or 'rollout_is_oob_ratio'}"] < 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, actors):
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, worlds):
     batch = uneven_batch()
     batch.batch["advantages"][0] = float("nan")  # of the only row of its prompt
-    for world in actors:
-        figures, _, _ = world.learn(monkeypatch, batch, ppo_mini_batch_size=1)
+    for world in worlds["actor"]:
+        figures, _, _ = world.learn(monkeypatch, Case({"ppo_mini_batch_size": 1}), batch)
         assert (figures["actor/skipped_steps"], figures["actor/optimizer_steps"]) == (1, 5)
 
 
-def test_ranks_that_cannot_reach_each_other_refuse_to_learn(actors):
-    batch = uneven_batch()
-    first, *_ = update_batches(batch, actors[1].workers[0].options.actor, shuffle=True, seed=3, ranks=2)
+def test_ranks_that_cannot_reach_each_other_refuse_to_learn(worlds):
+    batch, worker = uneven_batch(), worlds["actor"][1].workers[0]
+    first, *_ = update_batches(batch, worker.options.actor, shuffle=True, seed=3, ranks=2)
     with pytest.raises(RuntimeError, match="several ranks cannot learn together in one process"):
-        actors[1].workers[0].update_actor(first[0])
+        worker.update_actor(first[0])
 
 
 # -- processes ---------------------------------------------------------------------------------------------------
 
 
-def learn_as_a_rank(rank, ranks, options, batch, meeting, answers):
+def learn_as_a_rank(rank, ranks, options, batch):
     """One rank of a world of processes, with everything real."""
-    torch.set_num_threads(1)
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
     worker = TrainWorker(options, rank=rank, world_size=ranks)
     worker.init_model()
     worker.model.double()
     steps = update_batches(batch, options.actor, shuffle=True, seed=3, ranks=ranks)
     metrics = [worker.update_actor(parts[rank]) for parts in steps]
-    answers.put((rank, metrics, {name: tensor.numpy() for name, tensor in worker.model.state_dict().items()}))
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
+    return metrics, worker.model.state_dict()
 
 
 @pytest.mark.slow
 def test_processes_make_one_update(tmp_path):
     options = roles(save_model(tmp_path / "model"))
-    context = get_context("forkserver")  # imports once
-    context.set_forkserver_preload(["test_workers_ranks", "etude.trainer.run", "house_stage"])
     found = {}
     for ranks in (1, 2, 3):
-        answers = context.Queue()
-        given = (ranks, options, uneven_batch(), tmp_path / f"meeting-{ranks}", answers)
-        processes = [context.Process(target=learn_as_a_rank, args=(rank, *given)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        said = sorted((answers.get(timeout=300) for _ in processes), key=lambda answer: answer[0])
-        for process in processes:
-            process.join(60)
-            assert process.exitcode == 0
-        figures = finish_metrics(add_metrics(made for _, metrics, _ in said for made in metrics))
-        weights = [{name: torch.from_numpy(array) for name, array in state.items()} for _, _, state in said]
+        said = run_ranks(ranks, learn_as_a_rank, options, uneven_batch(), folder=tmp_path)
+        figures = finish_metrics(add_metrics(made for metrics, _ in said for made in metrics))
+        weights = [state for _, state in said]
         assert all(torch.equal(weights[0][name], other[name]) for other in weights for name in other)
         found[ranks] = figures, weights[0]
     figures, weights = found[1]

@@ -1,0 +1,128 @@
+"""`QueueStore`: blocks in TransferQueue (the PyPI package, extra `[transferqueue]`), a key a row.
+
+Rows are spread over its storage units, actors with memory of their own on the nodes of the cluster, and fetched singly: a
+reader gets its own rows only. Each row's tensors cross as bytes, so that every dtype and shape comes back as it was.
+"""
+
+from __future__ import annotations
+
+import os
+import uuid
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import NonTensorData, NonTensorStack, TensorDict
+
+from etude.distributed.plane import Block, BlockStore, Piece, tensor_bytes
+from etude.errors import ConfigError, MissingExtraError, one_line
+from etude.protocol import DataProto, byte_view
+
+_PARTITION = "etude"
+_SECONDS = "60"  # that TransferQueue waits for a storage unit; its own default is 200
+
+
+def _queue() -> Any:
+    os.environ.setdefault("TQ_SIMPLE_STORAGE_SEND_RECV_TIMEOUT", _SECONDS)  # read when it is imported
+    os.environ.setdefault("TQ_SIMPLE_STORAGE_MAX_ATTEMPTS", "1")
+    os.environ.setdefault("TQ_LOGGING_LEVEL", "ERROR")
+    try:
+        import transfer_queue
+    except ImportError as error:
+        raise MissingExtraError("the data plane's TransferQueue", "transferqueue") from error
+    return transfer_queue
+
+
+class QueueStore(BlockStore):
+    """Blocks in the TransferQueue of the cluster that this process is connected to; started by `start`."""
+
+    @classmethod
+    def start(cls, units: int = 2) -> QueueStore:
+        """Starts TransferQueue with `units` storage units.
+
+        Raises:
+            MissingExtraError: it is not installed.
+            ConfigError: the cluster has too few free CPUs for its actors, for which it would wait for ever.
+        """
+        queue = _queue()
+        import ray
+        from omegaconf import OmegaConf
+
+        free = ray.available_resources().get("CPU", 0.0)
+        if free < units + 1:
+            raise ConfigError(
+                f"TransferQueue needs {units + 1} free CPUs in the cluster, one for its controller and one for each of "
+                f"{units} storage units; {free:g} are free"
+            )
+        queue.init(OmegaConf.create({"backend": {"SimpleStorage": {"num_data_storage_units": units}}}))
+        return cls()
+
+    def write(self, data: DataProto) -> Block:
+        name, rows = uuid.uuid4().hex, len(data)
+        fields: dict[str, Any] = {}
+        handles: dict[str, Any] = {}  # of a tensor its dtype and the shape of a row, of objects the shape alone
+        for key, tensor in () if data.batch is None else data.batch.items():
+            handles[key] = (name, tensor.dtype, tensor.shape[1:])
+            if tensor.numel():
+                fields[key] = byte_view(tensor).reshape(rows, -1)
+        for key, column in data.non_tensor_batch.items():
+            handles[key] = (name, None, column.shape[1:])
+            fields[key] = NonTensorStack(*[NonTensorData(_Cell(column[row])) for row in range(rows)])
+        if fields:
+            _queue().kv_batch_put(_keys(name, range(rows)), _PARTITION, TensorDict(fields, batch_size=[rows]))
+        return Block(rows, handles, tensor_bytes(data), "a storage unit of TransferQueue")
+
+    def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
+        return [self._read(piece) for piece in pieces]
+
+    def drop(self, block: Block) -> None:
+        name = next(iter(block.handles.values()))[0]
+        _queue().kv_clear(_keys(name, range(block.rows)), _PARTITION)
+
+    def close(self) -> None:
+        _queue().close()
+
+    def _read(self, piece: Piece) -> DataProto:
+        wanted = list(range(piece.block.rows)) if piece.rows is None else sorted(set(piece.rows))
+        handles = {name: piece.block.handles[name] for name in piece.columns}
+        stored = [name for name, (_, dtype, tail) in handles.items() if dtype is None or tail.numel()]
+        found: Any = {}
+        if stored:
+            keys = _keys(handles[stored[0]][0], wanted)
+            try:
+                found = _queue().kv_batch_get(keys, _PARTITION, stored)
+            except Exception as error:  # whatever its client raises for a key or a unit that is gone
+                raise LookupError(f"{type(error).__name__}: {one_line(error)}") from error
+            if found.batch_size != torch.Size([len(wanted)]):
+                raise LookupError(f"TransferQueue has {len(found)} of {len(wanted)} rows")
+        columns = {name: _column(found.get(name, None), len(wanted), handles[name]) for name in piece.columns}
+        data = DataProto.from_single_dict(columns)
+        if piece.rows is None:
+            return data
+        places = {row: place for place, row in enumerate(wanted)}
+        return data.select_idxs([places[row] for row in piece.rows])
+
+
+class _Cell:
+    """An object of a row: TransferQueue would take arrays, tensors and None for values of its own."""
+
+    def __init__(self, value: Any) -> None:
+        self.value = value
+
+
+def _keys(name: str, rows: Sequence[int]) -> list[str]:
+    return [f"{name}/{row}" for row in rows]
+
+
+def _column(found: Any, rows: int, handle: tuple[str, torch.dtype | None, Any]) -> torch.Tensor | np.ndarray:
+    _, dtype, tail = handle
+    if dtype is None:
+        column = np.empty((rows, *tail), dtype=object)
+        for row, cell in enumerate(found.tolist()):
+            column[row] = cell.value
+        return column
+    if found is None:
+        return torch.empty((rows, *tail), dtype=dtype)
+    packed = found.values() if found.is_nested else found
+    return packed.reshape(-1).contiguous().view(dtype).reshape(rows, *tail)

@@ -1,0 +1,73 @@
+"""What became of every prompt: `prompts.jsonl` in the run's folder, a line a step.
+
+Invariant: every prompt of a step is on its line once, trained or dropped for one cause; over the lines of a run that went
+through, killed and resumed or not, no prompt of the plan is missing and none is there twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from etude.protocol import DataProto
+from etude.trainer.rollouts import rollouts_of
+from etude.trainer.tracking import JsonlTracker
+from etude.trajectory import Rollout
+
+PROMPTS_FILE = "prompts.jsonl"
+RolledOut: TypeAlias = tuple[str, Any, Rollout]
+"""A rollout with the `uid` of its prompt, and the row's own `index`."""
+
+
+def rolled_out(batch: DataProto) -> list[RolledOut]:
+    """The rollouts of a batch."""
+    columns = batch.non_tensor_batch
+    indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
+    return list(zip(columns["uid"].tolist(), indices, rollouts_of(batch)))
+
+
+class PromptAccounts(JsonlTracker):
+    """The file of one run; see `JsonlTracker` for what a resumed run does with earlier lines."""
+
+    def __init__(self, run_dir: Path, resume_step: int) -> None:
+        super().__init__(run_dir, "", resume_step, PROMPTS_FILE)
+
+
+def account(
+    rolled: Iterable[RolledOut], batch: DataProto, learned: DataProto, stale: Collection[str] = ()
+) -> dict[str, Any]:
+    """`trained`: [uid, index] of the prompts that some rollout was learned from; `dropped`: the others, by cause.
+
+    Args:
+        rolled: all rollouts of the step.
+        batch: those that can be learned from.
+        learned: the part of `batch` that was.
+        stale: uids that are too old.
+    """
+    prompts: dict[str, tuple[Any, list[Rollout]]] = {}
+    for uid, index, rollout in rolled:
+        prompts.setdefault(uid, (index, []))[1].append(rollout)
+    usable, trained = ({*each.non_tensor_batch["uid"].tolist()} if len(each) else set() for each in (batch, learned))
+    record: dict[str, Any] = {"trained": [[uid, index] for uid, (index, _) in prompts.items() if uid in trained]}
+    dropped: dict[str, list[Any]] = {}
+    for uid, (index, rollouts) in prompts.items():
+        if uid not in trained:
+            cause = "too_stale" if uid in stale else "not_learned" if uid in usable else _cause(rollouts)
+            dropped.setdefault(cause, []).append([uid, index])
+    return record | {"dropped": dropped}
+
+
+def _cause(rollouts: Iterable[Rollout]) -> str:
+    """Why no rollout of a prompt can be learned from."""
+    return next((each.dropped.value for each in rollouts if each.dropped is not None), "nothing_sampled")
+
+
+def accounting_metrics(record: dict[str, Any]) -> dict[str, float]:
+    """How many prompts a step took from the plan and trained on, and how many it dropped, by cause."""
+    counts = {cause: float(len(prompts)) for cause, prompts in record["dropped"].items()}
+    found = {
+        "prompts/planned": len(record["trained"]) + sum(counts.values()),
+        "prompts/trained": len(record["trained"]),
+    }
+    return {**{name: float(n) for name, n in found.items()}, **{f"prompts/dropped/{c}": n for c, n in counts.items()}}

@@ -1,0 +1,248 @@
+"""Where a step's rollouts come from: `DirectFeed` rolls out when the step asks; `StreamingFeed` keeps prompts in flight at
+the rollout workers while the policy learns (`trainer.max_staleness`).
+
+Invariant: every prompt of the plan (the loader's order) is part of one step's rollouts, in whatever state these ended, or is
+still untrained; a checkpoint names the untrained ones, finished or not, and a resumed run rolls all of them out again. So a
+kill loses long rollouts no more often than short ones.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+from etude.agents.batch import concat_batches
+from etude.data import ResumableLoader
+from etude.data.files import Row
+from etude.data.samplers import ROW_COLUMN
+from etude.metrics import Metrics as MetricParts
+from etude.protocol import DataProto
+from etude.trainer.accounting import RolledOut, rolled_out
+from etude.trainer.metrics import Metrics
+from etude.trainer.rollouts import (
+    Rollouts,
+    engine_metrics,
+    rollouts_of,
+    spread_groups,
+    survivors,
+)
+from etude.trainer.setup import RunSetup
+from etude.trainer.window import Window
+from etude.trajectory import Rollout
+
+Place: TypeAlias = tuple[int, int, Row]  # a row's batch in the plan, its place there, and the row
+_POLL_SECONDS = 1.0  # between two looks at the rollout workers, where nothing has ended
+UNTRAINED = "untrained"  # in a checkpoint's state
+
+
+@dataclass(frozen=True)
+class StepRollouts:
+    """What a step trains on: `rolled`, all rollouts of its prompts (see `rolled_out`), and of these `batch`, which can be
+    learned from. `stale`: uids of those that are too old to train on."""
+
+    rolled: list[RolledOut]
+    batch: DataProto
+    metrics: Metrics
+    stale: frozenset[str] = frozenset()
+
+
+class PromptQueue:
+    """Rows in the planned order, each with its batch in the plan, from 1, and its place there. `epochs`: how often the plan
+    goes through the rows; None: as often as asked."""
+
+    def __init__(self, loader: ResumableLoader, epochs: int | None) -> None:
+        self._loader, self._epochs = loader, epochs
+        self._batches = loader.endless()
+        self._next: deque[Place] = deque()
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the plan has no more rows."""
+        return not self._next and self._epochs is not None and self._loader.epoch >= self._epochs
+
+    def take(self, count: int) -> list[Place]:
+        """The next `count` rows, fewer at the plan's end."""
+        found: list[Place] = []
+        while len(found) < count and not self.exhausted:
+            if not self._next:
+                number = self._loader.number + 1
+                self._next.extend((number, place, row) for place, row in enumerate(next(self._batches)))
+            found.append(self._next.popleft())
+        return found
+
+    def state_dict(self, taken: Iterable[Place] = ()) -> dict[str, Any]:
+        """The state for `restore`, by which those of `taken` come first."""
+        untrained = [
+            [number, place, *([row[ROW_COLUMN]] if ROW_COLUMN in row else [])]
+            for number, place, row in (*taken, *self._next)
+        ]
+        return {"loader": self._loader.state_dict()} | ({UNTRAINED: untrained} if untrained else {})
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continues after the loader's own state was restored.
+
+        Raises:
+            ValueError: the state names a row that the plan does not have.
+        """
+        batches: dict[int, list[Row]] = {}
+        for number, place, *drawn in state.get(UNTRAINED, ()):
+            if not 1 <= number <= self._loader.number or not 0 <= place < self._loader.batch_size:
+                raise ValueError(f"no row {place} in batch {number} of the plan")
+            if drawn:  # by a sampler
+                self._next.append((number, place, self._loader.drawn_row(drawn[0])))
+                continue
+            rows = batches.setdefault(number, self._loader.batch(number - 1) if number not in batches else [])
+            self._next.append((number, place, rows[place]))
+
+
+class DirectFeed:
+    """Rolls out a step's prompts when the step asks for them, and trains on all."""
+
+    def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
+        self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
+
+    def take(self, step: int, total_steps: int) -> StepRollouts:
+        """Trajectories for `train_batch_size` prompts; with group filtering, repeats until enough groups have differing
+        scores."""
+        setup, algorithm = self._setup, self._setup.algorithm
+        rolled: list[RolledOut] = []
+        parts: list[DataProto] = []
+        baselines: list[Rollout] = []
+        engine = []
+        metric, wanted = algorithm.filter_groups.metric, setup.data.train_batch_size
+        for attempt in range(algorithm.max_gen_batches):
+            rows = [row for *_, row in self._prompts.take(wanted)]
+            made, sampling = self._rollouts.generate(self._rollouts.training_prompts(rows, step, attempt))
+            engine.append(sampling)
+            if "reward_baselines" in setup.needs:
+                greedy, sampling = self._rollouts.generate(
+                    self._rollouts.baseline_prompts(rows, step, attempt, len(rows) * setup.roles.rollout.n)
+                )
+                baselines += self._rollouts.place_baselines(made, greedy)
+                engine.append(sampling)
+            rolled += rolled_out(made)
+            parts.append(survivors(made, setup.trainer.min_valid_fraction))
+            if attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted:
+                break
+            if sum(len(spread_groups(part, metric)) for part in parts) >= wanted:
+                break
+        metrics = self._rollouts.step_metrics([rollout for *_, rollout in rolled], baselines, engine)
+        if algorithm.drops_equal_groups:
+            metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
+        return StepRollouts(rolled, concat_batches(parts), metrics)
+
+    def end_step(self, version: int, total_steps: int) -> None:
+        """Nothing goes on between steps."""
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the plan ends here."""
+        return self._prompts.exhausted
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan's state, for `PromptQueue.restore`."""
+        return self._prompts.state_dict()
+
+
+@dataclass
+class _Group:
+    """A prompt in flight: what was asked for it, and what has come back, by key."""
+
+    place: Place
+    asked: dict[str, DataProto]
+    rank: int
+    deadline: int = 0
+    rolled: dict[str, DataProto] = field(default_factory=dict)
+
+    @property
+    def finished(self) -> bool:
+        """Whether all has come back."""
+        return len(self.rolled) == len(self.asked)
+
+
+class StreamingFeed:
+    """Keeps as many prompts in flight as `Window` lets; a step takes what it lets."""
+
+    def __init__(self, setup: RunSetup, rollouts: Rollouts, prompts: PromptQueue) -> None:
+        self._setup, self._rollouts, self._prompts = setup, rollouts, prompts
+        self._policy = setup.groups.rollout
+        self._window: Window[_Group] = Window(setup.data.train_batch_size, setup.trainer.max_staleness)
+        self._by_key: dict[str, _Group] = {}
+        self._evicted: list[_Group] = []  # finished since the last step, with equal scores
+        self._engine: list[MetricParts] = []
+
+    def take(self, step: int, total_steps: int) -> StepRollouts:
+        """The next `train_batch_size` groups that have finished, of differing scores where others are replaced; with these,
+        those that were replaced."""
+        self.end_step(step - 1, total_steps)
+        while (chosen := self._choose(step)) is None:
+            self._collect()
+            self.end_step(step - 1, total_steps)
+        groups, self._evicted = [*chosen, *self._evicted], []
+        made = [next(iter(group.rolled.values())) for group in groups]
+        baselines = [r for group in groups for part in [*group.rolled.values()][1:] for r in rollouts_of(part)]
+        rolled, engine, self._engine = concat_batches(made), self._engine, []
+        stale = frozenset(next(iter(group.asked)) for group in groups if group.deadline < step)
+        metrics = self._rollouts.step_metrics(rollouts_of(rolled), baselines, engine)
+        metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
+        batch = survivors(rolled, self._setup.trainer.min_valid_fraction)
+        fresh = [row for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()) if uid not in stale]
+        return StepRollouts(rolled_out(rolled), batch.select_idxs(fresh) if stale else batch, metrics, stale)
+
+    def end_step(self, version: int, total_steps: int) -> None:
+        """The workers have the weights of `version`: further prompts may begin."""
+        for place in self._prompts.take(self._window.room(version, total_steps)):
+            self._begin(place, version)
+
+    @property
+    def exhausted(self) -> bool:
+        """Whether the plan ends here."""
+        return self._prompts.exhausted and not self._window.groups
+
+    def state_dict(self) -> dict[str, Any]:
+        """The plan's state, for `PromptQueue.restore`."""
+        return self._prompts.state_dict(group.place for group in self._window.groups)
+
+    def _begin(self, place: Place, version: int) -> None:
+        number, index, row = place
+        n, batch_size = self._setup.roles.rollout.n, self._setup.data.train_batch_size
+        asked = [self._rollouts.training_prompts([row], number, 0, first=index * n)]
+        if "reward_baselines" in self._setup.needs:
+            asked.append(self._rollouts.baseline_prompts([row], number, 0, batch_size * n + index))
+        ranks = range(self._policy.world_size)
+        rank = min(ranks, key=[group.rank for group in self._window.groups if not group.finished].count)
+        group = _Group(place, {str(each.non_tensor_batch["uid"][0]): each for each in asked}, rank)
+        self._window.admit(group, version)
+        for key, prompts in group.asked.items():
+            self._by_key[key] = group
+            self._policy.direct("submit", rank)(key, prompts)
+
+    def _collect(self) -> None:
+        """Takes in what has ended at the workers."""
+        for found, sampling in self._policy.collect(_POLL_SECONDS):
+            self._engine.append(engine_metrics(sampling))
+            for key, rolled in found:
+                group = self._by_key.pop(key)
+                group.rolled[key] = self._rollouts.score(group.asked[key], rolled)
+                if group.finished:
+                    self._end(group)
+
+    def _end(self, group: _Group) -> None:
+        group.rolled = {key: group.rolled[key] for key in group.asked}
+        made, *greedy = group.rolled.values()
+        for each in greedy:
+            self._rollouts.place_baselines(made, each)
+        algorithm = self._setup.algorithm
+        if algorithm.max_gen_batches > 1 and not spread_groups(survivors(made, 0.0), algorithm.filter_groups.metric):
+            self._window.take([group])
+            self._evicted.append(group)
+
+    def _choose(self, step: int) -> list[_Group] | None:
+        batch_size, most = self._setup.data.train_batch_size, self._setup.algorithm.max_gen_batches
+        finished = [group for group in self._window.groups if group.finished]
+        if most > 1 and len(self._evicted) + len(finished) >= most * batch_size:
+            self._window.take(finished[:batch_size])
+            return finished[:batch_size]
+        return self._window.choose(step)

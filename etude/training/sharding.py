@@ -1,0 +1,198 @@
+"""Models spread over ranks: FSDP2 (`fully_shard`), HSDP, and tensor parallelism of the decoder layers.
+
+Invariant: a sharded model computes what a whole one does, and its gradients are sums over the ranks, in float32: gloo's
+average is a sum (PyTorch issue 162338), and losses are divided by the counts of the whole mini-batch already. Its weights
+are float32 shards whatever it computes in, so that an optimizer needs no copies of them.
+
+Every forward pass is collective, so the ranks make equally many: `run_forward` and `count_passes`.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from types import MethodType
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+    register_fsdp_forward_method,
+)
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+
+from etude.errors import ConfigError
+from etude.models.lora import has_adapters
+from etude.models.vision import Vision
+from etude.options import FSDPOptions
+
+T = TypeVar("T")
+
+_TENSOR_PARALLEL = ("llama", "mistral", "qwen2", "qwen3")
+_COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_proj", "down_proj")
+_HEAD_NORMS = ("q_norm", "k_norm")
+
+
+def build_mesh(options: FSDPOptions, world_size: int, device: torch.device) -> DeviceMesh:
+    """The ranks as (replicate, shard, tensor).
+
+    Raises:
+        ConfigError: as `mesh_shape`.
+        RuntimeError: `torch.distributed` is not initialised.
+    """
+    if not dist.is_initialized():
+        raise RuntimeError(
+            "several ranks cannot share a model in one process: start each in its own, with torch.distributed initialised"
+        )
+    if options.tensor_parallel_size > 1:  # gathers weights in two steps, which it warns of
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    names = ("replicate", "shard", "tensor")
+    return init_device_mesh(device.type, mesh_shape(options, world_size), mesh_dim_names=names)
+
+
+def mesh_shape(options: FSDPOptions, world_size: int) -> tuple[int, int, int]:
+    """The number of copies of the model, of ranks that share one, and of ranks that compute a layer together.
+
+    Raises:
+        ConfigError: they do not divide the number of ranks.
+    """
+    tensor = options.tensor_parallel_size
+    shard = world_size // tensor if options.fsdp_size == -1 else options.fsdp_size
+    if shard < 1 or world_size % (shard * tensor):
+        raise ConfigError(
+            f"fsdp_config.fsdp_size={options.fsdp_size} and tensor_parallel_size={tensor} do not divide {world_size} ranks"
+        )
+    return world_size // (shard * tensor), shard, tensor
+
+
+def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch.dtype) -> None:
+    """Spreads `model`, which is whole on every rank, over `mesh`, in place: its decoder layers one by one, and the rest
+    together. It computes in `dtype`, what it does not train is kept in it, and a value head computes in float32.
+
+    Raises:
+        ConfigError: the model cannot be spread in this way.
+    """
+    body = getattr(model, "backbone", model)
+    if Vision.of(model.config) is not None:
+        raise ConfigError("strategy=fsdp2: vision-language models cannot be sharded yet: write strategy=ddp")
+    if mesh["tensor"].size() > 1:
+        _split_layers(model, body, mesh["tensor"])
+    for parameter in body.parameters():
+        if not parameter.requires_grad:
+            parameter.data = parameter.data.to(dtype)
+    several = mesh["replicate"].size() > 1
+    given: dict[str, Any] = {
+        "mesh": mesh["replicate", "shard"] if several else mesh["shard"],
+        "offload_policy": CPUOffloadPolicy(pin_memory=mesh.device_type != "cpu")
+        if options.param_offload
+        else OffloadPolicy(),
+    }
+    half = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.promote_types(dtype, torch.float32))
+    kinds = set(body._no_split_modules or ())
+    for layer in [part for part in body.modules() if type(part).__name__ in kinds]:
+        fully_shard(layer, reshard_after_forward=options.reshard_after_forward, mp_policy=half, **given)
+    if body is not model:
+        fully_shard(model.head, **given)
+    fully_shard(model, mp_policy=half, **given)
+    model.run_forward = MethodType(_run, model)
+    register_fsdp_forward_method(model, "run_forward")
+    for part in model.modules():
+        if isinstance(part, FSDPModule):
+            part.set_gradient_divide_factor(1.0)
+            part.set_force_sum_reduction_for_comms(True)
+    with torch.no_grad():
+        run_forward(model, lambda: None)  # the first pass decides what is trained: not one in which adapters are off
+
+
+def _run(model: Any, compute: Callable[[], T]) -> T:
+    return compute()
+
+
+def is_sharded(model: Any) -> bool:
+    """Whether `shard_model` was called on it."""
+    return isinstance(model, FSDPModule)
+
+
+def compute_device(model: Any) -> torch.device:
+    """Where a forward pass of the model runs."""
+    parameter = next(model.parameters())
+    return torch.device(parameter.device_mesh.device_type) if isinstance(parameter, DTensor) else parameter.device
+
+
+def run_forward(model: Any, compute: Callable[[], T]) -> T:
+    """`compute()`, a forward pass of `model` through any of its modules: those of a sharded one are whole inside."""
+    if not is_sharded(model):
+        return compute()
+    found: T = model.run_forward(compute)
+    if not torch.is_grad_enabled():
+        model.reshard()  # no backward pass will: the next one has to gather the weights of its time
+    return found
+
+
+def count_passes(model: Any, own: int) -> int:
+    """The number of forward passes that this rank has to make in place of its `own`: the largest of any rank. To be asked
+    for before the first of them."""
+    if not is_sharded(model):
+        return own
+    count = torch.tensor(own, device=compute_device(model))
+    dist.all_reduce(count, dist.ReduceOp.MAX)
+    return int(count)
+
+
+# -- tensor parallelism ------------------------------------------------------------------------------------------------
+
+
+def _split_layers(model: Any, body: Any, mesh: DeviceMesh) -> None:
+    """Splits attention heads and the feed-forward width; norms, embedding and head stay whole on each of these ranks."""
+    config, size = model.config, mesh.size()
+    if config.model_type not in _TENSOR_PARALLEL:
+        known = ", ".join(_TENSOR_PARALLEL)
+        raise ConfigError(f"fsdp_config.tensor_parallel_size={size}: type '{config.model_type}' is not one of {known}")
+    if has_adapters(model):
+        raise ConfigError(f"fsdp_config.tensor_parallel_size={size} does not go with LoRA: write 1")
+    for name in ("num_attention_heads", "num_key_value_heads", "intermediate_size"):
+        if getattr(config, name) % size:
+            raise ConfigError(
+                f"fsdp_config.tensor_parallel_size={size} does not divide the model's {name}={getattr(config, name)}"
+            )
+    for layer in body.get_decoder().layers:
+        parts = {name.rpartition(".")[2]: name for name, _ in layer.named_modules()}
+        plan: dict[str, Any] = {parts[name]: ColwiseParallel() for name in _COLUMNS}
+        plan |= {parts[name]: RowwiseParallel() for name in _ROWS}
+        plan |= {
+            parts[name]: SequenceParallel(sequence_dim=2, use_local_output=True)
+            for name in _HEAD_NORMS
+            if name in parts
+        }
+        parallelize_module(layer, mesh, plan)
+
+
+# -- gradients ---------------------------------------------------------------------------------------------------------
+
+
+def clip_sharded(parameters: Sequence[nn.Parameter], limit: float) -> float:
+    """Scales gradients down to the norm `limit`; returns the norm of the whole gradient, on all ranks alike."""
+    world = dist.get_world_size()
+    gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+    square = torch.zeros((), dtype=torch.float64, device=parameters[0].device_mesh.device_type)  # type: ignore[attr-defined]
+    for gradient in gradients:
+        assert isinstance(gradient, DTensor)
+        parts = 1
+        for size, placement in zip(gradient.device_mesh.shape, gradient.placements):
+            parts *= 1 if isinstance(placement, Replicate) else size
+        norm = torch.linalg.vector_norm(gradient.to_local())
+        square += norm.double().to(square.device) ** 2 * parts / world  # each part is on several ranks
+    dist.all_reduce(square)
+    norm = float(square.sqrt())
+    if norm > limit:
+        for gradient in gradients:
+            gradient.mul_(limit / (norm + 1e-6))
+    return norm

@@ -1,0 +1,108 @@
+"""`RolloutStream`: groups of rows that roll out in a worker's event loop while its caller does something else.
+
+Invariant: groups start in the order in which they were handed over, with at most `slots` trajectories in flight (a larger
+group runs alone); each is collected once, or an error is raised in its place. `drain` returns with no trajectory in flight.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from etude.agents import AgentLoopManager, Sampling
+from etude.bounded import GRACE_SECONDS, settle
+from etude.trajectory import Rollout
+
+
+@dataclass(frozen=True)
+class Submission:
+    """Rows of one group, to roll out with `AgentLoopManager.generate`; `key` names the group."""
+
+    key: str
+    rows: Sequence[dict[str, Any]]
+    sampling: Sampling
+    least_group: int
+
+
+class RolloutStream:
+    """`submit` and `collect` are called from any thread, everything else runs in `loop`."""
+
+    def __init__(self, manager: AgentLoopManager, loop: asyncio.AbstractEventLoop) -> None:
+        self._manager, self._loop = manager, loop
+        self._slots = manager.context.options.max_concurrent_trajectories
+        self._waiting: deque[Submission] = deque()
+        self._running: dict[asyncio.Task[list[Rollout]], Submission] = {}
+        self._paused = False
+        self._changed = threading.Condition()
+        self._finished: list[tuple[str, list[Rollout]]] = []
+        self._error: BaseException | None = None
+
+    def submit(self, group: Submission) -> None:
+        """Rolls `group` out as soon as there are slots for it."""
+        self._loop.call_soon_threadsafe(self._add, group)
+
+    def collect(self, seconds: float) -> list[tuple[str, list[Rollout]]]:
+        """The groups that have ended since the last call, with their keys; waits up to `seconds` for the first.
+
+        Raises:
+            Exception: a group failed for a reason that is not infrastructure.
+        """
+        with self._changed:
+            self._changed.wait_for(lambda: self._finished or self._error, seconds)
+            if self._error is not None:
+                raise self._error
+            found, self._finished = self._finished, []
+            return found
+
+    def fail(self, error: BaseException) -> None:
+        """`collect` raises `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
+    async def drain(self) -> None:
+        """Starts no further group until `resume`, and waits for those that run."""
+        self._paused = True
+        if self._running:
+            await asyncio.wait(self._running)
+
+    def resume(self) -> None:
+        """Goes on after `drain`."""
+        self._paused = False
+        self._start()
+
+    async def close(self) -> None:
+        """Cancels what runs, which releases its tools, and forgets what waits."""
+        self._waiting.clear()
+        await settle(set(self._running), self._manager.clean_up_seconds + 2 * GRACE_SECONDS)
+
+    def _add(self, group: Submission) -> None:
+        self._waiting.append(group)
+        self._start()
+
+    def _start(self) -> None:
+        while self._waiting and not self._paused:
+            busy, group = sum(len(each.rows) for each in self._running.values()), self._waiting[0]
+            if busy and busy + len(group.rows) > self._slots:
+                return
+            self._waiting.popleft()
+            work = self._manager.generate(group.rows, group.sampling, least_group=group.least_group)
+            task = self._loop.create_task(work)
+            self._running[task] = group
+            task.add_done_callback(self._ended)
+
+    def _ended(self, task: asyncio.Task[list[Rollout]]) -> None:
+        group = self._running.pop(task)
+        if task.cancelled():
+            self.fail(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.fail(error)
+        else:
+            with self._changed:
+                self._finished.append((group.key, task.result()))
+                self._changed.notify_all()
+        self._start()
