@@ -63,9 +63,9 @@ def teacher_log_probs(setup: RunSetup, batch: DataProto) -> Tensor:
     for teacher, its_rows in rows.items():
         part = asked.select_idxs(its_rows)
         if teacher == SELF:
-            scored = groups.actor.compute_log_prob(part).batch["old_log_probs"]
+            scored = groups.actor.compute_log_prob(part).fetch().batch["old_log_probs"]
         else:
-            scored = groups.teachers[teacher].compute_teacher_log_prob(part).batch["teacher_log_probs"]
+            scored = groups.teachers[teacher].compute_teacher_log_prob(part).fetch().batch["teacher_log_probs"]
         found = found.to(torch.promote_types(found.dtype, scored.dtype))
         found[its_rows] = scored.to(found.dtype)
     return found
