@@ -47,6 +47,11 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
     "cispo": (f"{_LOSS}=cispo",),
     "dppo_tv": (f"{_LOSS}=dppo_tv",),
     "distillation": ("distillation.teachers={{default: {teacher}}}", _KEEP),
+    "distillation_topk": (
+        "distillation.teachers={{default: {teacher}}}",
+        "distillation.distillation_loss.loss_mode=forward_kl_topk",
+        _KEEP,
+    ),
 }
 """What each sets beside the quickstart's own configuration; `{teacher}` is the model that `grpo` made of the same seed."""
 GREEDY, SAMPLED = "val-core/etude/arithmetic/reward/mean@1", "reward/success/mean"
@@ -56,7 +61,7 @@ _BEGIN, _END = "<!-- learning curves: begin -->", "<!-- learning curves: end -->
 _SECTION = """## Learning curves
 
 The quickstart, trained from the same warmed-up model with each algorithm: medians over seeds, with the range. The teacher of
-`distillation` is the model that `grpo` made of the same seed. Made by `python benchmarks/learning_curves.py --publish`;
+both distillations is the model that `grpo` made of the same seed. Made by `python benchmarks/learning_curves.py --publish`;
 CPU seconds are of 60 steps at one thread, beside other programs.
 
 ![Learning curves](learning_curves.svg)

@@ -32,8 +32,8 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
     with the `Rollout`s; if any row has images, also `multi_modal_inputs`, a tuple of them per row; if any was drawn with
     top-k or top-p, also `kept_ids`; if the engine keeps them, `routed_experts`."""
     trajectories = [r.trajectory or Trajectory("dropped", []) for r in rollouts]
-    responses = _padded([t.response_ids for t in trajectories], pad_token_id)
-    prompts = _padded([t.prompt_ids for t in trajectories], pad_token_id, left=True)
+    responses = pad_rows([t.response_ids for t in trajectories], pad_token_id)
+    prompts = pad_rows([t.prompt_ids for t in trajectories], pad_token_id, left=True)
     lengths = torch.tensor([[len(t.prompt_ids), t.response_length] for t in trajectories]).reshape(-1, 2)
     before = torch.arange(-prompts.shape[1], 0) >= -lengths[:, :1]
     after = torch.arange(responses.shape[1]) < lengths[:, 1:]
@@ -47,8 +47,8 @@ def to_batch(rollouts: Sequence[Rollout], pad_token_id: int) -> DataProto:
         {
             "prompts": prompts,
             "responses": responses,
-            "response_mask": _padded([t.response_mask for t in trajectories], 0),
-            "rollout_log_probs": _padded([t.response_log_probs for t in trajectories], 0.0),
+            "response_mask": pad_rows([t.response_mask for t in trajectories], 0),
+            "rollout_log_probs": pad_rows([t.response_log_probs for t in trajectories], 0.0),
             "input_ids": torch.cat([prompts, responses], dim=1),
             "attention_mask": attention,
             "position_ids": (attention.cumsum(dim=1) - 1).clamp(min=0),
@@ -134,13 +134,14 @@ def rows_of(batch: DataProto) -> list[dict[str, Any]]:
 def token_level_scores(rollouts: Sequence[Rollout], width: int, tool_weight: float, score_weight: float) -> Tensor:
     """(batch, width) rewards at their tokens (`Trajectory.token_level_scores`), in float64; zeros for dropped rows."""
     rows = [r.trajectory.token_level_scores(tool_weight, score_weight) if r.trajectory else [] for r in rollouts]
-    return _padded(rows, 0.0, width=width, kind=np.float64)
+    return pad_rows(rows, 0.0, width=width, kind=np.float64)
 
 
-def _padded(
+def pad_rows(
     rows: Sequence[Sequence[float]], fill: float, *, width: int = 1, left: bool = False, kind: type | None = None
 ) -> Tensor:
-    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32: one conversion for the whole batch."""
+    """(rows, longest or `width`) of `kind`, by default `fill`'s, int64 or float32, padded on the right or, with `left`, on
+    the left: one conversion for the whole batch."""
     lengths = np.array([len(row) for row in rows])
     width = max(width, int(lengths.max(initial=0)))
     kind = kind or (np.float32 if isinstance(fill, float) else np.int64)

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         rejection_mask,
         rollout_mismatch,
     )
-    from etude.algorithms.distillation import distill
+    from etude.algorithms.distillation import distill, forward_kl_topk
     from etude.algorithms.kl import adapt_kl_coef, apply_kl_penalty, kl_penalty
     from etude.algorithms.losses import policy_loss, value_loss
     from etude.algorithms.preference import preference_loss
@@ -40,6 +40,7 @@ __all__ = [
     "compute_advantage",
     "distill",
     "equal_scores",
+    "forward_kl_topk",
     "importance_weights",
     "kl_penalty",
     "loss_count",
@@ -58,7 +59,7 @@ _HOMES = {
     "advantages": {"compute_advantage"},
     "aggregation": {"LOSS_AGG_MODES", "agg_loss", "equal_scores", "loss_count", "masked_mean"},
     "correction": {"importance_weights", "off_policy_sequence_mask", "rejection_mask", "rollout_mismatch"},
-    "distillation": {"distill"},
+    "distillation": {"distill", "forward_kl_topk"},
     "kl": {"adapt_kl_coef", "apply_kl_penalty", "kl_penalty"},
     "losses": {"policy_loss", "value_loss"},
     "preference": {"preference_loss"},

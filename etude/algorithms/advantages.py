@@ -139,7 +139,7 @@ def gpg(
     singleton_advantage: Singleton = "zero",
 ) -> tuple[Tensor, Tensor]:
     """Group policy gradient (arXiv 2504.02546): α (r − mean_g) / `f_norm`, α = rollouts / rollouts with an advantage: groups
-    whose scores are equal do not make the step smaller."""
+    whose scores are equal do not make the step smaller, as in TRL's GPG (verl's α counts scores other than 0)."""
     advantages, _ = _outcome(
         token_level_rewards, response_mask, index, singleton_advantage, lambda scores, _: centre(scores, by_std=False)
     )

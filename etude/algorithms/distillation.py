@@ -1,4 +1,4 @@
-"""On-policy distillation: the teacher's verdict on each sampled token as an advantage."""
+"""On-policy distillation: the teacher's verdict on each sampled token as an advantage, or its distribution as a target."""
 
 from __future__ import annotations
 
@@ -6,6 +6,10 @@ import torch
 from torch import Tensor
 
 from etude.algorithms.aggregation import masked_mean
+
+_MIN_TAIL = 1e-6  # what float32 leaves of 1 − the mass of likely tokens is rounding below it
+ABSENT = -1e30
+"""The log-prob of an entry that a teacher did not give."""
 
 
 def distill(
@@ -30,3 +34,34 @@ def distill(
     gain = torch.where(mask, teacher_log_probs.double() - old_log_probs.double(), 0.0)
     mixed = torch.where(mask, coef * gain + task_coef * advantages.double(), 0.0)
     return mixed.to(advantages.dtype), {"distillation/reverse_kl": -float(masked_mean(gain, mask))}
+
+
+def forward_kl_topk(
+    log_probs: Tensor, teacher_log_probs: Tensor, response_mask: Tensor
+) -> tuple[Tensor, dict[str, float]]:
+    """Σ_i p_i (log p_i − log q_i) + p_tail (log p_tail − log q_tail) per token, p the teacher's and q the policy's
+    probabilities of the teacher's k likeliest tokens; p_tail = 1 − Σ_i p_i and q_tail are those of all others together.
+
+    That is the KL of two distributions over k + 1 outcomes, so it is ≥ 0, 0 only where the policy agrees on all of them, and
+    at most the KL over the vocabulary (supervised GKD with forward KL, arXiv 2306.13649; the tail: arXiv 2608.14728, TRL's
+    `loss_add_tail`). Without the tail (verl's `forward_kl_topk`) the sum is below 0 where the policy puts more mass on the
+    teacher's tokens than the teacher does; renormalised over the k tokens, it does not see that mass at all.
+
+    Args:
+        log_probs, teacher_log_probs: (batch, response_len, k) of the same tokens; `ABSENT` where the teacher has fewer.
+        response_mask: (batch, response_len).
+
+    Returns:
+        (batch, response_len) losses, 0 off the mask, with a gradient to `log_probs`; `distillation/forward_kl`, and
+        `teacher_mass` and `student_mass`, the means of Σ p_i and Σ q_i.
+    """
+    mask = response_mask > 0
+    given = (teacher_log_probs > ABSENT / 2) & mask[..., None]
+    ours, theirs = (torch.where(given, x, 0.0).to(log_probs.dtype) for x in (log_probs, teacher_log_probs))
+    q_mass, p_mass = ((x.exp() * given).sum(dim=-1) for x in (ours, theirs))
+    q_tail, p_tail = ((1 - mass).clamp(min=_MIN_TAIL) for mass in (q_mass, p_mass))
+    top = (given * theirs.exp() * (theirs - ours)).sum(dim=-1)
+    losses = torch.where(mask, top + p_tail * (p_tail.log() - q_tail.log()), 0.0)
+    with torch.no_grad():
+        means = {"forward_kl": losses, "teacher_mass": p_mass, "student_mass": q_mass}
+        return losses, {f"distillation/{name}": float(masked_mean(values, mask)) for name, values in means.items()}

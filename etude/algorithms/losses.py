@@ -74,7 +74,7 @@ def vanilla(
     **aggregation: Any,
 ) -> Loss:
     """max(−r A, −clip(r, 1 − ε_low, 1 + ε_high) A): PPO's clipped surrogate (arXiv 1707.06347, eq. 7) with separate bounds
-    (DAPO, arXiv 2503.14476) and, for negative advantages, at most −c A, the dual clip (arXiv 1912.09729, eq. 5).
+    (DAPO, arXiv 2503.14476) and, for negative advantages, at most −c A, the dual clip (arXiv 1912.09729).
 
     Raises:
         ConfigError: `clip_ratio_c` is not greater than 1: it would cut off the gradient of the sampling policy itself.
@@ -100,7 +100,7 @@ def gspo(
     **aggregation: Any,
 ) -> Loss:
     """max(−s A, −clip(s, 1 − ε_low, 1 + ε_high) A) with the sequence's ratio s = exp(mean_t log r) (GSPO, arXiv 2507.18071,
-    eq. 5 and, for gradients per token, eq. 13). Its mean over the sequence is GSPO, its sum LUSPO (arXiv 2602.05261)."""
+    eq. 5; with gradients per token, GSPO-token). Its mean over the sequence is GSPO, its sum LUSPO (arXiv 2602.05261)."""
     mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     sequence = _sequence_mean(log_ratio, mask).detach()
     ratio = (log_prob - log_prob.detach() + sequence).clamp(max=10.0).exp()
@@ -119,7 +119,7 @@ def geo_mean(
     **aggregation: Any,
 ) -> Loss:
     """−A (Π_t r'_t)^(1/T), the geometric mean of the sequence's ratios, each clipped to [e^−ε_low, e^ε_high] where that
-    lowers the objective (GMPO, arXiv 2507.20673, eq. 4)."""
+    lowers the objective (GMPO, arXiv 2507.20673)."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     sign, bounded = advantages.sign(), log_ratio.clamp(-clip_ratio_low, clip_ratio_high)
     pessimistic = sign * torch.minimum(sign * log_ratio, sign * bounded)
@@ -135,7 +135,7 @@ def geo_mean(
 def reinforce(
     *, old_log_prob: Tensor, log_prob: Tensor, advantages: Tensor, response_mask: Tensor, **aggregation: Any
 ) -> Loss:
-    """−A log π (Williams, 1992; GPG, arXiv 2504.02546, eq. 6, with the estimator's scale)."""
+    """−A log π (Williams, 1992; GPG, arXiv 2504.02546, with the estimator's scale)."""
     mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     return _aggregate(-advantages * log_prob, mask, aggregation, log_ratio)
 
@@ -150,8 +150,8 @@ def cispo(
     clip_ratio_high: float,
     **aggregation: Any,
 ) -> Loss:
-    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: the weight is clipped, no token's gradient is (CISPO, arXiv 2506.13585,
-    eq. 4 and 5)."""
+    """−sg(clip(r, 1 − ε_low, 1 + ε_high)) A log π: the weight is clipped, no token's gradient is (CISPO, arXiv
+    2506.13585)."""
     mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     ratio = log_ratio.detach().exp()
     weight = ratio.clamp(1 - clip_ratio_low, 1 + clip_ratio_high)
@@ -241,7 +241,7 @@ def sapo(
     tau_neg: float,
     **aggregation: Any,
 ) -> Loss:
-    """−A σ(τ (r − 1)) · 4 / τ, τ = τ_pos for A > 0, else τ_neg (SAPO, arXiv 2511.20347, eq. 5 and 6)."""
+    """−A σ(τ (r − 1)) · 4 / τ, τ = τ_pos for A > 0, else τ_neg (SAPO, arXiv 2511.20347)."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     tau = _by_sign(advantages > 0, advantages, tau_pos, tau_neg)
     gate = torch.sigmoid(tau * (log_ratio.exp() - 1)) * 4 / tau
@@ -257,7 +257,7 @@ def dro(
     dro_beta: float,
     **aggregation: Any,
 ) -> Loss:
-    """−(A log π − β/2 (log r)²), the policy's part of DRO (arXiv 2405.19107, eq. 8)."""
+    """−(A log π − β/2 (log r)²), the policy's part of DRO (arXiv 2405.19107)."""
     mask, log_prob, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     losses = 0.5 * dro_beta * log_ratio.square() - advantages * log_prob
     return _aggregate(losses, mask, aggregation, log_ratio)
@@ -277,7 +277,7 @@ def clip_cov(
     clip_ratio_high: float,
     **aggregation: Any,
 ) -> Loss:
-    """Clip-Cov: PPO's clipped surrogate without the tokens that `select_clip_cov` selects (eq. 12)."""
+    """Clip-Cov: PPO's clipped surrogate without the tokens that `select_clip_cov` selects."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     losses, _ = _clip(log_ratio.exp(), advantages, clip_ratio_low, clip_ratio_high)
     left_out = selected_tokens > 0
@@ -313,7 +313,7 @@ def kl_cov(
     ppo_kl_coef: float,
     **aggregation: Any,
 ) -> Loss:
-    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects (eq. 13); where r is 1 but for rounding, the
+    """KL-Cov: −r A, plus β |log r| on the tokens that `select_kl_cov` selects; where r is 1 but for rounding, the
     sign of log r is noise, and there is no penalty."""
     mask, _, log_ratio, advantages = _unmasked(response_mask, log_prob, old_log_prob, advantages)
     penalised = (selected_tokens > 0) & (log_ratio.abs() > 1e-4)
@@ -329,7 +329,7 @@ def select_kl_cov(*, old_log_probs: Tensor, advantages: Tensor, response_mask: T
 
 
 def _covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor) -> Tensor:
-    """(A − mean A) (log π_old − mean log π_old), means over all scored tokens (eq. 10), in float64. The paper has the
+    """(A − mean A) (log π_old − mean log π_old), means over all scored tokens, in float64. The paper has the
     policy's current log-probs; those of the policy that sampled are known before the mini-batch is divided."""
     mask = response_mask > 0
     centred = [torch.where(mask, x.double() - masked_mean(x.double(), mask), 0.0) for x in (old_log_probs, advantages)]

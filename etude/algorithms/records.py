@@ -396,6 +396,9 @@ def _selecting_loss(name: str, **options: Any) -> PolicyLoss:
     return PolicyLoss(f"{home}:{name}", {"old_log_probs"}, options, selects=f"{home}:select_{name}")
 
 
+# Where a loss's own defaults are from: GSPO's and LUSPO's papers, section 5.1 of each; GMPO's, section 4 (TRL's paper index
+# has the three, too); VESPO's as TRL 1.16 has them; clip_cov's and kl_cov's as in verl 0.9.1's functions, with the bounds of
+# 1 of the authors' scripts; DPPO's δ as SkyRL has them, its c as in verl's function; CISPO's as AReaL recommends.
 POLICY_LOSSES: Records[PolicyLoss] = Records(
     "policy loss",
     PolicyLoss,

@@ -29,16 +29,16 @@ def turn_grpo(
 ) -> tuple[Tensor, Tensor]:
     """GRPO's advantage of the rollout + `step_advantage_w` · that of the turn among the turns of the same number in its
     group (after arXiv 2505.11821; with γ = 0 a turn is judged by its own reward alone)."""
-    return _credit(
-        token_level_rewards,
-        response_mask,
-        index,
-        turns,
-        None,
-        gamma,
-        norm_adv_by_std_in_grpo,
-        singleton_advantage,
-        step_advantage_w,
+    return gigpo(
+        token_level_rewards=token_level_rewards,
+        response_mask=response_mask,
+        index=index,
+        observations=number_turns(response_mask, turns)[0],
+        turns=turns,
+        gamma=gamma,
+        norm_adv_by_std_in_grpo=norm_adv_by_std_in_grpo,
+        singleton_advantage=singleton_advantage,
+        step_advantage_w=step_advantage_w,
     )
 
 
@@ -60,42 +60,19 @@ def gigpo(
     Args:
         observations: (batch, response_len) integers, equal for the tokens of turns that answered the same.
     """
-    return _credit(
-        token_level_rewards,
-        response_mask,
-        index,
-        turns,
-        observations,
-        gamma,
-        norm_adv_by_std_in_grpo,
-        singleton_advantage,
-        step_advantage_w,
-    )
-
-
-def _credit(
-    rewards: Tensor,
-    response_mask: Tensor,
-    index: GroupIds,
-    turns: Tensor | None,
-    observations: Tensor | None,
-    gamma: float,
-    by_std: bool,
-    singleton: Singleton,
-    step_weight: float,
-) -> tuple[Tensor, Tensor]:
     mask = response_mask > 0
-    whole = compare(rewards.sum(dim=1), mask.any(dim=1), index, lambda group, _: centre(group, by_std), singleton)
+    rewards, by_std = token_level_rewards, norm_adv_by_std_in_grpo
+    totals, valid = rewards.sum(dim=1), mask.any(dim=1)
+    whole = compare(totals, valid, index, lambda group, _: centre(group, by_std), singleton_advantage)
     numbers, begins = number_turns(mask, turns)
     rows, places = begins.nonzero(as_tuple=True)  # of each turn, its row and first sampled token
     of_row = numbers[rows, places]
     returns = torch.zeros(len(mask), int(numbers.max()) + 1, dtype=rewards.dtype).scatter_add_(1, numbers, rewards)
     for k in range(returns.shape[1] - 2, -1, -1):
         returns[:, k] += gamma * returns[:, k + 1]
-    stood = of_row if observations is None else observations[rows, places]
     uids = group_keys(index)
-    keys = [(uids[row], where) for row, where in zip(rows.tolist(), stood.tolist())]
+    keys = [(uids[row], stood) for row, stood in zip(rows.tolist(), observations[rows, places].tolist())]
     found = compare(returns[rows, of_row], mask[rows, places], keys, lambda group, _: centre(group, by_std))
     steps = torch.zeros_like(returns).index_put((rows, of_row), found)
-    advantages = spread(whole, mask) + mask * step_weight * steps.gather(1, numbers)
+    advantages = spread(whole, mask) + mask * step_advantage_w * steps.gather(1, numbers)
     return advantages, advantages

@@ -263,12 +263,14 @@ def _distillation(run: TrainOptions) -> Iterator[Problem]:
     if not run.distillation.teachers and any("teacher_log_probs" in record.needs for record in needed if record):
         yield "distillation.teachers", "the estimator or the loss needs a teacher's log-probs: name a teacher"
     servers = [name for name in run.distillation.teachers.values() if is_address(name)]
-    rollout = run.actor_rollout_ref.rollout
+    rollout, wide = run.actor_rollout_ref.rollout, [f"the teacher {name} scores" for name in servers[:1]]
+    if run.distillation.topk:
+        wide.append("forward_kl_topk learns")
     if servers and rollout.temperature != 1:
         yield f"{_ROLLOUT}.temperature", f"the teacher {servers[0]} scores at temperature 1 only: set it to 1"
     for name, off in (("top_p", 1), ("top_k", -1)):
-        if servers and getattr(rollout, name) != off:
-            yield f"{_ROLLOUT}.{name}", f"the teacher {servers[0]} scores over the whole vocabulary: set it to {off}"
+        if wide and getattr(rollout, name) != off:
+            yield f"{_ROLLOUT}.{name}", f"{wide[0]} over the whole vocabulary: set it to {off}"
 
 
 def _own_options(run: TrainOptions) -> Iterator[Problem]:
@@ -401,6 +403,15 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
             f"{_ROLLOUT}.weight_transfer",
             "shares the trainer's GPU tensors with vLLM in this process: it needs rollout.name=vllm without server_urls, "
             "and a GPU; use folder",
+        )
+    model = run.actor_rollout_ref.model
+    if rollout.weight_transfer == "adapter" and not (
+        rollout.server_urls and model.lora_rank and not model.quantization
+    ):
+        yield (
+            f"{_ROLLOUT}.weight_transfer",
+            "sends LoRA's adapters to servers of model.path: it needs rollout.server_urls and model.lora_rank, and no "
+            "model.quantization; use folder",
         )
 
 

@@ -34,6 +34,7 @@ ALIASES = {
     "ray_init": "ray.init_kwargs",
     "ray_kwargs.ray_init.address": "ray.address",
     "ray_kwargs.ray_init": "ray.init_kwargs",
+    "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
 """Key, or section with all keys below → its name here."""
@@ -79,16 +80,22 @@ INERT = {
             *.enable_activation_offload *.entropy_from_logits_*
             *.entropy_checkpointing *.sum_pi_squared_checkpointing *.calculate_entropy *.calculate_sum_pi_squared
             *.use_torch_compile *.use_fused_kernels *.fused_kernel_options *.use_shm *.tiled_mlp
-            *.use_prefix_grouper *optim.optimizer_impl
+            *.use_prefix_grouper *.use_chunked_topk *.chunked_topk_chunk_size *optim.optimizer_impl
         """,
         "it depends on a switch that is off": """
             *optim.lr_wsd_* *.qat *.mtp *.router_replay algorithm.pf_ppo
             algorithm.rollout_correction.use_policy_gradient
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
-            distillation.distillation_loss distillation.teacher_models distillation.teacher_key distillation.nnodes
-            distillation.n_gpus_per_node
-            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            distillation.teacher_models distillation.teacher_key distillation.nnodes distillation.n_gpus_per_node
+            data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
+        """,
+        "distillation.task_coef is the weight of the task's rewards; 0: the teacher alone": """
+            distillation.distillation_loss.use_task_rewards
+        """,
+        "loss_mode=k1 is an advantage in the actor's own policy loss, forward_kl_topk a loss of its own": """
+            distillation.distillation_loss.use_policy_gradient distillation.distillation_loss.policy_loss_mode
+            distillation.distillation_loss.clip_ratio*
         """,
         "the reference is frozen": "actor_rollout_ref.ref.optim",
         "the warm-up rises from 0": "*optim.zero_indexed_step",
@@ -266,11 +273,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
     "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
     "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
-    "data.custom_cls.path": (
-        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
-        (None,),
-    ),
-    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
     "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
     "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),
@@ -284,6 +286,7 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "async_training": ("delete it: steps are synchronous", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
+    "distillation.distillation_loss.*_clamp": ("delete it: no term is cut off", (None,)),
     "distillation.enabled": ("name the teachers instead: distillation.teachers={default: …}", _OFF),
     "reward_model.model.path": (_SCORER, (None,)),
     "reward.reward_model.model_path": (_SCORER, (None,)),
@@ -347,6 +350,9 @@ REFUSED_VALUES: dict[str, dict[object, str]] = {
         "vllm_async": "write vllm",
         "hf": "write native",
     },
+    "distillation.distillation_loss.loss_mode": dict.fromkeys(
+        ("kl", "abs", "mse", "k2", "low_var_kl", "k3"), "write k1, an advantage, or forward_kl_topk, a loss"
+    ),
     "algorithm.filter_groups.max_num_gen_batches": {0: "write a bound, such as 10: 0 would be none"},
 }
 """Key of ours → values of other frameworks that are invalid here, each with what to do."""

@@ -97,6 +97,14 @@ class ResourcePool:
             taken += sorted({*placement_group_table(group)["bundles_to_node_id"].values()})
         return self._slots
 
+    @property
+    def node_ids(self) -> list[str]:
+        """The nodes that its slots are on, once placed."""
+        from ray.util.placement_group import placement_group_table
+
+        groups = {id(slot.placement_group): slot.placement_group for slot in self._slots}.values()
+        return sorted({node for each in groups for node in placement_group_table(each)["bundles_to_node_id"].values()})
+
     def close(self) -> None:
         """Gives the slots back."""
         from ray.util.placement_group import remove_placement_group

@@ -30,6 +30,7 @@ from etude.distributed.dispatch import Arguments
 from etude.distributed.plane import BlockStore, Fetched, check_unwritten, fetch_batches, keep_batches
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import describe_error, user_place
+from etude.registry import share_folder
 
 _MAX_RECORDS = 100  # log records kept for the next reply
 
@@ -94,9 +95,7 @@ class RankProcess:
     """The actor's class: joins the other ranks, builds the worker, calls it."""
 
     def __init__(self, options: ProcessOptions) -> None:
-        if os.path.isdir(options.folder):
-            os.chdir(options.folder)
-        sys.path += [folder for folder in options.path if folder not in sys.path and os.path.exists(folder)]
+        share_folder(options.folder, options.path)
         self._options = options
         self._store: dist.TCPStore | None = None
         self._worker: Worker | None = None
@@ -236,37 +235,36 @@ def pack_error(error: BaseException) -> bytes:
     """An exception as `unpack_error` reads it, with the traceback it has here."""
     from ray import cloudpickle
 
+    fields = {name: value for name, value in vars(error).items() if _can_be_sent(value)}
+    tries = [error, (type(error), error.args, fields), RuntimeError(describe_error(error))]
+    forms = [cloudpickle.dumps(each) for each in tries if _can_be_sent(each)]
     text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
-    place = user_place(error)
-    for value in (error, (type(error), error.args, _picklable(vars(error))), RuntimeError(describe_error(error))):
-        try:
-            packed = cloudpickle.dumps((value, text, place))
-            unpack_error(packed)
-            return packed
-        except Exception:  # an exception may hold anything, and its class need not build from its args
-            continue
-    return cloudpickle.dumps((RuntimeError(type(error).__name__), text, place))
+    return pickle.dumps((forms, text, user_place(error)))
 
 
 def unpack_error(packed: bytes) -> BaseException:
-    """The exception, whose cause is its traceback in the other process."""
-    value, text, place = pickle.loads(packed)
-    if isinstance(value, tuple):
-        kind, args, fields = value
-        value = kind.__new__(kind, *args)
-        value.args = args
-        vars(value).update(fields)
-    assert isinstance(value, BaseException)
-    value.__cause__ = RemoteTraceback(text, place)
-    return value
+    """The exception, whose cause is its traceback in the other process; one that cannot be rebuilt here is described."""
+    forms, text, place = pickle.loads(packed)
+    for form in forms:
+        try:
+            value = pickle.loads(form)
+            if isinstance(value, tuple):  # its class does not build from its args
+                kind, args, fields = value
+                value = kind.__new__(kind, *args)
+                value.args = args
+                vars(value).update(fields)
+            value.__cause__ = RemoteTraceback(text, place)
+            return value
+        except Exception:  # a class that is not there, or wants other arguments
+            continue
+    raise AssertionError("unreachable: the last form is a RuntimeError")
 
 
-def _picklable(fields: Mapping[str, Any]) -> dict[str, Any]:
+def _can_be_sent(value: Any) -> bool:
     from ray import cloudpickle
 
-    kept = {}
-    for name, value in fields.items():
-        with suppress(Exception):
-            cloudpickle.dumps(value)
-            kept[name] = value
-    return kept
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # a value may hold anything
+        return False
+    return True

@@ -313,6 +313,9 @@ class _Watch(threading.Thread):
         except self._ray.exceptions.RayError as error:
             self._failed.append((rank, future, self._group._lose(rank, self._method, f"died ({_reason(error)})")))
             return
+        except Exception as error:  # its result names what is not there in this process
+            self._failed.append((rank, future, error))
+            return
         if not isinstance(reply, Reply):
             future.set_result(reply)
             return

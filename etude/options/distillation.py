@@ -2,20 +2,48 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
+from etude.errors import ConfigError
 from etude.options.declare import When, key, options
+from etude.options.serving import server_url
 from etude.options.types import Count, FreeForm, NonNegative, Positive, Text
 
 SELF = "self"
 DEFAULT = "default"
-DISTILLED = When("where distillation.teachers are set", lambda own, run: bool(own.teachers))
+DISTILLED = When("where distillation.teachers are set", lambda own, run: bool(run.distillation.teachers))
 SERVED = When(
     "where a teacher is a server", lambda own, run: any(is_address(str(name)) for name in own.teachers.values())
 )
+
+TOP_K = "forward_kl_topk"
 
 
 def is_address(teacher: str) -> bool:
     """Whether a teacher is a server rather than a model folder."""
     return teacher.startswith(("http://", "https://"))
+
+
+@options
+class DistillationLossOptions:
+    """What is learned from the teachers."""
+
+    loss_mode: Literal["k1", "forward_kl_topk"] = key(
+        "k1: the reverse KL's estimate on each sampled token, as its advantage. forward_kl_topk: the forward KL over the "
+        "teacher's topk likeliest tokens and all others together, added to the loss.",
+        default="k1",
+        when=DISTILLED,
+        verl_default="k3",
+    )
+    topk: Count = key(
+        "Tokens of each position that a teacher gives the log-probs of. vLLM gives as many as its --max-logprobs says.",
+        default=32,
+        unit="tokens",
+        when=When(
+            f"where distillation.teachers are set, with loss_mode={TOP_K}",
+            lambda own, run: bool(run.distillation.teachers) and own.loss_mode == TOP_K,
+        ),
+    )
 
 
 @options
@@ -28,7 +56,7 @@ class DistillationOptions:
         default_factory=dict,
     )
     coef: Positive = key(
-        "Weight of the teacher's advantage: per token, log-prob of the teacher minus that of the policy.",
+        "Weight of what the teacher says: of its advantage (k1) or of the forward KL in the loss (forward_kl_topk).",
         default=1.0,
         when=DISTILLED,
     )
@@ -47,11 +75,17 @@ class DistillationOptions:
         "Timeout of one request to a teacher's server.", default=300.0, unit="seconds", when=SERVED
     )
     max_concurrent_requests: Count = key("Max requests in flight to each server.", default=64, when=SERVED)
+    distillation_loss: DistillationLossOptions = key("", default_factory=DistillationLossOptions)
 
     def __post_init__(self) -> None:
         for source, teacher in self.teachers.items():
             if not isinstance(teacher, str) or not teacher.strip():
                 raise ValueError(f"teachers.{source} must be a model folder, a server address or {SELF}")
+            if is_address(teacher):
+                try:
+                    server_url(teacher)
+                except ConfigError as error:
+                    raise ValueError(f"teachers.{source}: {error}") from error
         if SELF in self.teachers.values() and self.hint is None:
             raise ValueError(f"the teacher {SELF} needs a hint: without one it has nothing to teach")
 
@@ -59,6 +93,12 @@ class DistillationOptions:
     def alone(self) -> bool:
         """Whether teachers are all that the policy learns from, so that answers need not be compared."""
         return bool(self.teachers) and self.task_coef == 0
+
+    @property
+    def topk(self) -> int:
+        """Tokens per position whose log-probs are asked of the teachers, beside the sampled one; 0: none."""
+        loss = self.distillation_loss
+        return loss.topk if self.teachers and loss.loss_mode == TOP_K else 0
 
     def teacher_of(self, data_source: str) -> str | None:
         """The teacher of a row; None without one."""

@@ -471,4 +471,9 @@ class TrainerOptions(RunOptions):
         "checkpoint.",
         default=0.5,
     )
+    max_infra_failure_share: Share | None = key(
+        "Largest share of a step's trajectories that may meet infrastructure failures, retried ones included; above it the "
+        "step warns, and a second one in a row stops the run with a checkpoint. Null: no limit.",
+        default=None,
+    )
     report: Flag = key("Write report.html at the end.", default=True)

@@ -35,8 +35,7 @@ DECAYING = When(
 def has_several_updates(own: ActorOptions | CriticOptions, train_batch_size: int) -> bool:
     """Whether a full batch takes more than one optimizer step, or its only one at other weights than those it was sampled
     with."""
-    steps_apart = own.optim.name == "adamw_schedule_free"
-    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or steps_apart
+    return own.ppo_epochs > 1 or train_batch_size > own.ppo_mini_batch_size or own.optim.steps_apart
 
 
 _SEVERAL = (
@@ -126,6 +125,11 @@ class OptimOptions:
     def __post_init__(self) -> None:
         if self.name == "adamw_schedule_free" and (self.lr_scheduler_type != "constant" or not self.betas[0]):
             raise ValueError("name=adamw_schedule_free needs lr_scheduler_type=constant and betas[0] above 0")
+
+    @property
+    def steps_apart(self) -> bool:
+        """Whether gradients are taken at other weights than those that sample, score and are saved."""
+        return self.name == "adamw_schedule_free"
 
 
 @options

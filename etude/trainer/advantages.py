@@ -45,7 +45,7 @@ def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple
             teacher_log_probs=columns["teacher_log_probs"],
             old_log_probs=columns["old_log_probs"],
             response_mask=columns["response_mask"],
-            coef=distillation.coef,
+            coef=0.0 if distillation.topk else distillation.coef,
             task_coef=distillation.task_coef,
         )
         metrics |= found

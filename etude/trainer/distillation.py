@@ -10,12 +10,11 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
-from etude.agents.batch import IMAGES, rows_of
+from etude.agents.batch import IMAGES, pad_rows, rows_of
 from etude.data import active_tools
 from etude.errors import ConfigError, DataError
+from etude.model_folder import local_folder, longest_context, read_config
 from etude.models import load_tokenizer
 from etude.options import DistillationOptions
 from etude.options.distillation import SELF, is_address
@@ -25,13 +24,20 @@ from etude.trajectory import KEPT_IDS
 
 
 def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
-    """Checks that each data source has a teacher, and that teachers in folders read the policy's token ids.
+    """Checks that each data source has a teacher, that teachers in folders read the policy's token ids, and that there are
+    as many as `topk`.
 
     Raises:
         ConfigError: names the data source or the teacher.
     """
     options = setup.roles.distillation
-    for source in sorted(sources) if options.teachers else ():
+    if not options.teachers:
+        return
+    if options.topk > len(setup.tokenizer):
+        raise ConfigError(
+            f"distillation.distillation_loss.topk={options.topk}: the tokenizer has only {len(setup.tokenizer)} tokens"
+        )
+    for source in sorted(sources):
         if options.teacher_of(source) is None:
             raise ConfigError(f"distillation.teachers: no teacher for data_source '{source}'; add it, or `default`")
     ours = setup.tokenizer.get_vocab()
@@ -47,11 +53,11 @@ def check_teachers(setup: RunSetup, sources: Collection[str]) -> None:
             )
 
 
-def teacher_log_probs(setup: RunSetup, batch: DataProto) -> Tensor:
-    """(rows, response_len) log-probs of the sampled tokens by each row's teacher, 0 elsewhere.
+def add_teacher_columns(setup: RunSetup, batch: DataProto) -> None:
+    """Adds what each row's teacher says of its tokens: see `etude.workers.teacher.teacher_columns`.
 
     Raises:
-        DataError: the hint cannot be put into a row's prompt.
+        DataError: the hint cannot be put into a row's prompt, or a row is longer than its teacher reads.
         EngineError: a teacher's server failed.
     """
     options, groups = setup.roles.distillation, setup.groups
@@ -59,16 +65,31 @@ def teacher_log_probs(setup: RunSetup, batch: DataProto) -> Tensor:
     rows: dict[str, list[int]] = {}
     for row, source in enumerate(batch.non_tensor_batch["data_source"].tolist()):
         rows.setdefault(str(options.teacher_of(source)), []).append(row)
-    found = torch.zeros(batch.batch["response_mask"].shape, dtype=torch.float32)
     for teacher, its_rows in rows.items():
-        part = asked.select_idxs(its_rows)
-        if teacher == SELF:
-            scored = groups.actor.compute_log_prob(part).fetch().batch["old_log_probs"]
-        else:
-            scored = groups.teachers[teacher].compute_teacher_log_prob(part).fetch().batch["teacher_log_probs"]
-        found = found.to(torch.promote_types(found.dtype, scored.dtype))
-        found[its_rows] = scored.to(found.dtype)
-    return found
+        part, group = asked.select_idxs(its_rows), groups.actor if teacher == SELF else groups.teachers[teacher]
+        _check_lengths(setup, batch, teacher, its_rows, part.batch["attention_mask"].sum(dim=1).tolist())
+        for name, scored in group.compute_teacher_log_prob(part).fetch().batch.items():
+            column = batch.batch.get(name)
+            if column is None:
+                column = scored.new_zeros(len(batch), *scored.shape[1:])
+            batch.batch[name] = column.to(torch.promote_types(column.dtype, scored.dtype))
+            batch.batch[name][its_rows] = scored.to(batch.batch[name].dtype)
+
+
+def _check_lengths(
+    setup: RunSetup, batch: DataProto, teacher: str, rows: Sequence[int], lengths: Sequence[int]
+) -> None:
+    """A server says itself what is too long for it."""
+    folder = None if teacher == SELF or is_address(teacher) else local_folder(teacher)
+    limit = setup.longest_sequence if teacher == SELF else longest_context(read_config(folder)) if folder else None
+    longest = max(range(len(rows)), key=lengths.__getitem__)
+    if limit is not None and lengths[longest] > limit:
+        columns, row = batch.non_tensor_batch, rows[longest]
+        raise DataError(
+            f"distillation.teachers: row {columns['index'][row]} of data_source '{columns['data_source'][row]}' has "
+            f"{lengths[longest]} tokens with its answer and any hint, of which the teacher {teacher} reads {limit}: shorten "
+            "distillation.hint or data.max_response_length, or take another teacher"
+        )
 
 
 def with_hint(setup: RunSetup, batch: DataProto, options: DistillationOptions) -> DataProto:
@@ -77,9 +98,7 @@ def with_hint(setup: RunSetup, batch: DataProto, options: DistillationOptions) -
     assert options.hint is not None
     columns, width = batch.batch, batch.batch["responses"].shape[1]
     prompts = [_hinted_prompt(setup, row, real, options.hint) for row, real in zip(rows_of(batch), _prompts_of(batch))]
-    # Padded on the left: reversed, padded on the right, reversed again.
-    reversed_ids = [torch.tensor(prompt[::-1], dtype=torch.long) for prompt in prompts]
-    ids = pad_sequence(reversed_ids, batch_first=True, padding_value=setup.tokenizer.pad_token_id or 0).flip(1)
+    ids = pad_rows(prompts, setup.tokenizer.pad_token_id or 0, left=True)
     lengths = torch.tensor([[len(prompt)] for prompt in prompts])
     real = (torch.arange(-ids.shape[1], 0) >= -lengths).long()
     asked = DataProto.from_single_dict(

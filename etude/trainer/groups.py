@@ -12,12 +12,13 @@ from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
 from etude.distributed.ray_store import RayStore
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
-from etude.options import RayOptions, RunOptions
+from etude.options import SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
@@ -95,28 +96,27 @@ class Groups:
 
 def open_groups(
     options: RoleOptions,
-    run: RunOptions | None = None,
-    cluster: RayOptions | None = None,
+    run: TrainOptions | SFTOptions | None = None,
     *,
     trains: bool = True,
     critic: bool = False,
     keeps_batches: bool = False,
 ) -> Groups:
-    """Starts the workers, which load no model yet, in this process or where `run` and `cluster` say. `trains`, `critic`:
+    """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
     whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches. If one cannot
     start, the others are closed.
 
     Raises:
-        ConfigError: there is no such cluster, or it lacks the resources.
+        ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
     """
     scores_batches = options.rollout.mode == "sync" and options.reward.enable
     teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
         start: Callable[[type[Worker], RoleOptions], WorkerGroup] = _in_process
-        keeps_batches = keeps_batches and run is not None and run.backend == "ray"
-        if run is not None and run.backend == "ray":
+        keeps_batches = keeps_batches and run is not None and run.trainer.backend == "ray"
+        if run is not None and run.trainer.backend == "ray":
             roles = 1 + critic + scores_batches + len(teachers)
-            options, start = _on_ray(options, run, cluster or RayOptions(), roles, stack)
+            options, start = _on_ray(options, run, roles, stack)
 
         def opened(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
             group = start(worker, its_options)
@@ -154,12 +154,13 @@ def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
 
 
 def _on_ray(
-    options: RoleOptions, run: RunOptions, cluster: RayOptions, roles: int, stack: ExitStack
+    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
     """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
-    processes = [run.n_gpus_per_node] * run.nnodes
+    trainer, cluster = run.trainer, run.ray
+    processes = [trainer.n_gpus_per_node] * trainer.nnodes
     stack.callback(connect(cluster.address, cluster.init_kwargs, sum(processes)))
-    if run.device == "auto" and has_gpus():
+    if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # the driver's node need not have one
     pool = ResourcePool(processes, use_gpu=options.device.startswith("cuda"), max_colocate_count=roles)
     stack.callback(pool.close)
@@ -170,7 +171,7 @@ def _on_ray(
     try:
         pool.place()
     except ConfigError as error:
-        raise ConfigError(
-            f"trainer.nnodes={run.nnodes}, trainer.n_gpus_per_node={run.n_gpus_per_node}: {error}"
-        ) from error
+        asked = f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+        raise ConfigError(f"{asked}: {error}") from error
+    check_nodes(run, pool.node_ids, pool.use_gpu)
     return options, start

@@ -16,8 +16,8 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.data import ResumableLoader, RLDataset
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
@@ -37,7 +37,7 @@ from etude.trainer.batch_functions import (
 )
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
-from etude.trainer.distillation import check_teachers, teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
@@ -64,7 +64,11 @@ class PPOTrainer:
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
-            train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
+            train,
+            setup.data.train_batch_size,
+            shuffle=setup.data.shuffle,
+            seed=setup.data.seed,
+            sampler=open_sampler(setup.data, train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
@@ -80,7 +84,7 @@ class PPOTrainer:
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
@@ -186,7 +190,7 @@ class PPOTrainer:
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the original error
+        except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -198,6 +202,8 @@ class PPOTrainer:
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
             rollouts, metrics = taken.batch, taken.metrics
+            if self.loader.sampler is not None:
+                self.loader.update(rollouts.fetch())  # the user's, on the driver
             batch = self._expand(rollouts)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
@@ -248,9 +254,7 @@ class PPOTrainer:
         return rollouts if expanded is None else expanded
 
     def _dump(self, folder: str, rollouts: Batch) -> None:
-        if len(rollouts):
-            reward = self.setup.roles.reward
-            self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, reward)
+        self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward)
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
@@ -275,8 +279,13 @@ class PPOTrainer:
     def _with_teacher_log_probs(self, batch: Batch) -> Batch:
         if not self.setup.roles.distillation.teachers:
             return batch
-        found = DataProto.from_dict({"teacher_log_probs": teacher_log_probs(self.setup, batch.fetch())})
-        return batch.union(self._run(DataProto.fetch, found))
+        whole = batch.fetch()  # the driver asks the teachers
+        known = set(whole.batch.keys())
+        add_teacher_columns(self.setup, whole)
+        if batch is whole:
+            return batch
+        added = whole.select([name for name in whole.batch.keys() if name not in known], [], [])  # noqa: SIM118
+        return batch.union(self._run(DataProto.fetch, added))
 
     def _with_values(self, batch: Batch) -> Batch:
         critic = self.groups.critic

@@ -33,7 +33,7 @@ def preference_step(
         for sequence in rollout
     ]
     batch = demonstrations_to_batch([sequence for _, sequence in owned], pad_token_id)
-    batch.meta_info |= {"temperature": 1.0, "global_step": step}
+    batch.meta_info |= {"temperature": 1.0, "global_step": step, "in_update": True}
     policy = actor.compute_log_prob(batch).batch["old_log_probs"]
     reference = actor.compute_ref_log_prob(batch).batch["ref_log_prob"]
     owners = torch.tensor([owner for owner, _ in owned])

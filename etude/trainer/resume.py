@@ -23,6 +23,7 @@ from typing import Any
 import yaml
 from omegaconf import DictConfig, OmegaConf
 
+from etude.algorithms import ADVANTAGE_ESTIMATORS
 from etude.config import flatten
 from etude.data import ResumableLoader
 from etude.errors import CheckpointError, ConfigError, one_line
@@ -59,11 +60,16 @@ def _stays_adaptive(then: Leaves, now: Leaves) -> bool:
     return then.get("algorithm.kl_ctrl.type") == now.get("algorithm.kl_ctrl.type") == "adaptive"
 
 
-def _other_rank(then: Leaves, now: Leaves) -> bool:
-    return (then.get(_LORA_RANK) or 0) != (now.get(_LORA_RANK) or 0)  # runs of before the key have none
+def _other_rank(key: str) -> Callable[[Leaves, Leaves], bool]:
+    return lambda then, now: (then.get(key) or 0) != (now.get(key) or 0)  # runs of before the key have none
 
 
-_LORA_RANK = "actor_rollout_ref.model.lora_rank"
+def _has_critic(then: Leaves, now: Leaves) -> bool:
+    records = (ADVANTAGE_ESTIMATORS.find(str(each.get("algorithm.adv_estimator"))) for each in (then, now))
+    return all(record is not None and "values" in record.needs for record in records)
+
+
+_LORA_RANK, _CRITICS_RANK = "actor_rollout_ref.model.lora_rank", "critic.model.lora_rank"
 _ORDER = "the order of the rows still to come depends on it"
 RULES = (
     Rule("trainer.resume_*", Effect.UNCOMPARED),
@@ -72,12 +78,14 @@ RULES = (
     Rule("trainer.experiment_name", Effect.UNCOMPARED),
     Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
-    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank),
+    Rule("critic.*", Effect.HONOURED, when=lambda then, now: not _has_critic(then, now)),
+    Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_LORA_RANK)),
+    Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_CRITICS_RANK)),
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),
-    Rule("actor_rollout_ref.actor.optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
-    Rule("optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
+    Rule("data.sampler.*", Effect.REFUSED, _ORDER),
+    Rule("*optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
     Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller continues from its own", _stays_adaptive),
     Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),
 )

@@ -15,7 +15,7 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
 from etude.config.checks import check_names, check_records, effective_keys
-from etude.data import RLDataset
+from etude.data import RLDataset, custom_rows
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
 from etude.model_folder import local_folder, longest_context, read_config
@@ -103,6 +103,14 @@ class RunSetup(PlainSetup):
             ConfigError: no scorer is known for a row's data source.
             DataError: something is wrong with a file or row.
         """
+        given = None
+        if self.data.custom_cls.path is not None:
+            multi_turn = self.roles.rollout.multi_turn
+            tools = {
+                "tool_config_path": list(multi_turn.tool_config_path or ()),
+                "function_tool_path": list(multi_turn.function_tool_path or ()),
+            }
+            given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
         rows = RLDataset(
             files,
             chat=self.chat,
@@ -112,6 +120,7 @@ class RunSetup(PlainSetup):
             options=self.data,
             images=self.bundle.images,
             max_samples=max_samples,
+            rows=given,
         )
         reward = self.roles.reward
         own = self.roles.custom_reward
@@ -137,14 +146,8 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     options, roles, bundle = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False)
-    groups = open_groups(
-        roles,
-        options.trainer,
-        options.ray,
-        trains=trains,
-        critic=trains and "values" in options.needs,
-        keeps_batches=trains,
-    )
+    critic = trains and "values" in options.needs
+    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(
@@ -193,6 +196,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
+        adapter_versions=run.max_staleness + 1,
     )
     bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
     if bundle.processor is not None:

@@ -88,7 +88,7 @@ class SFTTrainer:
         self.step = 0
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
-        self.groups = open_groups(self.roles, options.trainer, options.ray)
+        self.groups = open_groups(self.roles, options)
         with self.groups.closed_on_error():
             self._read_data()
 

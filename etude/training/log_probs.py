@@ -50,6 +50,7 @@ def token_log_probs(
     temperature: float = 1.0,
     entropy_grad: bool = False,
     sum_pi_squared: Tensor | None = None,
+    likeliest: tuple[Tensor, Tensor] | None = None,
     support: Support | None = None,
     chunk: int | None = None,
 ) -> tuple[Tensor, Tensor]:
@@ -59,20 +60,23 @@ def token_log_probs(
         hidden: (tokens, hidden_size).
         weight: (vocabulary, hidden_size); logits are hidden · weightᵀ + bias, divided by `temperature`.
         finish: what the model does to its logits first (see `etude.models.packed.logit_finish`).
-        labels: (tokens,).
+        labels: (tokens,) ids, or (tokens, k): several of each distribution.
         entropy_grad: whether the entropies carry a gradient (an entropy bonus) or are only reported.
         sum_pi_squared: (tokens,), filled with Σ p² over the vocabulary, without a gradient.
+        likeliest: (tokens, k) ids and log-probs, filled with the k likeliest ids, the likeliest first, without a gradient.
         support: the distributions are renormalised over these ids, among which the labels are.
         chunk: tokens per chunk.
 
     Returns:
-        (tokens,) log-probs and (tokens,) entropies, in nats.
+        Log-probs of the shape of `labels` and (tokens,) entropies, in nats.
     """
     size = chunk or max(64, _CHUNK // weight.shape[0])
     keep = torch.is_grad_enabled() and len(labels) * weight.shape[0] <= _KEEP
-    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, support)
-    log_probs, entropies = _LabelLogProbs.apply(hidden, weight, bias, labels, head)
-    return log_probs, entropies
+    head = _Head(finish, temperature, entropy_grad, size, keep, sum_pi_squared, likeliest, support)
+    log_probs, entropies = _LabelLogProbs.apply(
+        hidden, weight, bias, labels[:, None] if labels.ndim == 1 else labels, head
+    )
+    return log_probs.view(labels.shape), entropies
 
 
 class _Head:
@@ -86,10 +90,12 @@ class _Head:
         chunk: int,
         keep: bool,
         sum_pi_squared: Tensor | None,
+        likeliest: tuple[Tensor, Tensor] | None,
         support: Support | None,
     ) -> None:
         self.finish, self.temperature, self.entropy_grad = finish, temperature, entropy_grad
         self.chunk, self.keep, self.sum_pi_squared, self.support = chunk, keep, sum_pi_squared, support
+        self.likeliest = likeliest
 
     def logits(self, hidden: Tensor, weight: Tensor, bias: Tensor | None, rows: slice) -> tuple[Tensor, Tensor]:
         """The product of some rows, and the softmax's input; (rows, vocabulary) both, the second at least float32."""
@@ -118,18 +124,22 @@ class _LabelLogProbs(torch.autograd.Function):
         ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, head: _Head
     ) -> tuple[Tensor, Tensor]:
         kind = torch.promote_types(hidden.dtype, torch.float32)
-        log_probs = hidden.new_empty(len(labels), dtype=kind)
-        entropies = torch.empty_like(log_probs)
+        log_probs = hidden.new_empty(labels.shape, dtype=kind)
+        entropies = hidden.new_empty(len(labels), dtype=kind)
         kept: list[Tensor] = []
         for start in range(0, len(labels), head.chunk):
             rows = slice(start, min(start + head.chunk, len(labels)))
             _, logits = head.logits(hidden, weight, bias, rows)
             probs = logits.softmax(dim=-1)
             normaliser = logits.amax(dim=-1) - probs.amax(dim=-1).log()  # log Σ exp: the largest p is exp(max - that)
-            log_probs[rows] = logits.gather(1, labels[rows, None]).squeeze(1) - normaliser
+            log_probs[rows] = logits.gather(1, labels[rows]) - normaliser[:, None]
             entropies[rows] = normaliser - torch.linalg.vecdot(probs, logits)
             if head.sum_pi_squared is not None:
                 head.sum_pi_squared[rows] = torch.linalg.vecdot(probs, probs)
+            if head.likeliest is not None:
+                ids, top = head.likeliest
+                found = logits.topk(ids.shape[1], dim=-1)
+                ids[rows], top[rows] = found.indices, found.values - normaliser[:, None]
             if head.keep:
                 kept.append(probs)
         ctx.save_for_backward(hidden, weight, bias, labels, entropies, *kept)
@@ -155,8 +165,8 @@ class _LabelLogProbs(torch.autograd.Function):
             else:
                 product, logits = head.logits(hidden, weight, bias, rows)
                 probs = logits.softmax(dim=-1)
-            gradient = probs * -of_log_probs[rows, None]
-            gradient.scatter_add_(1, labels[rows, None], of_log_probs[rows, None])
+            gradient = probs * -of_log_probs[rows].sum(dim=1, keepdim=True)
+            gradient.scatter_add_(1, labels[rows], of_log_probs[rows])
             if head.entropy_grad:
                 bent = torch.xlogy(probs, probs).addcmul_(probs, entropies[rows, None])
                 gradient.addcmul_(bent, of_entropies[rows, None], value=-1.0)

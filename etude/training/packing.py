@@ -61,8 +61,8 @@ class PackedRows:
         return packed_hidden(model, self.token_ids, positions, self.layout, shown).index_select(0, self.source)
 
     def scatter(self, values: Tensor) -> Tensor:
-        """(scored,) values into a (rows, response_len) matrix of zeros; differentiable."""
-        return values.new_zeros(self.shape).index_put((self.row, self.column), values)
+        """(scored, …) values into a (rows, response_len, …) tensor of zeros; differentiable."""
+        return values.new_zeros(self.shape + values.shape[1:]).index_put((self.row, self.column), values)
 
 
 def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vision | None = None) -> PackedRows:

@@ -75,7 +75,8 @@ def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str,
 
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
-# micro-batch's scored tokens).
+# micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
+# these ids (rows, response_len, k), with a gradient.
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
@@ -105,7 +106,13 @@ class PolicyEngine:
         self._device, self._vision = compute_device(model), Vision.of(model.config)
 
     def _forward(
-        self, packed: PackedRows, temperature: float, entropy_grad: bool = False, squares: Tensor | None = None
+        self,
+        packed: PackedRows,
+        temperature: float,
+        entropy_grad: bool = False,
+        squares: Tensor | None = None,
+        likeliest: tuple[Tensor, Tensor] | None = None,
+        labels: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         head = self.model.get_output_embeddings()
         return run_forward(
@@ -113,12 +120,13 @@ class PolicyEngine:
             lambda: token_log_probs(
                 packed.hidden(self.model),
                 head.weight,
-                packed.labels,
+                packed.labels if labels is None else labels,
                 bias=head.bias,
                 finish=logit_finish(self.model),
                 temperature=temperature,
                 entropy_grad=entropy_grad,
                 sum_pi_squared=squares,
+                likeliest=likeliest,
                 support=packed.support,
             ),
         )
@@ -128,26 +136,34 @@ class PolicyEngine:
         return self._forward(pack(filler(), [0], self._device), 1.0)[0].sum() * 0
 
     @torch.no_grad()
-    def log_probs(self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False) -> tuple[Tensor, ...]:
-        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU,
-        0 where `response_mask` is 0."""
+    def log_probs(
+        self, batch: DataProto, temperature: float, *, sum_pi_squared: bool = False, topk: int = 0
+    ) -> tuple[Tensor, ...]:
+        """Log-probs, entropies and, with `sum_pi_squared`, Σ p² over the vocabulary: (batch, response_len) on the CPU, 0
+        where `response_mask` is 0; with `topk`, the ids and log-probs of the likeliest tokens (batch, response_len, topk),
+        too."""
         check_images(batch, self.model.config)
         self.model.eval()
         kind = torch.promote_types(next(self.model.parameters()).dtype, torch.float32)
         shape = batch.batch["response_mask"].shape
-        result = tuple(torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared))
+        result = [torch.zeros(shape, dtype=kind) for _ in range(2 + sum_pi_squared)]
+        if topk:
+            result += [torch.zeros((*shape, topk), dtype=torch.long), torch.zeros((*shape, topk), dtype=kind)]
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
         for rows in micros:
             packed = pack(batch, rows, self._device, self._vision)
-            squares = torch.empty(packed.labels.shape, dtype=kind, device=self._device) if sum_pi_squared else None
+            squares = packed.labels.new_empty(len(packed.labels), dtype=kind) if sum_pi_squared else None
+            ids = packed.labels.new_empty(len(packed.labels), topk)
+            top = ids, torch.empty_like(ids, dtype=kind)
             with replay_experts(self.model, packed.experts):
-                found = self._forward(packed, temperature, squares=squares)
-            for column, values in zip(result, found if squares is None else (*found, squares)):
+                found = self._forward(packed, temperature, squares=squares, likeliest=top if topk else None)
+            found = (*found, *(() if squares is None else (squares,)), *(top if topk else ()))
+            for column, values in zip(result, found, strict=True):
                 column[rows] = packed.scatter(values).cpu()
         for _ in range(idle):
             self._idle()
-        return result
+        return tuple(result)
 
     def update(
         self,
@@ -170,8 +186,14 @@ class PolicyEngine:
             for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
+                taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
+                if taught is not None:
+                    labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
                 with replay_experts(self.model, packed.experts):  # checkpointed layers are computed again in backward
-                    values, entropies = self._forward(packed, temperature, entropy_grad)
+                    values, entropies = self._forward(packed, temperature, entropy_grad, labels=labels)
+                    if taught is not None:
+                        micro.batch["topk_log_probs"] = packed.scatter(values[:, 1:])
+                        values = values[:, 0]
                     loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from contextlib import nullcontext
 from typing import Any
 
 from torch import Tensor
@@ -12,6 +13,7 @@ from etude.algorithms import (
     POLICY_LOSSES,
     PolicyLoss,
     agg_loss,
+    forward_kl_topk,
     importance_weights,
     kl_penalty,
     masked_mean,
@@ -29,6 +31,7 @@ from etude.training import LossScale, PolicyEngine, sft_step
 from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import TrainedWorker
 from etude.workers.role import TOKENS
+from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 
 
 class TrainWorker(TrainedWorker):
@@ -45,6 +48,7 @@ class TrainWorker(TrainedWorker):
             ConfigError: the model's folder or an optimizer setting is wrong.
         """
         options, actor = self.options, self.options.actor
+        self.is_spread(actor)  # or refuses, before a model is loaded
         self.model = self.load_policy("float32")
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
@@ -61,10 +65,16 @@ class TrainWorker(TrainedWorker):
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_log_prob(self, data: DataProto) -> DataProto:
         """`old_log_probs`, `entropys` and, where meta_info says so, `sum_pi_squared` (batch, response_len) of the current
-        weights, at meta_info's `temperature`."""
-        squares = bool(data.meta_info.get("sum_pi_squared"))
-        found = self._actor.log_probs(data, data.meta_info["temperature"], sum_pi_squared=squares)
+        weights, at meta_info's `temperature`; with its `in_update`, of the weights that the next gradient is taken at."""
+        meta, squares = data.meta_info, bool(data.meta_info.get("sum_pi_squared"))
+        with self._optimizer.training() if meta.get("in_update") else nullcontext():
+            found = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
         return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
+    def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
+        """As `TeacherWorker`'s, by the current weights."""
+        return teacher_columns(self._actor, data, self.options.distillation.topk, len(self.tokenizer))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_ref_log_prob(self, data: DataProto) -> DataProto:
@@ -79,7 +89,14 @@ class TrainWorker(TrainedWorker):
     @register(
         dispatch_mode=Dispatch.DP_COMPUTE,
         columns=(*TOKENS, "advantages"),
-        optional=(*PolicyLoss.columns, "rollout_tokens", "selected_tokens", "rollout_is_weights", *OF_SEQUENCES),
+        optional=(
+            *PolicyLoss.columns,
+            *TOPK_COLUMNS,
+            "rollout_tokens",
+            "selected_tokens",
+            "rollout_is_weights",
+            *OF_SEQUENCES,
+        ),
     )
     def update_actor(self, data: DataProto) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch. meta_info: `temperature`, `global_step`, the counts of
@@ -87,7 +104,8 @@ class TrainWorker(TrainedWorker):
         changed yet, are compared with the engine's. Returns metrics named `actor/*`."""
         actor, meta = self.options.actor, data.meta_info
         self._optimizer.training_step = meta["global_step"]
-        loss = self._compared_loss if meta.get("compare_rollout") else self._loss
+        compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # then these weights did not sample
+        loss = self._compared_loss if compares else self._loss
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
@@ -143,6 +161,10 @@ class TrainWorker(TrainedWorker):
             penalty = kl_penalty(log_probs, columns["ref_log_prob"], actor.kl_loss_type)
             loss = loss + actor.kl_loss_coef * agg_loss(penalty, mask, **scaling)
             metrics["kl_loss"] = float(masked_mean(penalty.detach(), mask))
+        if (ours := columns.get("topk_log_probs")) is not None:
+            distances, found = forward_kl_topk(ours, columns["teacher_topk_log_probs"], mask)
+            loss = loss + self.options.distillation.coef * agg_loss(distances, mask, **scaling)
+            metrics |= found
         return loss, metrics
 
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:

@@ -79,11 +79,15 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; None: the engine has its own."""
+        """`actor` holds the weights that are sampled from; where rollouts stream, `update_weights` copies them.
+        None: it has its own."""
         options, context = self.options, self.context
-        engine = build_engine(options, None if actor is None else actor.model, self.tokenizer)
+        shared = None if actor is None or options.streams else actor.model
+        engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
             self._thread = threading.Thread(target=self._loop.run_forever, name="etude-rollout", daemon=True)

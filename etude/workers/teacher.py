@@ -4,23 +4,42 @@ from __future__ import annotations
 
 import asyncio
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from etude.agents.batch import IMAGES
+from etude.algorithms.distillation import ABSENT
 from etude.bounded import gather
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError, EngineError
 from etude.inference.http import HttpServer
-from etude.models import load_causal_lm
+from etude.models import check_vocabulary, load_causal_lm
 from etude.options.distillation import is_address
+from etude.options.serving import server_url
 from etude.protocol import DataProto
 from etude.training import PolicyEngine
 from etude.trajectory import KEPT_IDS
 from etude.workers.role import TOKENS, RoleWorker
 
 _ROUTE = "/v1/completions"
+TOPK_COLUMNS = ("teacher_topk_ids", "teacher_topk_log_probs")
+Scores = tuple[float, list[int], list[float]]  # a token's log-prob, and the likeliest ids there with theirs
+
+
+def teacher_columns(engine: PolicyEngine, data: DataProto, topk: int, vocabulary: int) -> DataProto:
+    """`teacher_log_probs` (batch, response_len) of the sampled tokens by the engine's model at meta_info's `temperature`, 0
+    where `response_mask` is 0; with `topk`, also `teacher_topk_ids` (batch, response_len, topk), those below `vocabulary`
+    among its likeliest, and `teacher_topk_log_probs`, `ABSENT` elsewhere."""
+    log_probs, _, *likeliest = engine.log_probs(data, data.meta_info["temperature"], topk=topk)
+    columns = {"teacher_log_probs": log_probs}
+    if likeliest:
+        ids, top = likeliest
+        known = ids < vocabulary  # an embedding may have rows beyond the tokenizer's, each model another number of them
+        columns |= zip(TOPK_COLUMNS, (ids.where(known, 0).int(), top.where(known, ABSENT)))
+    return DataProto.from_single_dict(columns)
 
 
 class TeacherWorker(RoleWorker):
@@ -31,72 +50,92 @@ class TeacherWorker(RoleWorker):
         """Loads the model; a server is asked for a first score.
 
         Raises:
-            ConfigError: the model's folder is wrong.
+            ConfigError: the model's folder is wrong, or the model has fewer embedding rows than the policy has tokens.
             EngineError: the server does not answer, or gives no log-probs of prompts.
         """
         options, teacher = self.options, self.options.teacher
         if teacher is None:
             raise ConfigError("distillation.teachers names no teacher for this worker")
         if is_address(teacher):
-            self._server = HttpServer(teacher.rstrip("/"), timeout=options.distillation.server_timeout)
+            self._server = HttpServer(server_url(teacher), timeout=options.distillation.server_timeout)
             asyncio.run(self._ask([[0, 0]]))
             return
         model = load_causal_lm(
             teacher, dtype=options.model.dtype, device=self.device, trust_remote_code=options.model.trust_remote_code
         )
+        check_vocabulary(self.tokenizer, model)
         self._engine = PolicyEngine(model, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES, KEPT_IDS))
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
-        """`teacher_log_probs` (batch, response_len) at meta_info's `temperature`, 0 where `response_mask` is 0.
+        """See `teacher_columns`.
 
         Raises:
             EngineError: the server failed.
         """
         assert self.options.teacher is not None
         if is_address(self.options.teacher):
-            return DataProto.from_single_dict({"teacher_log_probs": asyncio.run(self._served(data))})
-        found = self._engine.log_probs(data, data.meta_info["temperature"])[0]
-        return DataProto.from_single_dict({"teacher_log_probs": found})
+            return asyncio.run(self._served(data))
+        return teacher_columns(self._engine, data, self.options.distillation.topk, len(self.tokenizer))
 
-    async def _served(self, data: DataProto) -> torch.Tensor:
+    async def _served(self, data: DataProto) -> DataProto:
         columns = data.batch
         ids, real = columns["input_ids"], columns["attention_mask"].bool()
         mask = columns["response_mask"].bool()
         sequences = [row[kept].tolist() for row, kept in zip(ids, real)]
         scored = await self._ask(sequences)
-        found = torch.zeros(ids.shape, dtype=torch.float32)
+        width, k = mask.shape[1], self.options.distillation.topk
+        names = ("teacher_log_probs", *(TOPK_COLUMNS if k else ()))
+        empty = (torch.zeros(ids.shape), torch.zeros(*ids.shape, k, dtype=torch.int), torch.zeros(*ids.shape, k))
+        columns = dict(zip(names, empty))
         for row, values in enumerate(scored):
-            found[row, real[row]] = torch.tensor(values, dtype=torch.float32)
-        return torch.where(mask, found[:, -mask.shape[1] :], 0.0)
+            for column, of_tokens in zip(columns.values(), zip(*values)):
+                column[row, real[row]] = torch.tensor(of_tokens, dtype=column.dtype)
 
-    async def _ask(self, sequences: list[list[int]]) -> list[list[float]]:
-        """The log-prob of each token given those before it, 0.0 for the first."""
+        def on_the_mask(column: Tensor) -> Tensor:
+            column = column[:, -width:]
+            return torch.where(mask.view(*mask.shape, *[1] * (column.ndim - 2)), column, 0)
+
+        return DataProto.from_single_dict({name: on_the_mask(column) for name, column in columns.items()})
+
+    async def _ask(self, sequences: list[list[int]]) -> list[list[Scores]]:
+        """What the server says of each token given those before it; zeros of the first."""
         limit = asyncio.Semaphore(self.options.distillation.max_concurrent_requests)
 
-        async def ask(sequence: list[int]) -> list[float]:
+        async def ask(sequence: list[int]) -> list[Scores]:
             async with limit:
                 return await self._ask_one(sequence)
 
         return await gather(ask(sequence) for sequence in sequences)
 
-    async def _ask_one(self, sequence: list[int]) -> list[float]:
-        server, body = self._server, {"prompt": sequence, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        for failures in range(self.options.rollout.infrastructure_retries + 1):
+    async def _ask_one(self, sequence: list[int]) -> list[Scores]:
+        server, k, failures = self._server, self.options.distillation.topk, 0
+        body = {"prompt": sequence, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": k}
+        while True:
             try:
                 answer = await server.ask(_ROUTE, body)
                 with server.reading(_ROUTE):
-                    return _read(answer, sequence, server.url)
+                    return _read(answer, sequence, k, len(self.tokenizer), server.url)
             except EngineError:
-                if failures == self.options.rollout.infrastructure_retries:
+                failures += 1
+                if failures > self.options.rollout.infrastructure_retries:
                     raise
-        raise AssertionError("unreachable")
 
 
-def _read(answer: Any, sequence: list[int], url: str) -> list[float]:
+def _read(answer: Any, sequence: list[int], k: int, vocabulary: int, url: str) -> list[Scores]:
     """The log-probs in vLLM's `prompt_logprobs`: per token a mapping from ids to log-probs, null for the first."""
     scored = answer["choices"][0]["prompt_logprobs"]
-    found = [0.0, *(float(entry[str(token)]["logprob"]) for entry, token in zip(scored[1:], sequence[1:]))]
-    if len(scored) != len(sequence) or not all(map(math.isfinite, found)):
+    found = [(0.0, [0] * k, [0.0] * k)]
+    found += [_read_token(entry, token, k, vocabulary) for entry, token in zip(scored[1:], sequence[1:])]
+    if len(scored) != len(sequence) or not all(
+        map(math.isfinite, (value for one, _, top in found for value in (one, *top)))
+    ):
         raise EngineError(f"{url}{_ROUTE}: prompt_logprobs do not match the {len(sequence)} tokens of the request")
     return found
+
+
+def _read_token(entry: Mapping[str, Any], token: int, k: int, vocabulary: int) -> Scores:
+    by_id = {int(number): float(each["logprob"]) for number, each in entry.items()}
+    known = sorted((number for number in by_id if 0 <= number < vocabulary), key=lambda number: -by_id[number])[:k]
+    missing = k - len(known)
+    return by_id[token], [*known, *[0] * missing], [*(by_id[number] for number in known), *[ABSENT] * missing]

@@ -1,13 +1,16 @@
-"""Records what verl 0.9.1's policy losses, KL penalties and value loss make of fixed inputs: values, gradients, metrics.
+"""Records what verl 0.9.1's policy losses, KL penalties, value loss and top-k distillation loss make of fixed inputs:
+values, gradients, metrics.
 
     <python with verl 0.9.1> tests/algorithms/record_verl_losses.py
 
-writes tests/algorithms/data/verl_losses.json, which test_algorithms_policy_losses.py compares with. Everything is float64.
+writes tests/algorithms/data/verl_losses.json, which test_algorithms_policy_losses.py and test_algorithms_distillation.py
+compare with. Everything is float64 but the distillation loss, which computes in float32.
 """
 
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -140,10 +143,32 @@ def record_coefficients() -> list[float]:
     return found
 
 
+def distributions() -> tuple[torch.Tensor, torch.Tensor]:
+    """(tokens, vocabulary) log-probs of a teacher and of a policy near it."""
+    place = torch.arange(6 * 11, dtype=torch.float64).view(6, 11)
+    teacher, policy = 3 * torch.sin(1.9 * place), 3 * torch.sin(1.9 * place) + torch.cos(2.7 * place)
+    return teacher.log_softmax(dim=-1), policy.log_softmax(dim=-1)
+
+
+def record_distillation() -> dict:
+    from verl.trainer.distillation.fsdp.losses import compute_forward_kl_topk
+
+    teacher, policy = distributions()
+    log_probs, ids = teacher.topk(4, dim=-1)
+    logits = policy[None].float().requires_grad_()
+    nested = [torch.nested.nested_tensor([each], layout=torch.jagged) for each in (log_probs.float(), ids)]
+    config = SimpleNamespace(distillation_loss=SimpleNamespace(log_prob_min_clamp=None))
+    found = compute_forward_kl_topk(logits, *nested, config, "thd")
+    (gradient,) = torch.autograd.grad(found["distillation_losses"].sum(), logits)
+    names = ("distillation_losses", "student_mass", "teacher_mass")
+    return {name: found[name][0].tolist() for name in names} | {"gradient": gradient[0].tolist()}
+
+
 if __name__ == "__main__":
     import verl
 
     recorded = {"made by": "tests/algorithms/record_verl_losses.py", "verl": verl.__version__, "cases": record()}
     recorded |= {"kl": record_kl(), "value loss": record_values(), "adaptive kl": record_coefficients()}
+    recorded["distillation"] = record_distillation()
     path = Path(__file__).parent / "data" / "verl_losses.json"
     path.write_text(json.dumps(recorded, indent=None, separators=(",", ":")).replace('{"loss"', '\n{"loss"') + "\n")

@@ -44,7 +44,6 @@ REPLACEMENTS = {
     "actor_rollout_ref.model.lora.rank=32": "write model.lora_rank=N",
     "actor_rollout_ref.model.external_lib=my.module": "plugins=[MODULE]",
     "data.gen_batch_size=1536": "data.train_batch_size",
-    "data.custom_cls.path=retool.py": "data.train_files",
     "reward.reward_model.enable=true": "custom_reward_function.path=FILE.py",
     "reward_model.sandbox_fusion.url=http://a/run_code": "ETUDE_SANDBOX_URL",
     "trainer.val_only=true": "etude eval",

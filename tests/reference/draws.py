@@ -82,6 +82,8 @@ CHOICES = {
     "distillation.teachers": ["{{default: {folder}/other}}"],
     "distillation.coef": [0.3],
     "distillation.task_coef": [0.7],
+    "distillation.distillation_loss.loss_mode": ["forward_kl_topk", "k1"],
+    "distillation.distillation_loss.topk": [3],
     f"{ACTOR}.ppo_mini_batch_size": [1, 2],
     f"{ACTOR}.ppo_max_token_len_per_gpu": [40],
     f"{ACTOR}.ppo_epochs": [2],
@@ -136,6 +138,7 @@ GRPO = {"algorithm.adv_estimator": "grpo"}
 KL_IN_REWARD = {"algorithm.use_kl_in_reward": "true", "trainer.total_training_steps": 3}
 KL_IN_LOSS = {f"{ACTOR}.use_kl_loss": "true", f"{ACTOR}.ppo_epochs": 2}
 TEACHER = {"distillation.teachers": "{{default: {folder}/other}}"}
+TOP_K = {"distillation.distillation_loss.loss_mode": "forward_kl_topk"}
 ADAPTIVE = KL_IN_REWARD | {"algorithm.kl_ctrl.type": "adaptive"}
 MOVING = {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2}
 DIFFERS = {f"{ROLLOUT}.dtype": "bfloat16", f"{CORRECTION}.bypass_mode": None}
@@ -173,6 +176,8 @@ NEEDS = {
     },
     "distillation.coef": TEACHER,
     "distillation.task_coef": TEACHER,
+    "distillation.distillation_loss.loss_mode": TEACHER,
+    "distillation.distillation_loss.topk": TEACHER | TOP_K,
     f"{CORRECTION}.loss_type": MOVING | {f"{CORRECTION}.bypass_mode": "true", f"{LOSS}.loss_mode": None},
     f"{CORRECTION}.rollout_is": DIFFERS,
     f"{CORRECTION}.rollout_is_threshold": WEIGHTED,
@@ -251,6 +256,9 @@ def allowed(chosen):
     if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
         chosen.pop("algorithm.zero_variance", None)
+        if TOP_K.items() <= chosen.items():  # over the whole vocabulary
+            chosen.pop(f"{ROLLOUT}.top_p", None)
+            chosen.pop(f"{ROLLOUT}.top_k", None)
     estimator = chosen.get("algorithm.adv_estimator")
     allow_estimator(chosen, estimator)
     if estimator is not None and f"{ACTOR}.use_kl_loss" in chosen:  # of groups with equal scores

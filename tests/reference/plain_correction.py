@@ -160,7 +160,8 @@ def correct(rows, options, together):
         for row in rows:
             stays = torch.tensor(kept[row], dtype=torch.bool)
             row.kept_ids = [ids for ids, flag in zip(row.kept_ids, kept[row]) if flag]
-            for name in ("sampled", "engine", "current", "old", "ref", "values", "advantages", "returns", "weights"):
+            of_tokens = ("sampled", "engine", "current", "old", "ref", "taught", "values", "advantages", "returns")
+            for name in (*of_tokens, "weights"):
                 setattr(row, name, getattr(row, name)[stays])
     return [row for row in rows if len(row)], figures
 

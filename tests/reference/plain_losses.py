@@ -229,3 +229,17 @@ def counted_by(mode, rows):
     """What a mini-batch's loss was normalised by: tokens, rollouts, nothing."""
     rollouts = len({id(row.rollout) for row in rows})
     return {"token-mean": sum(map(len, rows)), "token-sum": 1}.get(mode, rollouts)
+
+
+def plain_forward_kl(teacher, policy, k):
+    """(T,) Σ_i p_i log(p_i / q_i) over the teacher's k likeliest tokens and all others as one, and the masses of the former;
+    `teacher` and `policy` are (T, vocabulary) log-probs."""
+    found, masses = [], {"teacher_mass": [], "student_mass": []}
+    for p, q in zip(teacher.exp(), policy.exp()):
+        order = p.argsort(descending=True)
+        top, rest = order[:k], order[k:]
+        p_rest, q_rest = p[rest].sum(), q[rest].sum()
+        found.append((p[top] * (p[top] / q[top]).log()).sum() + p_rest * (p_rest / q_rest).log())
+        masses["teacher_mass"].append(float(p[top].sum()))
+        masses["student_mass"].append(float(q[top].sum().detach()))
+    return torch.stack(found), masses

@@ -24,6 +24,7 @@ import torch
 from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
+from plain_losses import plain_forward_kl as forward_kl
 from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -47,6 +48,7 @@ class Row:
         self.values, self.rewards, self.advantages, self.returns = zero, zero.clone(), zero, zero
         self.norms = zero  # of the score function, squared
         self.weights = zero + 1  # of the policy loss
+        self.taught = zero  # with a teacher (T, vocabulary), its log-probs
 
     def __len__(self) -> int:
         return len(self.sampled)
@@ -202,6 +204,8 @@ class PlainTrainer:
         self.distillation = config["distillation"]
         teacher = self.distillation["teachers"].get("default")
         self.teacher = load_policy(teacher) if teacher else None
+        loss = self.distillation["distillation_loss"]
+        self.topk = loss["topk"] if teacher and loss["loss_mode"] == "forward_kl_topk" else 0
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
         if self.has_critic:
             self.critic = Critic(self.critic_options["model"]["path"])
@@ -292,12 +296,14 @@ class PlainTrainer:
         return figures if self.teacher is None else figures | self.ask_teacher(rows)
 
     def ask_teacher(self, rows):
-        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in."""
+        """Of every sampled token, how much likelier it is to the teacher; the task's advantage is mixed in. Where the
+        teacher's distribution is the target, the gain is only reported."""
         gains, weights = [], self.distillation
         for row in rows:
-            taught, _ = log_probs_and_entropy(self.teacher, row, self.temperature)
-            gains.append(taught - row.old)
-            row.advantages = weights["coef"] * gains[-1] + weights["task_coef"] * row.advantages
+            row.taught = log_distributions(self.teacher, row, self.temperature)
+            gains.append(row.taught[torch.arange(len(row)), row.ids[0, row.sampled]] - row.old)
+            gain = 0 if self.topk else weights["coef"] * gains[-1]
+            row.advantages = gain + weights["task_coef"] * row.advantages
         return {"distillation/reverse_kl": -float(torch.cat(gains).mean())}
 
     def place_rewards(self, row):
@@ -388,7 +394,7 @@ class PlainTrainer:
 
     def update_actor(self, rows):
         """The policy's epochs."""
-        actor, meter, mode, seen = self.actor, Meter(), aggregation_of(self.actor), []
+        actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
@@ -407,13 +413,18 @@ class PlainTrainer:
                     kl = kl_estimate(actor["kl_loss_type"], log_probs, row.ref)
                     losses = losses + actor["kl_loss_coef"] * kl
                     meter.add(kl_loss=kl)
+                if self.topk:
+                    ours = log_distributions(self.policy, row, self.temperature)
+                    distance, masses = forward_kl(row.taught, ours, self.topk)
+                    losses = losses + self.distillation["coef"] * distance
+                    taught.add(forward_kl=distance, **masses)
                 (weight * losses.sum()).backward()
                 total += weight * float(losses.detach().sum())
                 meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
-        return meter.means("actor") | figures_of(seen, self.correction)
+        return meter.means("actor") | taught.means("distillation") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
         """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
@@ -478,4 +489,5 @@ class Meter:
     def means(self, prefix):
         """The figures, and how many optimizer steps they are of."""
         found = {f"{prefix}/{name}": total / self.counts[name] for name, total in self.sums.items()}
-        return found | {f"{prefix}/optimizer_steps": self.counts["lr"], f"{prefix}/skipped_steps": 0}
+        updates = {"optimizer_steps": self.counts["lr"], "skipped_steps": 0} if "lr" in self.counts else {}
+        return found | {f"{prefix}/{name}": number for name, number in updates.items()}

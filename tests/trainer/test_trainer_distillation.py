@@ -10,6 +10,7 @@ import torch
 from house_stage import ACTOR, ROLLOUT
 from serving_stage import serving_in_a_thread
 
+from etude.algorithms.distillation import ABSENT
 from etude.distributed import InProcessWorkerGroup
 from etude.errors import ConfigError, DataError, EngineError
 from etude.models import (
@@ -23,13 +24,15 @@ from etude.models import (
 from etude.options import DistillationOptions
 from etude.protocol import DataProto
 from etude.routed_experts import RoutedExperts
-from etude.trainer.distillation import teacher_log_probs
+from etude.trainer.distillation import add_teacher_columns
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import check, prepare
 from etude.workers import TeacherWorker
+from etude.workers.teacher import _read_token, teacher_columns
 
+HINTED = "distillation.teachers={default:self}"
 DISTILL = ("distillation.teachers={default:%s}",)
 
 
@@ -94,6 +97,55 @@ def test_the_tasks_advantages_are_mixed_in(tiny, teacher, tmp_path):
     torch.testing.assert_close(difference, expected, atol=1e-5, rtol=0)
 
 
+TOP_K = ("distillation.distillation_loss.loss_mode=forward_kl_topk", "distillation.distillation_loss.topk=5")
+
+
+def test_the_teachers_likeliest_tokens_are_a_target(tiny, teacher, tmp_path):
+    """The loss is the forward KL alone, with its weight; a server that says the same teaches the same."""
+    config = tiny.config(tmp_path / "here", DISTILL[0] % teacher, *TOP_K, "distillation.coef=0.5")
+    trainer, batch, metrics = stepped(config)
+    columns, mask = batch.batch, batch.batch["response_mask"].bool()
+    trainer.groups.close()
+    model = load_causal_lm(teacher, dtype="float32").double()
+    for row in range(len(batch)):
+        kept = columns["attention_mask"][row].bool()
+        ids = columns["input_ids"][row][kept]
+        with torch.no_grad():
+            logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
+        before = int(columns["attention_mask"][row, : -mask.shape[1]].sum())
+        expected = logs[before - 1 + mask[row].nonzero().flatten()].topk(5, dim=-1)
+        assert torch.equal(columns["teacher_topk_ids"][row][mask[row]], expected.indices.int())
+        found = columns["teacher_topk_log_probs"][row][mask[row]].double()
+        torch.testing.assert_close(found, expected.values, atol=1e-5, rtol=0)
+    torch.testing.assert_close(columns["teacher_log_probs"].double(), by_hand(model, batch), atol=1e-5, rtol=0)
+    assert not columns["advantages"].any()
+    assert metrics["actor/pg_loss"] == 0
+    assert metrics["actor/loss"] == pytest.approx(0.5 * metrics["distillation/forward_kl"], rel=1e-5)
+    assert 0 < metrics["distillation/teacher_mass"] < 1
+    with serving_in_a_thread(vllm_like(model.float())) as address:
+        served, other, _ = stepped(tiny.config(tmp_path / "served", DISTILL[0] % address, *TOP_K))
+    served.groups.close()
+    for name in ("teacher_log_probs", "teacher_topk_ids", "teacher_topk_log_probs"):
+        torch.testing.assert_close(other.batch[name], columns[name], atol=1e-4, rtol=0)
+
+
+def test_ids_that_the_policy_has_no_token_for_are_left_out_of_the_target():
+    entry = {"7": {"logprob": -0.1}, "300": {"logprob": -0.2}, "5": {"logprob": -3.0}, "9": {"logprob": -9.0}}
+    assert _read_token(entry, 9, 2, 300) == (-9.0, [7, 5], [-0.1, -3.0])
+    log_prob, ids, found = _read_token(entry, 7, 4, 300)
+    assert (log_prob, ids[:3], found[:3]) == (-0.1, [7, 5, 9], [-0.1, -3.0, -9.0])
+    assert found[3] == ABSENT
+
+    class Engine:
+        def log_probs(self, data, temperature, topk):
+            zeros = torch.zeros(1, 1)
+            return zeros, zeros, torch.tensor([[[300, 4]]]), torch.tensor([[[-0.5, -1.0]]])
+
+    found = teacher_columns(Engine(), DataProto.from_single_dict({}, {"temperature": 1.0}), 2, 300).batch
+    assert found["teacher_topk_ids"].tolist() == [[[0, 4]]]
+    assert found["teacher_topk_log_probs"].tolist() == [[[torch.tensor(ABSENT).item(), -1.0]]]
+
+
 def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teacher, tmp_path):
     sources = ("arithmetic", "other")
     config = tiny.config(
@@ -104,8 +156,8 @@ def test_several_teachers_by_data_source_and_the_policy_with_a_hint(tiny, teache
     trainer, batch, _ = stepped(config)
     setup = trainer.setup
     batch.non_tensor_batch["data_source"][:] = [sources[row % 2] for row in range(len(batch))]
-    with torch.no_grad():
-        found = teacher_log_probs(setup, batch)
+    add_teacher_columns(setup, batch)
+    found = batch.batch["teacher_log_probs"]
 
     def hinted(row):
         columns = batch.non_tensor_batch
@@ -145,11 +197,12 @@ def vllm_like(model, faults=()):
             if not message.get("more_body"):
                 break
         asked = json.loads(body)
-        assert asked["prompt_logprobs"] == 0
+        k = asked["prompt_logprobs"]
         ids = torch.tensor(asked["prompt"])
         with torch.no_grad():
             logs = model(input_ids=ids[None]).logits[0].log_softmax(dim=-1)
-        scored = [None, *({str(int(b)): {"logprob": float(logs[a, b])}} for a, b in enumerate(ids[1:]))]
+        given = [[int(token), *logs[place].topk(k).indices.tolist()] for place, token in enumerate(ids[1:])]
+        scored = [None, *({str(b): {"logprob": float(logs[a, b])} for b in each} for a, each in enumerate(given))]
         answer = faults.pop(0) if faults else {"choices": [{"prompt_logprobs": scored}]}
         await send({"type": "http.response.start", "status": 200, "headers": []})
         await send({"type": "http.response.body", "body": json.dumps(answer).encode()})
@@ -187,6 +240,13 @@ def test_a_server_without_log_probs_of_prompts_is_one_line(tiny, teacher, tmp_pa
     [
         (["distillation.teachers={other:self}", "distillation.hint=x"], "no teacher for data_source"),
         (["distillation.teachers={default:self}"], "the teacher self needs a hint"),
+        (["distillation.teachers={default:'http://'}"], "teachers.default: 'http://' is no server address"),
+        (
+            [HINTED, "distillation.hint=x", *TOP_K, f"{ROLLOUT}.top_p=0.9"],
+            "forward_kl_topk learns over the whole vocab",
+        ),
+        ([HINTED, "distillation.hint=x", TOP_K[0], "distillation.distillation_loss.topk=9999"], "tokenizer has only"),
+        (["distillation.distillation_loss.loss_mode=k3"], "write k1, an advantage, or forward_kl_topk, a loss"),
         (["distillation.teachers={default:/nowhere/at/all}"], "/nowhere/at/all"),
         (["distillation.teachers={default:'http://127.0.0.1:9'}", f"{ROLLOUT}.temperature=0.7"], "temperature 1 only"),
         (
@@ -225,6 +285,39 @@ def test_the_policy_approaches_its_teacher(tiny, tmp_path):
     distances = [line["distillation/reverse_kl"] for line in lines if "distillation/reverse_kl" in line]
     assert len(distances) == 8
     assert distances[-1] < 0.7 * distances[0]
+
+
+def test_the_policy_approaches_its_teachers_distributions(tiny, tmp_path):
+    """On texts that stay the same: those of a policy that learns lead where its teacher knows more and more."""
+    start = f"actor_rollout_ref.model.path={tiny.folder}/model"
+    config = tiny.config(tmp_path, DISTILL[0] % tiny.model, start, TOP_K[0], f"{ACTOR}.optim.lr=3e-3")
+    trainer, batch, before = stepped(config)
+    for _ in range(20):
+        after = trainer._update_actor(batch)
+    trainer.groups.close()
+    assert after["distillation/forward_kl"] < 0.3 * before["distillation/forward_kl"]
+    assert after["distillation/student_mass"] == pytest.approx(after["distillation/teacher_mass"], abs=0.1)
+
+
+def test_a_row_that_is_longer_than_its_teacher_reads_is_named(tiny, tmp_path):
+    tokenizer = load_tokenizer(tiny.model)
+    spec = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=48, max_position_embeddings=32)
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, tmp_path / "short")
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path / "run", DISTILL[0] % (tmp_path / "short"))))
+    trainer.init_workers()
+    with pytest.raises(DataError, match=r"row \d+ of data_source '.*' has \d+ tokens .*short reads 32"):
+        trainer.training_step(Interrupts(lambda text: None))
+    trainer.groups.close()
+
+
+def test_a_teacher_without_embeddings_for_all_tokens_is_refused(tiny, tmp_path):
+    tokenizer = build_tiny_tokenizer(["quite another text"], 270)
+    save_pretrained(build_tiny_model(TinyModelSpec(hidden_size=16, num_layers=1), tokenizer), None, tmp_path / "few")
+    _, roles, _ = check(tiny.config(tmp_path / "run"))
+    group = InProcessWorkerGroup(TeacherWorker, 1, replace(roles, teacher=str(tmp_path / "few")))
+    with pytest.raises(ConfigError, match=r"few: the tokenizer has .* tokens but the model's embedding only"):
+        group.init_model()
+    group.close()
 
 
 def test_requests_to_a_server_are_bounded(tiny, teacher):

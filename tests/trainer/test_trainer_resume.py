@@ -221,6 +221,22 @@ def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, cap
     assert steps(half) == [1, 2]
 
 
+@pytest.mark.parametrize("estimator", ["gae", "grpo"])
+@pytest.mark.parametrize(
+    ("then", "now"),
+    [
+        ({"optim": {"name": "adamw"}}, {"optim": {"name": "muon"}}),
+        ({"model": {"lora_rank": 0}}, {"model": {"lora_rank": 4}}),
+    ],
+)
+def test_a_resumed_critic_keeps_its_optimizer_and_weights(estimator, then, now):
+    """Where there is one."""
+    stored, asked = ({"algorithm": {"adv_estimator": estimator}, "critic": critic} for critic in (then, now))
+    [change] = compare(stored, asked)
+    assert change.key.startswith("critic.")
+    assert change.rule.effect is (Effect.REFUSED if estimator == "gae" else Effect.HONOURED)
+
+
 @pytest.mark.parametrize(("then", "effect"), [({"lora_rank": 8}, Effect.REFUSED), ({}, Effect.HONOURED)])
 def test_a_resumed_run_trains_the_same_weights(then, effect):
     stored, asked = (

@@ -74,3 +74,16 @@ def test_a_resumed_run_with_another_packages_optimizer_ends_with_the_same_bits(t
     # Old log-probs are those of the weights that sampled, also where gradients are taken at others.
     assert all(line["training/rollout_probs_diff_mean"] < 1e-4 for line in seen)
     assert any(line["actor/ppo_kl"] != 0 for line in seen) == (name == "adamw_schedule_free")
+
+
+def test_weights_that_did_not_sample_are_not_compared_with_the_engine(tiny, tmp_path):
+    """In bypass mode nothing computes the log-probs of those that did, from which schedule-free gradients step apart."""
+    pytest.importorskip("schedulefree")
+    bypass = "algorithm.rollout_correction.bypass_mode=true"
+    common = (bypass, f"{ACTOR}.optim.lr=1e-2", "trainer.total_training_steps=2")
+    for name in ("adamw", "adamw_schedule_free"):
+        train(tiny.config(tmp_path / name, *common, f"{ACTOR}.optim.name={name}"))
+    compared = [
+        {"rollout_corr/k3_kl" in line for line in metrics(tmp_path / each) if line["step"]} for each in ("adamw", name)
+    ]
+    assert compared == [{True}, {False}]

@@ -156,6 +156,45 @@ def test_the_backward_pass_may_run_twice(inputs):
     torch.testing.assert_close(leaf.grad, 2 * once)
 
 
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_several_labels_of_a_distribution_share_its_softmax(inputs, monkeypatch, recompute, chunk):
+    """Among them the same one twice, as a sampled token that is among the likeliest is."""
+    if recompute:
+        monkeypatch.setattr(log_probs, "_KEEP", 0)
+    hidden, weight, bias, labels = inputs
+    several = torch.stack([labels, labels.roll(1), labels, (labels + 3) % VOCAB], dim=1)
+    ramp = torch.linspace(-1, 2, TOKENS * 4).view(TOKENS, 4)
+
+    def found(function):
+        leaves = [x.double().requires_grad_() for x in (hidden, weight, bias)]
+        values, entropy = function(*leaves)
+        ((values * ramp).sum() + entropy.sum()).backward()
+        return [values.detach(), *(leaf.grad for leaf in leaves)]
+
+    def chunked(h, w, b):
+        return token_log_probs(h, w, several, bias=b, temperature=0.7, entropy_grad=True, chunk=chunk)
+
+    def dense(h, w, b):
+        distribution = Categorical(logits=(h @ w.T + b) / 0.7)
+        return distribution.logits.gather(1, several), distribution.entropy()
+
+    for ours, expected in zip(found(chunked), found(dense)):
+        torch.testing.assert_close(ours, expected)
+
+
+@pytest.mark.parametrize("chunk", [1, 4, 100])
+def test_the_likeliest_are_those_of_a_dense_softmax(inputs, chunk):
+    hidden, weight, bias, labels = inputs
+    expected = ((hidden.double() @ weight.double().T + bias.double()) / 0.7).log_softmax(dim=-1).topk(5, dim=-1)
+    likeliest = torch.full((TOKENS, 5), -1), torch.full((TOKENS, 5), torch.nan)
+    given = {"bias": bias, "temperature": 0.7, "likeliest": likeliest, "chunk": chunk}
+    token_log_probs(hidden.clone().requires_grad_(), weight, labels, **given)
+    assert torch.equal(likeliest[0], expected.indices)
+    torch.testing.assert_close(likeliest[1].double(), expected.values, rtol=1e-5, atol=1e-5)
+    assert not likeliest[1].requires_grad
+
+
 @pytest.mark.parametrize("finish", [None, lambda z: 3.0 * torch.tanh(z / 3.0)])
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
 @pytest.mark.parametrize("chunk", [1, 4, 100])

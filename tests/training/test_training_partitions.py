@@ -31,6 +31,29 @@ def test_parts_differ_by_no_more_than_the_longest_item(lengths, data):
     assert max(loads) - min(loads) <= max(lengths)
 
 
+def karmarkar_karp(lengths, k):
+    """The largest part's sum by the largest differencing method, of sums alone."""
+    solutions = [[length] + [0] * (k - 1) for length in lengths]
+    while len(solutions) > 1:
+        solutions.sort(key=lambda sums: max(sums) - min(sums))
+        one, other = solutions.pop(), solutions.pop()
+        solutions.append([a + b for a, b in zip(sorted(one), sorted(other, reverse=True))])
+    return max(solutions[0])
+
+
+@given(st.lists(st.integers(1, 30_000), min_size=1, max_size=60), st.data())
+def test_the_heaviest_part_is_karmarkars_and_karps(lengths, data):
+    """Within 2 %: ties may be broken in another order."""
+    k = data.draw(st.integers(1, min(len(lengths), 8)))
+    assert max(sums(balanced_partitions(lengths, k), lengths)) <= 1.02 * karmarkar_karp(lengths, k)
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=40), st.integers(1000, 8000))
+def test_the_heaviest_micro_batch_is_karmarkars_and_karps(lengths, budget):
+    parts = token_budget_batches(lengths, budget)
+    assert max(sums(parts, lengths)) <= 1.02 * karmarkar_karp(lengths, len(parts))
+
+
 @given(st.integers(1, 6), st.integers(1, 8), st.data())
 def test_equal_sizes(k, size, data):
     lengths = data.draw(st.lists(st.integers(0, 1000), min_size=k * size, max_size=k * size))

@@ -100,6 +100,30 @@ def plain_gradients(beta):
     return float(loss.detach()), {name: p.grad for name, p in models[0].named_parameters()}
 
 
+def test_pairs_are_weighed_where_their_gradient_is_taken():
+    """A schedule-free optimizer has other weights outside of an update."""
+    pytest.importorskip("schedulefree")
+    made = options()
+    optim = OptimOptions(name="adamw_schedule_free", lr=1e-2, clip_grad=None)
+    group = InProcessWorkerGroup(Frozen, 1, replace(made, actor=replace(made.actor, optim=optim)))
+    worker, seen = group._workers[0].ready(), []
+    forward = worker._actor._forward
+
+    def noting(*given, **options):
+        seen.append({name: p.detach().clone() for name, p in worker.model.named_parameters()})
+        return forward(*given, **options)
+
+    worker._actor._forward = noting
+    for step in range(3):
+        seen.clear()
+        preference_step(group, PAIRS, beta=0.4, pad_token_id=0, step=step)
+        scored, trained = seen
+        for name, weights in scored.items():
+            torch.testing.assert_close(weights, trained[name], rtol=0, atol=1e-12)
+    outside = dict(worker.model.named_parameters())
+    assert not all(torch.allclose(outside[name], weights) for name, weights in trained.items())
+
+
 @pytest.mark.parametrize(("ranks", "max_tokens"), [(1, 4096), (1, 7), (3, 7)])
 def test_micro_batches_and_ranks_make_the_gradient_of_the_formula(monkeypatch, ranks, max_tokens):
     given = options(max_tokens)

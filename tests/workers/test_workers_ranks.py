@@ -1,6 +1,7 @@
 """One, two and three ranks make the same gradients, weights and figures of the same batch."""
 
 import typing
+from dataclasses import replace
 
 import pytest
 import torch
@@ -66,6 +67,12 @@ CASES = {
         }.items()
     },
 }
+CASES |= {
+    f"teacher {mode}": Case(
+        {"loss_agg_mode": mode, "ppo_mini_batch_size": 2}, seed=3, taught=True, sharded=mode == MODES[0]
+    )
+    for mode in MODES
+}
 SHARDED = {
     2: {name: case for name, case in CASES.items() if case.sharded},
     3: {name: CASES[name] for name in ("token-mean, 1", "loss vanilla, None", "critic token-mean")},
@@ -121,6 +128,15 @@ def test_ranks_make_one_update_with_every_kl(monkeypatch, worlds, shards, name):
 def test_ranks_make_one_update_with_every_loss(monkeypatch, worlds, shards, name):
     figures, *_ = agree(monkeypatch, worlds, shards, name)
     assert "actor/ppo_kl" in figures
+
+
+@cases("teacher")
+def test_ranks_make_one_update_towards_a_teachers_distribution(monkeypatch, worlds, shards, name):
+    figures, taught, _ = agree(monkeypatch, worlds, shards, name)
+    assert figures["distillation/forward_kl"] > 1
+    assert 0 < figures["distillation/student_mass"] < figures["distillation/teacher_mass"] < 1
+    _, alone, _ = worlds["actor"][0].learn(monkeypatch, replace(CASES[name], taught=False))
+    assert any(not torch.allclose(one, other) for one, other in zip(taught[0], alone[0]) if one is not None)
 
 
 @cases("critic")
