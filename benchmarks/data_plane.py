@@ -169,6 +169,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true", help="by method, too")
     options = parser.parse_args()
     ray.init(
+        address="local",
         num_cpus=max(4, options.ranks),
         include_dashboard=False,
         log_to_driver=False,

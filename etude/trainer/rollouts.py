@@ -212,12 +212,13 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of failures: infrastructure failures, rows dropped for them (including those cancelled because too few of their
-    group were left), for a long prompt, or for what the chat template does not write; of the others, those without a sampled
-    token, which cannot be learned from, and tools that were not released."""
+    """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
+    cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
+    of the others, those without a sampled token, which cannot be learned from, and tools that were not released."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
+        "rollout/stalled": float(sum(r.stalls for r in results)),
         "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),

@@ -197,6 +197,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,
+        stall_timeout=run.stall_timeout,
     )
     bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
     if bundle.processor is not None:

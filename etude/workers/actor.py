@@ -52,7 +52,12 @@ class TrainWorker(TrainedWorker):
         self.model = self.load_policy("float32")
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
-        self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self._actor = PolicyEngine(
+            self.model,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            optimizer=self._optimizer,
+            router_aux_loss_coef=actor.router_aux_loss_coef,
+        )
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
             network = self.model

@@ -9,7 +9,6 @@ over the *sampled* tokens of one sequence: what a tool or a template wrote is co
 
     DeepSeekMath  arXiv 2402.03300   GRPO                 DAPO        arXiv 2503.14476   filter
     Dr. GRPO      arXiv 2503.20783   sums, no std         GAE         arXiv 1506.02438   eq. 16
-    AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
     KL control    arXiv 1909.08593   section 2.2          k1, k2, k3  Schulman 2020, "Approximating KL divergence"
 """
 
@@ -25,6 +24,7 @@ from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_losses import plain_forward_kl as forward_kl
+from plain_optimizer import Optimizer, schedule
 from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -80,66 +80,6 @@ def kl_estimate(kind, log_probs, ref):
 
 def as_vector(values):
     return torch.tensor(values, dtype=torch.float64)
-
-
-def newton_schulz(matrix):
-    """Towards U Vᵀ of matrix = U S Vᵀ: five steps of Muon's quintic iteration."""
-    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    x = x / max(float(x.norm()), 1e-7)
-    for _ in range(5):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
-    return x.T if matrix.shape[0] > matrix.shape[1] else x
-
-
-class Optimizer:
-    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by their global norm."""
-
-    def __init__(self, model, options):
-        self.options, self.updates = options, 0
-        self.parameters = dict(model.named_parameters())
-        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
-
-    @torch.no_grad()
-    def step(self, lr):
-        """One update at the rate `lr`; returns the norm of the gradient before clipping."""
-        self.updates += 1
-        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
-        limit = self.options["clip_grad"]
-        scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
-        for name, p in self.parameters.items():
-            if self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
-                self._muon(name, p, p.grad * scale, lr * self.options["muon_lr_multiplier"])
-            else:
-                self._adamw(name, p, p.grad * scale, lr)
-            p.grad = None
-        return norm
-
-    def _adamw(self, name, p, g, lr):
-        (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]
-        m.copy_(beta1 * m + (1 - beta1) * g)
-        v.copy_(beta2 * v + (1 - beta2) * g**2)
-        m_hat, v_hat = m / (1 - beta1**self.updates), v / (1 - beta2**self.updates)
-        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
-
-    def _muon(self, name, p, g, lr):
-        m = self.first[name]
-        m.copy_(0.95 * m + 0.05 * g)
-        nesterov = 0.05 * g + 0.95 * m
-        update = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(nesterov)
-        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * update)
-
-
-def schedule(options, step, steps):
-    """The learning rate of training step `step` = 0 … `steps` − 1: warm-up, then decay that would end after the last."""
-    lr, warmup, floor = options["lr"], options["lr_warmup_steps"], options["min_lr_ratio"]
-    if step < warmup:
-        return lr * (step + 1) / warmup
-    begin = max(warmup, steps - round(steps * options["lr_decay_ratio"]))
-    progress = max(0.0, (step - begin) / (steps - begin)) if steps > begin else 0.0
-    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
-    return lr * (floor + (1 - floor) * shape[options["lr_scheduler_type"]])
 
 
 # -- models ------------------------------------------------------------------------------------------------------
@@ -263,6 +203,7 @@ class PlainTrainer:
             or self.correction["rollout_rs"]
             or name_of(self.actor) in SELECTING
             or self.teacher is not None
+            or self.policy_optimizer.is_free
         )
         return bool(several and not self.correction["bypass_mode"])
 
@@ -399,6 +340,7 @@ class PlainTrainer:
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = 0.0
+            self.policy_optimizer.begin()
             select(actor, batch)
             for row, weight in zip(batch, token_weights(mode, batch, scale)):
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
@@ -432,6 +374,7 @@ class PlainTrainer:
         reach, scale = options["cliprange_value"], self.config["data"]["max_response_length"]
         for batch in self.mini_batches(rows, options):
             total = 0.0
+            self.critic_optimizer.begin()
             for row, weight in zip(batch, token_weights(options["loss_agg_mode"], batch, scale)):
                 values = self.critic.values(row)
                 near = torch.clamp(values, row.values - reach, row.values + reach)
