@@ -44,5 +44,4 @@ def test_the_drivers_bytes_do_not_grow_with_the_answers(tiny, tmp_path, cluster)
         assert {len(record["response_ids"]) for record in dumped} == {length}
     short, long = (sum(counts.values()) for counts in found.values())
     assert "fetch" not in found[32]
-    assert long < 1.05 * short, found
-    assert long < 8 * 512 * 8, found  # less than one column
+    assert long < 1.02 * short, found  # of the batch itself, 16 times as many
