@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset
+from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
@@ -104,6 +105,11 @@ class PPOTrainer:
         several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
         own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
+
+    @property
+    def _critic(self) -> WorkerGroup | None:
+        """What has values, if anything: a critic, or the actor with a head for them."""
+        return self.groups.actor if self.setup.roles.value_head else self.groups.critic
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -229,7 +235,7 @@ class PPOTrainer:
                 self._updating = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                if self.groups.critic is None or self.global_step >= self.options.critic_warmup:
+                if self._critic is None or self.global_step >= self.options.critic_warmup:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
@@ -274,8 +280,7 @@ class PPOTrainer:
         return batch
 
     def _with_values(self, batch: DataProto) -> DataProto:
-        critic = self.groups.critic
-        return batch if critic is None else batch.union(critic.compute_values(batch))
+        return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
     def _learned(self, batch: DataProto) -> tuple[DataProto, Metrics]:
         """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ,
@@ -291,9 +296,9 @@ class PPOTrainer:
         }
 
     def _update_critic(self, batch: DataProto) -> Metrics:
-        """Epochs of mini-batches towards the returns."""
-        critic, roles = self.groups.critic, self.setup.roles
-        if critic is None:
+        """Epochs of mini-batches towards the returns; a critic on the actor's trunk has them only while it warms up."""
+        critic, roles = self._critic, self.setup.roles
+        if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
         actor, ranks = roles.actor, critic.world_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
@@ -303,6 +308,8 @@ class PPOTrainer:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
         seed, ranks = options.data_loader_seed, actor.world_size
+        if self.setup.roles.value_head:  # the update learns them, too
+            batch.batch["old_values"], batch.batch["value_targets"] = batch.batch["values"], batch.batch["returns"]
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 

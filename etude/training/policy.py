@@ -9,8 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,6 +29,9 @@ from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, run_forward
+
+if TYPE_CHECKING:
+    from etude.training.value import ValueEngine
 
 
 @dataclass(frozen=True)
@@ -76,7 +80,7 @@ def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str,
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
 # micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
-# these ids (rows, response_len, k), with a gradient.
+# these ids (rows, response_len, k), with a gradient; so has one with a critic on the trunk `vpreds` (rows, response_len).
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
@@ -104,6 +108,7 @@ class PolicyEngine:
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = compute_device(model), Vision.of(model.config)
+        self.critic: ValueEngine | None = None  # on this model's trunk, trained with it
 
     def _forward(
         self,
@@ -113,12 +118,15 @@ class PolicyEngine:
         squares: Tensor | None = None,
         likeliest: tuple[Tensor, Tensor] | None = None,
         labels: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        values: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs and entropies of the scored tokens and, with `values`, their values (scored,) by the critic."""
         head = self.model.get_output_embeddings()
-        return run_forward(
-            self.model,
-            lambda: token_log_probs(
-                packed.hidden(self.model),
+
+        def compute() -> tuple[Tensor, ...]:
+            hidden = packed.hidden(self.model)
+            found = token_log_probs(
+                hidden,
                 head.weight,
                 packed.labels if labels is None else labels,
                 bias=head.bias,
@@ -128,8 +136,10 @@ class PolicyEngine:
                 sum_pi_squared=squares,
                 likeliest=likeliest,
                 support=packed.support,
-            ),
-        )
+            )
+            return (*found, self.critic.model.values_of(hidden, to_trunk=True)) if values and self.critic else found
+
+        return run_forward(self.model, compute)
 
     def _idle(self) -> Tensor:
         """0 with a gradient of 0: a pass of a sharded model for which this rank has no rows, and another one has."""
@@ -175,14 +185,14 @@ class PolicyEngine:
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch, which may be empty (see `LossScale.of` for the counts that
         come with it); returns the loss's metrics, `loss`, and those of `step_metrics`."""
-        optimizer = self.optimizer
+        optimizer, critic = self.optimizer, self.critic
         assert optimizer is not None
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
-        with optimizer.training():
+        with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
             for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
@@ -190,14 +200,19 @@ class PolicyEngine:
                 if taught is not None:
                     labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
                 with replay_experts(self.model, packed.experts):  # checkpointed layers are computed again in backward
-                    values, entropies = self._forward(packed, temperature, entropy_grad, labels=labels)
+                    log_probs, entropies, *values = self._forward(
+                        packed, temperature, entropy_grad, labels=labels, values=critic is not None
+                    )
                     if taught is not None:
-                        micro.batch["topk_log_probs"] = packed.scatter(values[:, 1:])
-                        values = values[:, 0]
-                    loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
+                        micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
+                        log_probs = log_probs[:, 0]
+                    if values:
+                        micro.batch["vpreds"] = packed.scatter(values[0])
+                    loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
             for _ in range(idle):
                 optimizer.backward(self._idle())
-            return add_metrics(parts) | step_metrics(optimizer)
+            found = add_metrics(parts) | step_metrics(optimizer)
+            return found if critic is None else found | critic.step()

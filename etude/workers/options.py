@@ -29,7 +29,8 @@ class RoleOptions:
     """Everything the workers of one run are built from: frozen options, dictionaries and strings, so that it pickles.
 
     `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
-    `needs_ref`: some loss or reward uses the reference policy. `teacher`: the folder or server that a `TeacherWorker`
+    `needs_ref`: some loss or reward uses the reference policy. `value_head`: the critic is a head on the actor's trunk.
+    `teacher`: the folder or server that a `TeacherWorker`
     scores with. `streams`: rollouts go on while the policy learns. `plugins`, `num_threads`, `seed` (None: left alone)
     and `deterministic` are for the worker's process. `config` is the whole resolved configuration as plain containers,
     passed to users' agent loops and reward managers.
@@ -53,6 +54,7 @@ class RoleOptions:
     plugins: tuple[str, ...] = ()
     actor_first_step: int = 0
     needs_ref: bool = False
+    value_head: bool = False
     streams: bool = False
     num_threads: int | None = None
     seed: int | None = None

@@ -1,0 +1,70 @@
+"""The plain trainer's optimizers: AdamW, Muon, and the learning rate of a step.
+
+AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+
+def newton_schulz(matrix):
+    """Towards U Vᵀ of matrix = U S Vᵀ: five steps of Muon's quintic iteration."""
+    x = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    x = x / max(float(x.norm()), 1e-7)
+    for _ in range(5):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x.T if matrix.shape[0] > matrix.shape[1] else x
+
+
+class Optimizer:
+    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by their global norm."""
+
+    def __init__(self, model, options):
+        self.options, self.updates = options, 0
+        self.parameters = dict(model.named_parameters())
+        self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+
+    @torch.no_grad()
+    def step(self, lr):
+        """One update at the rate `lr`; returns the norm of the gradient before clipping."""
+        self.updates += 1
+        norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
+        limit = self.options["clip_grad"]
+        scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        for name, p in self.parameters.items():
+            if self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
+                self._muon(name, p, p.grad * scale, lr * self.options["muon_lr_multiplier"])
+            else:
+                self._adamw(name, p, p.grad * scale, lr)
+            p.grad = None
+        return norm
+
+    def _adamw(self, name, p, g, lr):
+        (beta1, beta2), m, v = self.options["betas"], self.first[name], self.second[name]
+        m.copy_(beta1 * m + (1 - beta1) * g)
+        v.copy_(beta2 * v + (1 - beta2) * g**2)
+        m_hat, v_hat = m / (1 - beta1**self.updates), v / (1 - beta2**self.updates)
+        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
+
+    def _muon(self, name, p, g, lr):
+        m = self.first[name]
+        m.copy_(0.95 * m + 0.05 * g)
+        nesterov = 0.05 * g + 0.95 * m
+        update = max(1.0, p.shape[0] / p.shape[1]) ** 0.5 * newton_schulz(nesterov)
+        p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * update)
+
+
+def schedule(options, step, steps):
+    """The learning rate of training step `step` = 0 … `steps` − 1: warm-up, then decay that would end after the last."""
+    lr, warmup, floor = options["lr"], options["lr_warmup_steps"], options["min_lr_ratio"]
+    if step < warmup:
+        return lr * (step + 1) / warmup
+    begin = max(warmup, steps - round(steps * options["lr_decay_ratio"]))
+    progress = max(0.0, (step - begin) / (steps - begin)) if steps > begin else 0.0
+    shape = {"constant": 1.0, "linear": 1 - progress, "cosine": (1 + math.cos(math.pi * progress)) / 2}
+    return lr * (floor + (1 - floor) * shape[options["lr_scheduler_type"]])
