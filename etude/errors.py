@@ -77,6 +77,11 @@ class EngineError(InfrastructureError):
     """The inference engine died or refused a request for a reason that is not the model's."""
 
 
+class WorkerLost(EtudeError, InfrastructureError):
+    """A worker's process died, is silent or stuck; names its role, rank, node and last log lines. Its group is of no use any
+    more: the run ends, and resumes from its last checkpoint."""
+
+
 class TrainingStopped(EtudeError):
     """The run ended early on purpose (too few valid trajectories, Ctrl-C); what was done is in the last checkpoint."""
 
@@ -132,11 +137,14 @@ def describe_error(error: BaseException, limit: int = 300) -> str:
 
 
 def user_place(error: BaseException) -> str | None:
-    """`path:line` of the last frame in a file that is neither ours nor a library's, in the first cause that has one."""
+    """`path:line` of the last frame in a file that is neither ours nor a library's, in the first cause that has one; a cause
+    from another process brings its `place`."""
     causes = [error]
     while (cause := causes[-1].__cause__) is not None and cause not in causes:
         causes.append(cause)
     for each in reversed(causes):
+        if isinstance(place := getattr(each, "place", None), str):
+            return place
         for frame, line in reversed(list(traceback.walk_tb(each.__traceback__))):
             if place := _user_file(frame.f_code.co_filename):
                 return f"{place}:{line}"

@@ -20,6 +20,14 @@ _CUT = {  # endings that the model did not choose, and the key that sets them
 }
 _CUT_SHARE = 0.1  # share of trajectories; below it no warning
 _FAILED_SHARE = 0.1  # share of a tool's calls, likewise
+_DOMINANT = 0.9  # of the spread of the total reward; reward hacking shows there first
+_SHARES = {  # metric → (from which share, sentence)
+    "rollout/equal_groups_share": (
+        0.9,
+        "of groups have equal rewards: a group-relative estimator learns nothing from them",
+    ),
+    "rollout/unparsed_share": (0.1, "of answers were not found by the scorer"),
+}
 
 
 def _count(what: str) -> Callable[[float], str]:
@@ -56,7 +64,20 @@ def find_problems(metrics: Mapping[str, float]) -> dict[str, str]:
         share = metrics.get(f"rollout/stop_reason/{ending.value}", 0.0)
         if share >= _CUT_SHARE:
             found[ending.value] = f"{100 * share:.0f} % of trajectories {words}"
-    return found | _tool_problems(metrics)
+    for name, (least, words) in _SHARES.items():
+        if (share := metrics.get(name, 0.0)) >= least and "equal rewards" not in found:
+            found[name] = f"{100 * share:.0f} % {words}"
+    return found | _tool_problems(metrics) | _dominant_reward(metrics)
+
+
+def _dominant_reward(metrics: Mapping[str, float]) -> dict[str, str]:
+    prefix = "reward/spread/"
+    parts = {name.removeprefix(prefix): value for name, value in metrics.items() if name.startswith(prefix)}
+    return {
+        f"{prefix}{name}": f"{100 * value:.0f} % of the spread of rewards comes from '{name}' alone: see what it rewards"
+        for name, value in parts.items()
+        if value > _DOMINANT
+    }
 
 
 def count_tool_calls(metrics: Mapping[str, float]) -> dict[str, float]:

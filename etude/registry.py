@@ -11,6 +11,7 @@ import hashlib
 import importlib
 import importlib.util
 import inspect
+import os
 import sys
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -161,6 +162,13 @@ def import_beside(target: str, file: Path) -> Any:
     path, colon, name = target.rpartition(":")
     near = file.parent / Path(path).expanduser()
     return import_object(f"{near}:{name}" if colon and near.is_file() else target)
+
+
+def share_folder(folder: str, path: Iterable[str]) -> None:
+    """Makes the working directory and import path of another process this one's, as far as they exist on this machine."""
+    if os.path.isdir(folder):
+        os.chdir(folder)
+    sys.path += [each for each in path if each not in sys.path and os.path.exists(each)]
 
 
 def load_plugins(targets: Iterable[str]) -> None:

@@ -2,14 +2,16 @@
 bigram model and prints its port.
 
 Requests and responses have the fields, types and defaults of SGLang 0.5.23 (`GenerateReqInput`, `SamplingParams`,
-`UpdateWeightFromDiskReqInput`, `PauseGenerationReqInput`, `AbortReq` in `srt/managers/io_struct.py` and `srt/sampling/
-sampling_params.py`; the responses as `srt/managers/tokenizer_manager.py` builds them). Log-probs are those after the
-temperature and before top-k and top-p, as there; `output_token_sampling_logprobs` are renormalised over what could be drawn.
+`UpdateWeightFromDiskReqInput`, `LoadLoRAAdapterReqInput`, `PauseGenerationReqInput`, `AbortReq` in `srt/managers/
+io_struct.py` and `srt/sampling/sampling_params.py`; the responses as `srt/managers/tokenizer_manager.py` builds them).
+Log-probs are those after the temperature and before top-k and top-p, as there; `output_token_sampling_logprobs` are
+renormalised over what could be drawn.
 
 `POST /fault {"kind": …}` makes it misbehave; see `FAULTS`.
 """
 
 import asyncio
+import copy
 import json
 import sys
 import threading
@@ -60,6 +62,7 @@ class GenerateReqInput(BaseModel):
     rid: str | None = None
     input_ids: list[int] | None = None
     sampling_params: SamplingParams = SamplingParams()
+    lora_path: str | None = None
     return_logprob: bool | None = None
     return_sampling_mask: bool | None = None
     stream: bool = False
@@ -80,6 +83,15 @@ class UpdateWeightFromDiskReqInput(BaseModel):
     abort_all_requests: bool = False
     weight_version: str | None = None
     flush_cache: bool = True
+
+
+class LoadLoRAAdapterReqInput(BaseModel):
+    lora_name: str
+    lora_path: str
+
+
+class UnloadLoRAAdapterReqInput(BaseModel):
+    lora_name: str
 
 
 class Fault(BaseModel):
@@ -114,6 +126,15 @@ class Network:
         with _LOADING:
             self.model = load_causal_lm(folder)
 
+    def adapted(self, folder):
+        """Another model: this one with the adapter of a folder merged into its weights."""
+        from peft import PeftModel
+
+        made = copy.copy(self)
+        with _LOADING:
+            made.model = PeftModel.from_pretrained(copy.deepcopy(self.model), folder).merge_and_unload()
+        return made
+
     def logits(self, ids):
         import torch
 
@@ -133,6 +154,7 @@ class State:
     running: set = field(default_factory=set)
     requests: list = field(default_factory=list)
     drawn: int = 0  # tokens
+    adapters: dict = field(default_factory=dict)  # models by name
 
 
 def log_softmax(logits):
@@ -182,6 +204,9 @@ def build_app(state):
             return JSONResponse([1, 2])
         if state.fault == "hang":
             await asyncio.sleep(3600)
+        if obj.lora_path is not None and obj.lora_path not in state.adapters:
+            return JSONResponse({"error": {"message": f"{obj.lora_path} is not loaded"}}, status_code=400)
+        model = state.adapters.get(obj.lora_path, state.model)
         params = obj.sampling_params
         rng = np.random.default_rng(params.sampling_seed)
         ids, pairs, versions, ending = list(obj.input_ids), [], [], {"type": "length", "length": params.max_new_tokens}
@@ -194,7 +219,7 @@ def build_app(state):
                 if obj.rid in state.aborted or await request.is_disconnected():
                     ending = {"type": "abort", "message": "Aborted"}
                     break
-                token, before, after = draw(state.model.logits(ids), params, rng)
+                token, before, after = draw((state.model if obj.lora_path is None else model).logits(ids), params, rng)
                 ids.append(token)
                 state.drawn += 1
                 pairs.append((token, before, after))
@@ -258,6 +283,20 @@ def build_app(state):
             state.model.load(obj.model_path)
         state.version = obj.weight_version or state.version
         return {"success": True, "message": "Succeeded to update model weights.", "num_paused_requests": 0}
+
+    @app.post("/load_lora_adapter")
+    async def load_adapter(obj: LoadLoRAAdapterReqInput):
+        known = obj.lora_name in state.adapters
+        if known or state.fault == "refuses weights":
+            return JSONResponse({"success": False, "error_message": "Failed to load", "loaded_adapters": {}}, 400)
+        adapted = state.model if state.fault == "stale" else state.model.adapted(obj.lora_path)
+        state.adapters[obj.lora_name] = adapted
+        return {"success": True, "error_message": "", "loaded_adapters": {}}
+
+    @app.post("/unload_lora_adapter")
+    async def unload_adapter(obj: UnloadLoRAAdapterReqInput):
+        del state.adapters[obj.lora_name]
+        return {"success": True, "error_message": "", "loaded_adapters": {}}
 
     @app.api_route("/release_memory_occupation", methods=["GET", "POST"])
     async def release():

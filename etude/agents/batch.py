@@ -14,6 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from etude.distributed import DispatchMode
+from etude.distributed.dispatch import Arguments
 from etude.protocol import DataProto, object_array
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
 from etude.trajectory import KEPT_IDS, Rollout, Trajectory
@@ -61,6 +63,62 @@ def add_missing_columns(parts: Sequence[DataProto]) -> None:
         if any(name in part.non_tensor_batch for part in parts):
             for part in parts:
                 part.non_tensor_batch.setdefault(name, object_array([empty] * len(part)))
+
+
+def concat_batches(parts: Sequence[DataProto]) -> DataProto:
+    """Batches of different widths as one: prompts padded on the left, responses on the right."""
+    if len(parts) == 1:
+        return parts[0]
+    add_missing_columns(parts)
+    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)  # a row may have keys of its own
+    for part in parts:
+        for name in names:
+            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
+    if any(part.batch is None for part in parts):
+        return DataProto.concat(parts)
+    prompt = max(part.batch["prompts"].shape[1] for part in parts)
+    response = max(part.batch["responses"].shape[1] for part in parts)
+    for part in parts:
+        left = prompt - part.batch["prompts"].shape[1]
+        right = response - part.batch["responses"].shape[1]
+        for name, tensor in list(part.batch.items()):
+            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
+            tail = 0 if name == "prompts" else right
+            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
+    return DataProto.concat(parts)
+
+
+def _divide_groups(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[Arguments]:
+    data, *others = args
+    return [((data.select_idxs(rows), *others), kwargs) for rows in _shards_of(data, shards)]
+
+
+def _concat_groups(results: list[DataProto], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProto:
+    filled = _shards_of(args[0], len(results))
+    parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
+    whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
+    order = [row for rows in filled for row in rows]
+    if order != sorted(order):
+        whole.reorder(torch.tensor(order).argsort())
+    return whole
+
+
+def _shards_of(data: DataProto, shards: int) -> list[list[int]]:
+    """The rows of each shard: about equally many, in order where groups are."""
+    groups: dict[Any, list[int]] = {}
+    for row, uid in enumerate(data.non_tensor_batch.get("uid", np.arange(len(data))).tolist()):
+        groups.setdefault(uid, []).append(row)
+    filled: list[list[int]] = [[] for _ in range(shards)]
+    done = 0
+    for rows in groups.values():
+        filled[(2 * done + len(rows)) * shards // (2 * len(data))] += rows
+        done += len(rows)
+    return filled
+
+
+BY_GROUP = DispatchMode(_divide_groups, _concat_groups)
+"""Whole groups (rows that share a `uid`) to each rank, no copies; a rank may get none. One batch of all results, in the
+order of the rows."""
 
 
 def rows_of(batch: DataProto) -> list[dict[str, Any]]:

@@ -45,6 +45,7 @@ COMMANDS = {
     "chat": LazyCommand("etude.cli.chat:chat", "Check whether a chat template is safe for training."),
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
     "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
+    "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 

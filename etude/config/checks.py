@@ -359,6 +359,19 @@ def _determinism(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
+def _staleness(run: TrainOptions) -> Iterator[Problem]:
+    if run.trainer.max_staleness and run.trainer.deterministic:
+        yield (
+            "trainer.max_staleness",
+            "when weights reach a rollout depends on the clock then: set trainer.deterministic=false",
+        )
+    if run.trainer.max_staleness and run.actor_rollout_ref.rollout.mode == "sync":
+        yield (
+            f"{_ROLLOUT}.mode",
+            "scores a step's rollouts together; trainer.max_staleness streams them: set it to async",
+        )
+
+
 def _rewards(run: TrainOptions) -> Iterator[Problem]:
     custom = run.custom_reward_function
     for key in ("path", "rewards"):
@@ -404,6 +417,15 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
             "shares the trainer's GPU tensors with vLLM in this process: it needs rollout.name=vllm without server_urls, "
             "and a GPU; use folder",
         )
+    model = run.actor_rollout_ref.model
+    if rollout.weight_transfer == "adapter" and not (
+        rollout.server_urls and model.lora_rank and not model.quantization
+    ):
+        yield (
+            f"{_ROLLOUT}.weight_transfer",
+            "sends LoRA's adapters to servers of model.path: it needs rollout.server_urls and model.lora_rank, and no "
+            "model.quantization; use folder",
+        )
 
 
 def _shared_trunk(run: TrainOptions) -> Iterator[Problem]:
@@ -427,6 +449,7 @@ _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,
     _determinism,
+    _staleness,
     _rewards,
     _folders,
     _resuming,

@@ -43,6 +43,7 @@ GROUPS: dict[type, str] = {
     options.DistillationOptions: "distillation/distillation",
     options.RunOptions: "trainer/run",
     options.TrainerOptions: "trainer/trainer",
+    options.RayOptions: "ray/ray",
     TrainOptions: "ppo_trainer",
     SFTOptions: "sft",
 }

@@ -22,6 +22,7 @@ ALIASES = {
             "min_lr_factor": "min_lr_ratio",
         }.items()
     },
+    "async_training.partial_rollout": "actor_rollout_ref.rollout.partial_rollout",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
@@ -30,6 +31,10 @@ ALIASES = {
         for key in ("max_concurrent", "max_rpm", "max_tpm", "estimated_tokens_per_request", "timeout")
     },
     "reward_model.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "ray_init.address": "ray.address",
+    "ray_init": "ray.init_kwargs",
+    "ray_kwargs.ray_init.address": "ray.address",
+    "ray_kwargs.ray_init": "ray.init_kwargs",
     "distillation.distillation_loss.distillation_loss_coef": "distillation.coef",
     "custom_reward_function.overlong_buffer": "reward_model.reward_kwargs.overlong_buffer_cfg",
 }
@@ -45,7 +50,8 @@ INERT = {
             *.log_prob_use_dynamic_bsz *.use_remove_padding *.pad_to_length* trainer.balance_batch
         """,
         "one process on one device trains": """
-            trainer.nnodes *.n_gpus_per_node actor_rollout_ref.rollout.nnodes actor_rollout_ref.hybrid_engine
+            actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
+            reward_model.n_gpus_per_node reward.*.n_gpus_per_node
             *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
@@ -82,7 +88,7 @@ INERT = {
             algorithm.rollout_correction.use_policy_gradient
             actor_rollout_ref.rollout.skip_dump_dir trainer.v1 skip *.rollout.skip
             distillation.teacher_models distillation.teacher_key distillation.nnodes distillation.n_gpus_per_node
-            data.sampler.class_name data.custom_cls.name data.datagen.name reward_model.reward_loop_class_name
+            data.datagen.name reward_model.reward_loop_class_name
             reward.reward_manager.module.name
         """,
         "distillation.task_coef is the weight of the task's rewards; 0: the teacher alone": """
@@ -120,9 +126,9 @@ INERT = {
             *.profiler *.profile global_profiler trainer.npu_profile trainer.profile_steps trainer.*_nsight_options
         """,
         "trainer.validation_data_dir keeps every conversation": "trainer.log_val_generations",
-        "Ray is not used": """
-            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1 ray_init ray_kwargs
-            transfer_queue
+        "Ray is used as trainer.backend and the section ray say": """
+            trainer.ray_wait_register_center_timeout trainer.use_legacy_worker_impl trainer.use_v1
+            ray_kwargs.timeline_json_file transfer_queue
         """,
         "sampled ids are never encoded again, whatever the model's family": "data.continuous_token",
         "a row keeps all its columns, its messages and its token ids": """
@@ -268,11 +274,6 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "data.reward_fn_key": ("delete it: the column data_source picks a row's scorer", (None, "data_source")),
     "data.tokenizer": ("delete it: the tokenizer is that of actor_rollout_ref.model.path", (None,)),
     "data.trust_remote_code": ("write actor_rollout_ref.model.trust_remote_code=true", _OFF),
-    "data.custom_cls.path": (
-        "delete it, and write the rows that the class makes to a file (data.train_files, data.val_files)",
-        (None,),
-    ),
-    "data.sampler.class_path": ("delete it: rows come in a new random order each epoch (data.shuffle)", (None,)),
     "data.datagen.path": ("delete it, and write the rows that the class makes to a file", (None,)),
     "data.mm_processor_kwargs": ("delete it: the model's own processor reads images", (None, {})),
     "data.video_key": (_IMAGES_ONLY, (None, "videos")),
@@ -282,8 +283,14 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
-    "trainer.v1.trainer_mode": ("delete it: steps are synchronous", (None, "sync")),
-    "async_training": ("delete it: steps are synchronous", ()),
+    "trainer.v1.trainer_mode": ("write trainer.max_staleness=1, or more (docs/async.md)", (None, "sync")),
+    "async_training.staleness_threshold": (
+        "write trainer.max_staleness=N, in steps: about threshold × trigger_parameter_sync_step, rounded up",
+        (),
+    ),
+    "async_training.trigger_parameter_sync_step": ("delete it: weights are handed over after every step", (1,)),
+    "async_training.require_batches": ("delete it: a step takes data.train_batch_size prompts", (1,)),
+    "async_training": ("delete it: trainer.max_staleness says how asynchronous a run is (docs/async.md)", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
     "distillation.distillation_loss.*_clamp": ("delete it: no term is cut off", (None,)),

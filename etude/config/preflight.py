@@ -57,7 +57,7 @@ def start_problems(options: Options, command: Command) -> Iterator[Problem]:
     """What `options` name and this machine lacks, and what only `command` refuses."""
     yield from ((key, advice) for key, advice in _NEEDED[command].items() if not value_of(options, key))
     yield from unknown_names(options, late=True)
-    yield from _missing(options)
+    yield from missing_paths(options)
     yield from _extras(options)
     if isinstance(options, TrainOptions):
         yield from _serving(options)
@@ -121,7 +121,8 @@ def _others_reward(run: TrainOptions) -> bool:
     return bool((talks.enable and tools and by_tools) or (own and (by_tools or by_score)))
 
 
-def _missing(options: Options) -> Iterator[Problem]:
+def missing_paths(options: Options) -> Iterator[Problem]:
+    """The keys that name files, code, models or folders that are not as they should be on this machine."""
     named = set[str]()
     for key, declared in declarations(type(options)).items():
         kind, value = declared.about.path, value_of(options, key)

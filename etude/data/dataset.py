@@ -50,6 +50,7 @@ class RLDataset:
         options: the `data` section.
         images: how many tokens an image is; None for a text-only model, and then no row may have images.
         max_samples: stop after this many rows; -1 for all.
+        rows: instead of those of the files.
 
     Raises:
         DataError: a file or row is invalid, a prompt is too long and not to be filtered out, or no row is left.
@@ -66,6 +67,7 @@ class RLDataset:
         agent_loops: Sequence[str] | None = None,
         images: ImageReader | None = None,
         max_samples: int = -1,
+        rows: Iterable[Row] | None = None,
     ) -> None:
         self.files = file_list(files if isinstance(files, str) else list(files))
         self.chat = chat
@@ -80,13 +82,13 @@ class RLDataset:
         self._rows: list[Row] = []
         self._image_tokens: list[tuple[int, ...]] = []
         self._indices: list[object] = []
-        self._read(max_samples)
+        self._read(_all_rows(self.files) if rows is None else _given_rows(rows, self.files), max_samples)
 
-    def _read(self, max_samples: int) -> None:
+    def _read(self, rows: Iterable[tuple[Path, str, Row]], max_samples: int) -> None:
         if not self.files:
             raise DataError("no data file is named: set data.train_files or data.val_files")
         digest = hashlib.sha256()
-        for number, (folder, where, raw) in enumerate(_all_rows(self.files)):
+        for number, (folder, where, raw) in enumerate(rows):
             row = check_row(
                 raw, where, self._tool_names, self.options.prompt_key, self._interactions, self._agent_loops
             )
@@ -107,9 +109,14 @@ class RLDataset:
         self._report_overlong()
 
     @property
+    def sources(self) -> list[str]:
+        """The `data_source` of each row."""
+        return [row["data_source"] for row in self._rows]
+
+    @property
     def data_sources(self) -> set[str]:
-        """The `data_source` of every row."""
-        return {row["data_source"] for row in self._rows}
+        """The data sources of the rows."""
+        return set(self.sources)
 
     @property
     def _tool_names(self) -> list[str] | None:
@@ -180,3 +187,8 @@ def _all_rows(files: Iterable[str | Path]) -> Iterator[tuple[Path, str, Row]]:
     for name in files:
         folder = Path(name).expanduser().parent
         yield from ((folder, where, row) for where, row in located_rows(name))
+
+
+def _given_rows(rows: Iterable[Row], files: Sequence[str]) -> Iterator[tuple[Path, str, Row]]:
+    folder = Path(files[0]).expanduser().parent if files else Path()
+    yield from ((folder, f"data.custom_cls: item {number}", row) for number, row in enumerate(rows))

@@ -1,20 +1,24 @@
 """`ResumableLoader`: batches of rows in an order that a checkpoint can resume exactly.
 
-Invariant: the order of an epoch depends only on (seed, epoch, number of rows), so the state is a handful of numbers, and an
-interrupted run sees the same batches as an uninterrupted one. A batch counts as consumed from the moment it is yielded:
-save the state after the batch has been used.
+Invariant: the order of an epoch depends only on (seed, epoch, number of rows), or on the sampler's state, which is part of
+the loader's, so that an interrupted run sees the same batches as an uninterrupted one. A batch counts as consumed from the
+moment it is yielded: save the state after the batch has been used.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
 from etude.data.files import Row
+from etude.data.samplers import ROW_COLUMN, Sampler
 from etude.errors import ConfigError, DataError
 from etude.seeds import epoch_order
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
 
 
 class Rows(Protocol):
@@ -31,14 +35,21 @@ class ResumableLoader:
     """Iterating yields the remaining batches of the current epoch, and then advances to the next epoch.
 
     `epoch` counts from 0 and `position` is the number of batches already yielded in it. `len()` is the number of batches
-    of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is dropped.
+    of a whole epoch; with `drop_last` a last batch smaller than `batch_size` is dropped. With a `sampler` an epoch is as
+    many batches, of the rows that it draws; each row then says its number in the column `dataset_row`.
 
     Raises:
         ConfigError: `batch_size` or `seed` is invalid.
     """
 
     def __init__(
-        self, dataset: Rows, batch_size: int, shuffle: bool = True, seed: int = 1, drop_last: bool = True
+        self,
+        dataset: Rows,
+        batch_size: int,
+        shuffle: bool = True,
+        seed: int = 1,
+        drop_last: bool = True,
+        sampler: Sampler | None = None,
     ) -> None:
         if batch_size < 1 or (drop_last and batch_size > len(dataset)):
             allowed = f"between 1 and {len(dataset)}, the number of rows"
@@ -50,6 +61,7 @@ class ResumableLoader:
         self.shuffle = shuffle
         self.seed = seed
         self.drop_last = drop_last
+        self.sampler = sampler
         self.epoch = 0
         self.position = 0
         self._ordered: tuple[int, np.ndarray] | None = None  # the order of the epoch that was last asked for
@@ -61,7 +73,7 @@ class ResumableLoader:
     def __iter__(self) -> Iterator[list[Row]]:
         epoch = self.epoch
         while self.epoch == epoch and self.position < len(self):
-            batch = self.batch(self.number)
+            batch = self.batch(self.number) if self.sampler is None else self._draw(self.sampler)
             self.position += 1
             if self.position == len(self):
                 self.epoch, self.position = epoch + 1, 0
@@ -73,10 +85,26 @@ class ResumableLoader:
         return self.epoch * len(self) + self.position
 
     def batch(self, number: int) -> list[Row]:
-        """The batch that is yielded after `number` others."""
+        """The batch that is yielded after `number` others, without a sampler."""
         epoch, position = divmod(number, len(self))
         start = position * self.batch_size
         return [self.dataset[int(row)] for row in self.order(epoch)[start : start + self.batch_size]]
+
+    def _draw(self, sampler: Sampler) -> list[Row]:
+        numbers = [int(number) for number in sampler.draw(self.batch_size)]
+        if len(numbers) != self.batch_size or not all(0 <= number < len(self.dataset) for number in numbers):
+            name, rows = type(sampler).__name__, len(self.dataset)
+            raise ConfigError(f"data.sampler: {name} drew {numbers}, not {self.batch_size} of the {rows} rows")
+        return [self.drawn_row(number) for number in numbers]
+
+    def drawn_row(self, number: int) -> Row:
+        """A row of the dataset as a sampler's batch has it."""
+        return {**self.dataset[number], ROW_COLUMN: number}
+
+    def update(self, batch: DataProto) -> None:
+        """Tells the sampler, if there is one, what came of a batch: scored rollouts of its rows."""
+        if self.sampler is not None:
+            self.sampler.update(batch)
 
     def endless(self) -> Iterator[list[Row]]:
         """An endless stream of batches, epoch after epoch."""
@@ -92,7 +120,8 @@ class ResumableLoader:
 
     def state_dict(self) -> dict[str, Any]:
         """The loader's position and what the order depends on, as numbers and strings."""
-        return {"epoch": self.epoch, "position": self.position} | self._settings()
+        drawn = {} if self.sampler is None else {"sampler": self.sampler.state_dict()}
+        return {"epoch": self.epoch, "position": self.position, **drawn} | self._settings()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resumes where `state` was taken.
@@ -112,6 +141,8 @@ class ResumableLoader:
         if epoch < 0 or not 0 <= position < len(self):
             raise DataError(f"data.train_files: the checkpoint stands at batch {position} of {len(self)} an epoch")
         self.epoch, self.position = epoch, position
+        if self.sampler is not None:
+            self.sampler.load_state_dict(state["sampler"])
 
     def _settings(self) -> dict[str, Any]:
         return {

@@ -6,14 +6,17 @@ Invariant: the same rows, checks and items as `RLDataset`'s; verl's keys without
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
-from dataclasses import fields
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
 from typing import Any
+
+from omegaconf import OmegaConf
 
 from etude.chat import ChatTemplate
 from etude.data.dataset import RLDataset
-from etude.errors import ConfigError
+from etude.errors import ConfigError, DataError, EtudeError, describe_error
 from etude.options import DataOptions
+from etude.registry import import_object
 from etude.tools import load_function_tools, load_tools
 
 logger = logging.getLogger(__name__)
@@ -46,8 +49,8 @@ class RLHFDataset(RLDataset):
     ) -> None:
         given = {str(key): config[key] for key in config if config[key] is not None}
         files = {key: given.pop(key) for key in _TOOL_FILES if key in given}
-        known = {field.name for field in fields(DataOptions)}
-        if unread := sorted(given.keys() - known):
+        known = {field.name for field in fields(DataOptions)} - {"sampler", "custom_cls"}  # the run's own
+        if unread := sorted(given.keys() - known - {"sampler", "custom_cls"}):
             logger.warning("RLHFDataset: no effect here: %s", ", ".join(f"data.{key}" for key in unread))
         options = DataOptions(**{key: value for key, value in given.items() if key in known})
         tools = [tool for key, paths in files.items() for path in _listed(paths) for tool in _TOOL_FILES[key](path)]
@@ -75,3 +78,38 @@ def _image_reader(processor: Any) -> Any:
 
 def _listed(paths: str | Sequence[str]) -> list[str]:
     return [paths] if isinstance(paths, str) else list(paths)
+
+
+def custom_rows(
+    options: DataOptions,
+    files: Sequence[str],
+    tokenizer: Any,
+    processor: Any,
+    tools: Mapping[str, Any],
+    max_samples: int,
+) -> Iterator[dict[str, Any]]:
+    """The rows of `data.custom_cls`, made as verl makes it: `cls(data_files, tokenizer, config, processor, max_samples)`.
+
+    `tools` are further keys of its `config`. An item may have its messages in `raw_prompt`, as verl's datasets do.
+
+    Raises:
+        ConfigError: there is no such class, or it cannot be made.
+        DataError: an item is no row; names its number.
+    """
+    key, given = f"{options.custom_cls.path}:{options.custom_cls.name}", options.custom_cls
+    cls = import_object(key)
+    config = OmegaConf.create({**asdict(options), **tools})
+    try:
+        made = cls(
+            data_files=list(files), tokenizer=tokenizer, config=config, processor=processor, max_samples=max_samples
+        )
+        count = len(made)
+    except EtudeError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"data.custom_cls.name={given.name}: {describe_error(error)}") from error
+    for number in range(count):
+        row = made[number]
+        if not isinstance(row, Mapping):
+            raise DataError(f"data.custom_cls: item {number} must be a row, got {type(row).__name__}")
+        yield {options.prompt_key: row["raw_prompt"], **row} if "raw_prompt" in row else dict(row)

@@ -4,10 +4,11 @@
 `dispatch.py`); a `WorkerGroup` carries it out. Nothing here depends on what the workers do.
 """
 
-from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, Execute, register
+from etude.distributed.dispatch import OUTPUT_PADDING_ROWS, PADDING_ROWS, Dispatch, DispatchMode, Execute, register
 from etude.distributed.plane import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
 from etude.distributed.pool import ResourcePool
-from etude.distributed.worker import Worker
+from etude.distributed.ray_group import RayWorkerGroup
+from etude.distributed.worker import MeshPlace, Worker
 from etude.distributed.worker_group import InProcessWorkerGroup, WorkerGroup
 
 __all__ = [
@@ -16,11 +17,14 @@ __all__ = [
     "BatchRef",
     "DataPlane",
     "Dispatch",
+    "DispatchMode",
     "Execute",
     "InProcessStore",
     "InProcessWorkerGroup",
     "LostSamplesError",
+    "MeshPlace",
     "PlaneFullError",
+    "RayWorkerGroup",
     "ResourcePool",
     "Worker",
     "WorkerGroup",

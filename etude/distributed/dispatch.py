@@ -1,4 +1,4 @@
-"""`@register` and the seven ways to divide a call among ranks and to gather what they return.
+"""`@register` and the seven ways to divide a call among ranks and to gather what they return; `DispatchMode` is for others.
 
 | mode | each rank gets | the caller gets |
 |---|---|---|
@@ -9,6 +9,11 @@
 | DP_COMPUTE_PROTO_WITH_FUNC | the same; the first argument is a function, handed to all | one `DataProto` |
 | DP_COMPUTE_METRIC | its chunk of each `DataProto` without padding; other arguments whole | a list, see below |
 | DIRECT_ROLLOUT_METHOD | not reachable by a call of the group; see `WorkerGroup.direct` | |
+| a `DispatchMode` | what its `divide` says | what its `collect` makes |
+
+Meshes. Ranks of one tensor-parallel team need the same data. A method names a mesh, and `Worker.mesh_place` says which
+shard of it a rank holds, and whether it has the output. "Each rank" in DP modes means each shard of the method's mesh: its
+ranks all get the shard's arguments, and one of them that has output answers for it.
 
 Columns. A method may declare the columns of a batch that it reads; no others are sent to it.
 
@@ -40,9 +45,13 @@ from tensordict import TensorDict
 
 from etude.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
+Arguments = tuple[tuple[Any, ...], dict[str, Any]]
+"""The positional and the named arguments of a call."""
+
 F = TypeVar("F", bound=Callable[..., Any])
 
 REGISTRATION = "_etude_registration"
+TRAIN_MESH = "train"
 PADDING_ROWS = "padding_rows"
 OUTPUT_PADDING_ROWS = "output_padding_rows"
 
@@ -67,14 +76,47 @@ class Execute(Enum):
 
 
 @dataclass(frozen=True)
+class DispatchMode:
+    """A way to share a call that is not in the table, given to `register` in place of a `Dispatch`.
+
+    `divide(shards, args, kwargs)` gives the arguments of each of `shards` shards, `collect(results, args, kwargs)` makes one
+    value of their results, in order; both get the call's own arguments.
+    """
+
+    divide: Callable[[int, tuple[Any, ...], dict[str, Any]], list[Arguments]]
+    collect: Callable[[list[Any], tuple[Any, ...], dict[str, Any]], Any]
+
+    def __call__(self, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+        """The divided call.
+
+        Raises:
+            ValueError: `divide` gave another number of shards.
+        """
+        parts = self.divide(shards, args, kwargs)
+        if len(parts) != shards:
+            raise ValueError(f"a dispatch mode divided a call into {len(parts)} parts for {shards} shards")
+        return Call(
+            [part for part, _ in parts], [part for _, part in parts], lambda found: self.collect(found, args, kwargs)
+        )
+
+
+@dataclass(frozen=True)
 class Registration:
     """The arguments of `register` for a method. Without `columns` a batch is sent whole."""
 
-    dispatch_mode: Dispatch
+    dispatch_mode: Dispatch | DispatchMode
     execute_mode: Execute
     blocking: bool
     columns: frozenset[str] | None = None
     optional: frozenset[str] = frozenset()
+    mesh: str = TRAIN_MESH
+    in_background: bool = False
+
+    @property
+    def is_data_parallel(self) -> bool:
+        """Whether a call is divided among shards of the mesh rather than ranks."""
+        ranks = (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL, Dispatch.DIRECT_ROLLOUT_METHOD)
+        return self.execute_mode is Execute.ALL and self.dispatch_mode not in ranks
 
     def select(self, method: str, value: Any) -> Any:
         """The argument restricted to the declared columns, if it is a batch or a list of batches.
@@ -96,7 +138,7 @@ class Registration:
 
 @dataclass(frozen=True)
 class Call:
-    """A divided call: the arguments of ranks 0, 1, …, and how their results are gathered."""
+    """A divided call: the arguments of shards 0, 1, … (ONE_TO_ALL: of all ranks at once), and how results are gathered."""
 
     args: list[tuple[Any, ...]]
     kwargs: list[dict[str, Any]]
@@ -104,33 +146,38 @@ class Call:
 
 
 def register(
-    dispatch_mode: Dispatch = Dispatch.ALL_TO_ALL,
+    dispatch_mode: Dispatch | DispatchMode = Dispatch.ALL_TO_ALL,
     execute_mode: Execute = Execute.ALL,
     blocking: bool = True,
     *,
     columns: Iterable[str] | None = None,
     optional: Iterable[str] = (),
+    mesh: str = TRAIN_MESH,
+    in_background: bool = False,
 ) -> Callable[[F], F]:
     """Decorates a method of a `Worker` so that its group has it too; the method itself is unchanged.
 
     With `blocking=False` the group's method returns a `DataProtoFuture` at once, whose `get()` gives the result. `columns`
-    are those of a batch that the method reads, plus `optional` ones that may be missing; None: all.
+    are those of a batch that the method reads, plus `optional` ones that may be missing; None: all. `mesh` is the one whose
+    shards a DP mode divides among. `in_background`: where ranks are processes, a rank runs it beside its other calls.
 
     Raises:
         TypeError: a mode is not of its enum, or a method is `async` and not DIRECT_ROLLOUT_METHOD.
         ValueError: RANK_ZERO with a mode that shares data among the ranks.
     """
-    if not isinstance(dispatch_mode, Dispatch) or not isinstance(execute_mode, Execute):
+    if not isinstance(dispatch_mode, Dispatch | DispatchMode) or not isinstance(execute_mode, Execute):
         raise TypeError(f"register takes a Dispatch and an Execute, got {dispatch_mode!r} and {execute_mode!r}")
     if execute_mode is Execute.RANK_ZERO and dispatch_mode not in (Dispatch.ONE_TO_ALL, Dispatch.ALL_TO_ALL):
-        raise ValueError(f"RANK_ZERO does not go with {dispatch_mode.name}, which every rank takes part in")
+        name = getattr(dispatch_mode, "name", "a mode of one's own")
+        raise ValueError(f"RANK_ZERO does not go with {name}, which every rank takes part in")
 
     needed = None if columns is None else frozenset(columns)
+    registration = Registration(dispatch_mode, execute_mode, blocking, needed, frozenset(optional), mesh, in_background)
 
     def mark(method: F) -> F:
         if inspect.iscoroutinefunction(method) and dispatch_mode is not Dispatch.DIRECT_ROLLOUT_METHOD:
             raise TypeError(f"{method.__qualname__} is async: only a DIRECT_ROLLOUT_METHOD may be")
-        setattr(method, REGISTRATION, Registration(dispatch_mode, execute_mode, blocking, needed, frozenset(optional)))
+        setattr(method, REGISTRATION, registration)
         return method
 
     return mark
@@ -146,8 +193,8 @@ def registered_methods(worker_cls: type) -> dict[str, Registration]:
     return found
 
 
-def divide(registration: Registration, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
-    """Divides a call among `world_size` ranks. An argument that is a `DataProtoFuture` is waited for first.
+def divide(registration: Registration, shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
+    """Divides a call among `shards` shards. An argument that is a `DataProtoFuture` is waited for first.
 
     Raises:
         ValueError: arguments that do not fit the mode; says how.
@@ -158,17 +205,18 @@ def divide(registration: Registration, world_size: int, args: tuple[Any, ...], k
     args = tuple(_settled(value) for value in args)
     kwargs = {key: _settled(value) for key, value in kwargs.items()}
     if registration.execute_mode is Execute.RANK_ZERO:
-        args, kwargs = tuple(map(_own, args)), {key: _own(value) for key, value in kwargs.items()}
         return Call([args], [kwargs], lambda results: results[0])
+    if isinstance(mode, DispatchMode):
+        return mode(shards, args, kwargs)
     if mode is Dispatch.ONE_TO_ALL:
-        return Call(*_deal(world_size, args, kwargs, lambda value: [_own(value) for _ in range(world_size)]), list)
+        return Call([args], [kwargs], list)
     if mode in (Dispatch.ALL_TO_ALL, Dispatch.DP_COMPUTE):
-        return Call(*_deal(world_size, args, kwargs, lambda value: _entries(value, world_size)), list)
+        return Call(*_deal(shards, args, kwargs, lambda value: _entries(value, shards)), list)
     if mode is Dispatch.DIRECT_ROLLOUT_METHOD:
         raise RuntimeError(f"a {mode.name} bypasses the controller: call it on one rank, with WorkerGroup.direct")
     if mode is Dispatch.DP_COMPUTE_PROTO_WITH_FUNC and not (args and callable(args[0])):
         raise ValueError(f"{mode.name} needs a function as its first positional argument")
-    return _divide_rows(mode, world_size, args, kwargs)
+    return _divide_rows(mode, shards, args, kwargs)
 
 
 def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Call:
@@ -250,11 +298,6 @@ def _entries(value: Any, world_size: int) -> Sequence[Any]:
         found = f"{len(value)} entries" if isinstance(value, list | tuple) else f"a {type(value).__name__}"
         raise ValueError(f"an argument must be a list with one entry for each of {world_size} ranks, got {found}")
     return value
-
-
-def _own(value: Any) -> Any:
-    """A shallow copy of a batch, so that a rank's additions stay its own; anything else unchanged."""
-    return value[:] if isinstance(value, DataProto) else value
 
 
 def _settled(value: Any) -> Any:

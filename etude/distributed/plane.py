@@ -17,14 +17,16 @@ import itertools
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
-import torch
+import numpy as np
 
 from etude.errors import InfrastructureError
-from etude.protocol import DataProto
+from etude.protocol import DataProto, object_array
 
+SECONDS = 600.0  # to read samples, or to get room for them
+_SECOND_TRY = 10.0  # to find out which of several samples are lost
 _NAMED = 3  # samples that an error names
 
 
@@ -95,34 +97,107 @@ class InProcessStore(BlockStore):
         """Nothing to do: the block was the only one to hold its columns."""
 
 
-class _Samples(NamedTuple):
-    """Samples of a batch whose columns are in the same blocks: their places in the batch, and the pieces to unite."""
+@dataclass(frozen=True)
+class Layout:
+    """Where some columns of a batch are: of each sample the block, a number into `blocks`, and its row there."""
 
-    places: list[int]
-    pieces: list[Piece]
+    names: frozenset[str]
+    blocks: tuple[Block, ...]
+    block: np.ndarray
+    row: np.ndarray
+
+    def take(self, places: np.ndarray) -> Layout:
+        """Of samples at `places`."""
+        return replace(self, block=self.block[places], row=self.row[places])
 
 
 @dataclass(frozen=True)
 class BatchRef:
-    """A batch whose columns are in a plane: what the driver has in place of a `DataProto`, and what a worker is sent.
+    """A batch whose columns are in a store: what the driver has in place of a `DataProto`, and what a worker is sent.
 
-    `meta_info` is the batch's; `fetch` gives it a copy.
+    Rows and columns are selected, joined and united as those of a `DataProto`, but nothing is read before `fetch`.
     """
 
-    ids: tuple[str, ...]
-    meta_info: dict[str, Any]
+    ids: np.ndarray  # (rows,) names of the samples, for errors
+    layouts: tuple[Layout, ...]
     store: BlockStore
-    samples: tuple[_Samples, ...]
-    timeout: float
+    timeout: float = SECONDS
+    meta_info: dict[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, data: DataProto, store: BlockStore, timeout: float = SECONDS) -> BatchRef:
+        """`data`, which has rows, written to `store`."""
+        uids = data.non_tensor_batch.get("uid")
+        ids = object_array([str(row) for row in range(len(data))]) if uids is None else uids
+        block, rows = store.write(data), np.arange(len(data))
+        layout = Layout(frozenset(block.handles), (block,), np.zeros(len(data), dtype=np.int64), rows)
+        return cls(ids, (layout,), store, timeout, dict(data.meta_info))
 
     def __len__(self) -> int:
         return len(self.ids)
 
     @property
     def columns(self) -> frozenset[str]:
-        """Those that every sample has here."""
-        each = [frozenset(name for piece in samples.pieces for name in piece.columns) for samples in self.samples]
-        return frozenset.intersection(*each) if each else frozenset()
+        """Names of tensors and objects."""
+        return frozenset(name for layout in self.layouts for name in layout.names)
+
+    def select(self, columns: Iterable[str]) -> BatchRef:
+        """Those of `columns` that there are."""
+        wanted = frozenset(columns)
+        kept = (replace(layout, names=layout.names & wanted) for layout in self.layouts)
+        return replace(self, layouts=tuple(layout for layout in kept if layout.names), meta_info=dict(self.meta_info))
+
+    def select_idxs(self, idxs: Any) -> BatchRef:
+        """The rows of a boolean mask, or of integers in their order."""
+        places = np.arange(len(self))[np.asarray(idxs)]
+        layouts = tuple(layout.take(places) for layout in self.layouts)
+        return replace(self, ids=self.ids[places], layouts=layouts, meta_info=dict(self.meta_info))
+
+    def __getitem__(self, rows: slice) -> BatchRef:
+        return self.select_idxs(np.arange(len(self))[rows])
+
+    def chunk(self, chunks: int) -> list[BatchRef]:
+        """Equal parts, in order; see `DataProto.chunk`."""
+        if chunks < 1 or len(self) % chunks:
+            raise ValueError(f"{len(self)} rows cannot be divided into {chunks} equal chunks; pad them first")
+        size = len(self) // chunks
+        return [self[i * size : (i + 1) * size] for i in range(chunks)]
+
+    def union(self, other: BatchRef) -> BatchRef:
+        """With the columns and meta keys of `other`, row by row.
+
+        Raises:
+            ValueError: unequal numbers of rows, or a column of both; names it.
+        """
+        if len(self) != len(other):
+            raise ValueError(f"cannot unite {len(self)} rows with {len(other)}")
+        if both := self.columns & other.columns:
+            raise ValueError(f"column '{min(both)}' is in both batches")
+        return replace(self, layouts=(*self.layouts, *other.layouts), meta_info=other.meta_info | self.meta_info)
+
+    @staticmethod
+    def concat(parts: Sequence[BatchRef]) -> BatchRef:
+        """The rows of all parts, in order. `meta_info` is merged as `DataProto.concat` does.
+
+        Raises:
+            ValueError: no parts, or parts that differ in columns.
+        """
+        if not parts or len({part.columns for part in parts}) > 1:
+            raise ValueError(f"parts with the same columns are joined, not {[sorted(part.columns) for part in parts]}")
+        groups: dict[tuple[int, ...], tuple[list[str], list[Layout]]] = {}
+        for name in sorted(parts[0].columns):
+            found = [next(layout for layout in part.layouts if name in layout.names) for part in parts]
+            groups.setdefault(tuple(map(id, found)), ([], found))[0].append(name)
+        layouts = []
+        for names, found in groups.values():
+            starts = np.cumsum([0, *(len(layout.blocks) for layout in found)])
+            block = np.concatenate([layout.block + start for layout, start in zip(found, starts)])
+            blocks = tuple(block for layout in found for block in layout.blocks)
+            layouts.append(Layout(frozenset(names), blocks, block, np.concatenate([layout.row for layout in found])))
+        meta_info = DataProto.concat([DataProto(meta_info=part.meta_info) for part in parts]).meta_info
+        return replace(
+            parts[0], ids=np.concatenate([part.ids for part in parts]), layouts=tuple(layouts), meta_info=meta_info
+        )
 
     def fetch(self) -> DataProto:
         """The batch. Its tensors may lie in memory shared with other readers: they must not be written to.
@@ -130,26 +205,37 @@ class BatchRef:
         Raises:
             LostSamplesError: a holder of samples has gone, or did not answer in time.
         """
-        parts, places = [], list[int]()
-        for samples in self.samples:
-            part = DataProto()
-            for found in self._read(samples):
-                part = found if not len(part) else part.union(found)
-            parts.append(part)
-            places += samples.places
-        whole = parts[0] if len(parts) == 1 else DataProto.concat(parts) if parts else DataProto()
-        if places != list(range(len(places))):
-            whole = whole.select_idxs(torch.argsort(torch.tensor(places)))
+        whole = DataProto()
+        for layout in self.layouts if len(self) else ():
+            found = self._read(layout)
+            whole = whole.union(found) if whole.non_tensor_batch or whole.batch is not None else found
         whole.meta_info = DataProto(meta_info=self.meta_info)[:].meta_info
         return whole
 
-    def _read(self, samples: _Samples) -> list[DataProto]:
+    def _readable(self, piece: Piece) -> bool:
         try:
-            return self.store.read(samples.pieces, self.timeout)
+            self.store.read([piece], min(self.timeout, _SECOND_TRY))
+        except LookupError:
+            return False
+        return True
+
+    def _read(self, layout: Layout) -> DataProto:
+        numbers = list(dict.fromkeys(layout.block.tolist()))
+        members = [np.flatnonzero(layout.block == number) for number in numbers]
+        pieces = []
+        for number, places in zip(numbers, members):
+            block, rows = layout.blocks[number], tuple(layout.row[places].tolist())
+            pieces.append(Piece(block, tuple(sorted(layout.names)), None if rows == tuple(range(block.rows)) else rows))
+        try:
+            parts = self.store.read(pieces, self.timeout)
         except LookupError as error:
-            ids = [self.ids[place] for place in samples.places]
-            nodes = ", ".join(sorted({piece.block.node for piece in samples.pieces}))
+            lost = [i for i, piece in enumerate(pieces) if not self._readable(piece)] or range(len(pieces))
+            ids = self.ids[np.sort(np.concatenate([members[i] for i in lost]))]
+            nodes = ", ".join(sorted({pieces[i].block.node for i in lost}))
             raise LostSamplesError(f"{_count(ids)}, held by {nodes}, cannot be read: {error}") from error
+        whole = parts[0] if len(parts) == 1 else DataProto.concat(parts)
+        places = np.concatenate(members)
+        return whole if (places == np.arange(len(places))).all() else whole.select_idxs(np.argsort(places))
 
 
 @dataclass
@@ -233,35 +319,38 @@ class DataPlane:
         columns it has no rows to fetch.
 
         Raises:
-            KeyError: an unknown or evicted sample, or one without a column; names it.
+            KeyError: an unknown or evicted sample, or one without a column that is wanted, or that another has; names it.
         """
         wanted = None if columns is None else frozenset(columns)
-        by_blocks: dict[tuple[int, ...], list[tuple[int, list[int]]]] = {}
+        places: dict[str, tuple[list[int], list[int]]] = {}  # column → numbers of the blocks, and rows, so far
         with self._room:
-            for place, sample in enumerate(ids):
+            for count, sample in enumerate(ids):
                 if sample not in self._samples:
                     raise KeyError(f"the data plane has no sample '{sample}' (evicted, or never put)")
-                found = self._samples[sample]
-                by_blocks.setdefault(tuple(number for number, _ in found), []).append(
-                    (place, [row for _, row in found])
-                )
-            samples = []
-            for numbers, members in by_blocks.items():
-                pieces = []
-                for i, number in enumerate(numbers):
-                    block = self._blocks[number].block
-                    names = tuple(name for name in block.handles if wanted is None or name in wanted)
-                    if names:
-                        rows = tuple(rows[i] for _, rows in members)
-                        pieces.append(Piece(block, names, None if rows == tuple(range(block.rows)) else rows))
-                if wanted and (missing := wanted - {name for piece in pieces for name in piece.columns}):
-                    raise KeyError(f"sample '{ids[members[0][0]]}' has no column '{min(missing)}' in the data plane")
-                if pieces:
-                    samples.append(_Samples([place for place, _ in members], pieces))
-        return BatchRef(tuple(ids), dict(meta_info or {}), self.store, tuple(samples), self.timeout)
+                for number, row in self._samples[sample]:
+                    for name in self._blocks[number].block.handles:
+                        if wanted is None or name in wanted:
+                            numbers, rows = places.setdefault(name, ([], []))
+                            numbers.append(number)
+                            rows.append(row)
+                lacks = {name for name, (numbers, _) in places.items() if len(numbers) <= count} | (
+                    wanted or set()
+                ) - places.keys()
+                if lacks:
+                    raise KeyError(f"sample '{sample}' has no column '{min(lacks)}' in the data plane")
+            held = {number: self._blocks[number].block for numbers, _ in places.values() for number in numbers}
+        groups: dict[tuple[tuple[int, ...], tuple[int, ...]], list[str]] = {}
+        for name, (numbers, rows) in places.items():
+            groups.setdefault((tuple(numbers), tuple(rows)), []).append(name)
+        order = {number: i for i, number in enumerate(held)}
+        layouts = tuple(
+            Layout(frozenset(names), tuple(held.values()), np.array([order[each] for each in numbers]), np.array(rows))
+            for (numbers, rows), names in groups.items()
+        )
+        return BatchRef(object_array(list(ids)), layouts, self.store, self.timeout, dict(meta_info or {}))
 
     def get(self, ids: Sequence[str], columns: Iterable[str] | None = None) -> DataProto:
-        """The samples as a batch; see `refer` and `BatchRef.fetch`. Raises ValueError where they differ in columns."""
+        """The samples as a batch; see `refer` and `BatchRef.fetch`."""
         return self.refer(ids, columns).fetch()
 
     def evict(self, ids: Iterable[str]) -> None:
@@ -321,7 +410,7 @@ def _columns_of(data: DataProto) -> list[str]:
     return [*(() if data.batch is None else data.batch.keys()), *data.non_tensor_batch]
 
 
-def _count(ids: Sequence[str]) -> str:
+def _count(ids: Sequence[str] | np.ndarray) -> str:
     named = ", ".join(f"'{sample}'" for sample in ids[:_NAMED])
     return f"sample{'s' if len(ids) > 1 else ''} {named}" + (
         f" and {len(ids) - _NAMED} more" if len(ids) > _NAMED else ""

@@ -1,19 +1,46 @@
-"""`ResourcePool`: how many worker processes run on which node. Starting them is left to the groups."""
+"""`ResourcePool`: how many worker processes run on which node, and their place in a Ray cluster.
+
+Invariant: the processes of an entry share a node, those of different entries do not (where Ray selects nodes by label), and
+a process that cannot get its CPU or GPU is one line that says what is asked for and what there is, in bounded time.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import inspect
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from etude.errors import ConfigError
+from etude.limits.cluster import require_ray
+
+_PLACE_SECONDS = 60.0  # for resources that another run may be about to give back
+
+
+@dataclass(frozen=True)
+class Slot:
+    """Where a rank's process goes: one bundle of a placement group, on the node `node` of the pool, `local_rank` there."""
+
+    placement_group: Any
+    bundle: int
+    node: int
+    local_rank: int
 
 
 @dataclass(frozen=True)
 class ResourcePool:
-    """A pool of processes, `process_on_nodes[i]` of them on node i.
+    """A pool of processes, `process_on_nodes[i]` of them on node i, each with a CPU and, with `use_gpu`, a GPU; up to
+    `max_colocate_count` groups share these. `label_selector`: labels of the nodes to choose from, as Ray writes selectors.
 
     Raises:
         ValueError: no node, or a node with fewer than one process.
     """
 
     process_on_nodes: list[int]
+    use_gpu: bool = False
+    max_colocate_count: int = 1
+    label_selector: Mapping[str, str] = field(default_factory=dict)
+    _slots: list[Slot] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         if not self.process_on_nodes or any(processes < 1 for processes in self.process_on_nodes):
@@ -23,3 +50,83 @@ class ResourcePool:
     def world_size(self) -> int:
         """Total number of processes."""
         return sum(self.process_on_nodes)
+
+    @property
+    def resources(self) -> dict[str, float]:
+        """What each process has."""
+        return {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
+
+    @property
+    def share(self) -> float:
+        """The part of it that each of the groups takes."""
+        return int(10_000 / self.max_colocate_count) / 10_000
+
+    def place(self, seconds: float = _PLACE_SECONDS) -> list[Slot]:
+        """A slot for each rank: reserved at the first call, the same ones afterwards.
+
+        Raises:
+            ConfigError: the cluster does not have the resources, or not within `seconds`.
+        """
+        require_ray("a resource pool")
+        import ray
+        from ray.util.placement_group import placement_group, placement_group_table
+
+        if self._slots:
+            return self._slots
+        if (present := _alive_nodes(ray)) and not self._fits(present):
+            raise ConfigError(f"{self._wish()}; the cluster has {_listed(present)}")
+        by_label = "bundle_label_selector" in inspect.signature(placement_group).parameters
+        taken: list[str] = []
+        for node, processes in enumerate(self.process_on_nodes):
+            others = {"ray.io/node-id": f"!in({','.join(taken)})"} if taken else {}
+            labels = {**self.label_selector, **others}
+            chosen = {"bundle_label_selector": [labels] * processes} if by_label and labels else {}
+            group = placement_group([self.resources] * processes, strategy="STRICT_PACK", **chosen)
+            self._slots.extend(Slot(group, rank, node, rank) for rank in range(processes))
+            if not group.wait(seconds):
+                self.close()
+                free = {kind: f"{ray.available_resources().get(kind, 0):g}" for kind in self.resources}
+                left = ", ".join(f"{value} {kind}" for kind, value in free.items())
+                raise ConfigError(
+                    f"{self._wish()}; the cluster has {_listed(present)}, of which {left} were free for {seconds:g} s"
+                )
+            taken += sorted({*placement_group_table(group)["bundles_to_node_id"].values()})
+        return self._slots
+
+    @property
+    def node_ids(self) -> list[str]:
+        """The nodes that its slots are on, once placed."""
+        from ray.util.placement_group import placement_group_table
+
+        groups = {id(slot.placement_group): slot.placement_group for slot in self._slots}.values()
+        return sorted({node for each in groups for node in placement_group_table(each)["bundles_to_node_id"].values()})
+
+    def close(self) -> None:
+        """Gives the slots back."""
+        from ray.util.placement_group import remove_placement_group
+
+        for group in {id(slot.placement_group): slot.placement_group for slot in self._slots}.values():
+            remove_placement_group(group)
+        self._slots.clear()
+
+    def _fits(self, nodes: list[Mapping[str, float]]) -> bool:
+        """Whether the whole nodes would be enough."""
+        rooms = sorted((int(min(node.get(kind, 0) for kind in self.resources)) for node in nodes), reverse=True)
+        wanted = sorted(self.process_on_nodes, reverse=True)
+        return len(rooms) >= len(wanted) and all(room >= processes for room, processes in zip(rooms, wanted))
+
+    def _wish(self) -> str:
+        kinds = " and a ".join(self.resources)
+        counts = ", ".join(map(str, self.process_on_nodes))
+        return f"{self.world_size} processes with a {kinds} each ({counts} on nodes of their own) are asked for"
+
+
+def _alive_nodes(ray: Any) -> list[Mapping[str, float]]:
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def _listed(nodes: Iterable[Mapping[str, float]]) -> str:
+    texts = [
+        " and ".join(f"{node.get(kind, 0):g} {kind}" for kind in ("CPU", "GPU") if node.get(kind)) for node in nodes
+    ]
+    return f"{len(texts)} nodes ({'; '.join(text or 'nothing' for text in texts)})" if len(texts) != 1 else texts[0]

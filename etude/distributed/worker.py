@@ -17,7 +17,19 @@ add columns to its chunk, or settings to the chunk's meta_info.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+
+@dataclass(frozen=True)
+class MeshPlace:
+    """A rank's place in a mesh: it holds shard `dp_rank` of `dp_size`, like the other ranks of its tensor-parallel team;
+    `collects`: whether it has the output of a call."""
+
+    dp_rank: int
+    dp_size: int
+    collects: bool = True
 
 
 class Worker:
@@ -33,6 +45,15 @@ class Worker:
         self.rank = rank
         self.world_size = world_size
         self.device = torch.device(device)
+
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """This rank's place in the mesh that a method's `register` names; asked once, at the first call that is divided
+        over it. By default each rank holds a shard of its own."""
+        return MeshPlace(self.rank, self.world_size)
+
+    def interrupt(self) -> None:
+        """Asks the running call to end early with an exception; called from another thread, only where ranks are
+        processes (elsewhere the call itself gets the driver's KeyboardInterrupt)."""
 
     def close(self) -> None:
         """Stops the worker's tasks; called once, when its group ends."""

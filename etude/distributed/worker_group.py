@@ -5,7 +5,8 @@ ranks and gathers the results as `dispatch.py` says, however the ranks are run. 
 rank reaches the caller as the same exception, with a note that names the rank and the method (also logged, for the commands
 that print an error as one line).
 
-In one process the ranks run one after another, so a worker must not wait for another rank there.
+In one process the ranks run one after another, so a worker must not wait for another rank there; `ray_group.py` has the
+group whose ranks are processes of a cluster.
 """
 
 from __future__ import annotations
@@ -17,10 +18,18 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
 
-from etude.distributed.dispatch import Dispatch, Registration, divide, registered_methods
-from etude.distributed.worker import Worker
+from etude.distributed.dispatch import (
+    TRAIN_MESH,
+    Arguments,
+    Dispatch,
+    Execute,
+    Registration,
+    divide,
+    registered_methods,
+)
+from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import EtudeError, one_line
-from etude.protocol import DataProtoFuture
+from etude.protocol import DataProto, DataProtoFuture
 from etude.registry import did_you_mean
 
 _log = logging.getLogger(__name__)
@@ -39,6 +48,7 @@ class WorkerGroup(ABC):
         self.worker_cls = worker_cls
         self.world_size = world_size
         self._methods = registered_methods(worker_cls)
+        self._meshes: dict[str, list[MeshPlace]] = {}
         for name, registration in self._methods.items():
             if hasattr(type(self), name) or name in vars(self):
                 raise ValueError(f"{worker_cls.__name__}.{name} cannot be registered: a group has its own '{name}'")
@@ -62,31 +72,70 @@ class WorkerGroup(ABC):
             raise ValueError(f"'{name}' is not a DIRECT_ROLLOUT_METHOD: call it on the group")
         if not 0 <= rank < self.world_size:
             raise ValueError(f"no rank {rank} in a group of {self.world_size}")
-        return lambda *args, **kwargs: self._run(name, [args], [kwargs], [rank])[0].result()
+        return lambda *args, **kwargs: self._run(name, [(args, kwargs)], [[rank]])[0].result()
+
+    @property
+    def dp_size(self) -> int:
+        """Into how many parts a training batch is divided: `world_size`, unless several ranks share one."""
+        return self._mesh(TRAIN_MESH)[0].dp_size
 
     def close(self) -> None:  # noqa: B027  (a group may have nothing to end)
         """Ends the ranks; no method may be called any more."""
 
     @abstractmethod
-    def _run(
-        self,
-        method_name: str,
-        per_rank_args: Sequence[tuple[Any, ...]],
-        per_rank_kwargs: Sequence[dict[str, Any]],
-        ranks: Sequence[int],
-    ) -> list[Future[Any]]:
-        """Starts a method on `ranks`, the i-th with the i-th arguments; one future per rank, in that order.
+    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
+        """Starts a method on ranks, `ranks[i]` with the arguments `parts[i]`; one future per rank, in that order.
 
         A failing rank does not stop the others; its future holds the exception, annotated by `note_rank`.
         """
+
+    @abstractmethod
+    def _places(self, mesh: str) -> list[MeshPlace]:
+        """Each rank's place in a mesh."""
 
     def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
         method = f"{self.worker_cls.__name__}.{name}"
         args = tuple(registration.select(method, value) for value in args)
         kwargs = {key: registration.select(method, value) for key, value in kwargs.items()}
-        call = divide(registration, self.world_size, args, kwargs)
-        pending = DataProtoFuture(self._run(name, call.args, call.kwargs, range(len(call.args))), call.collect)
+        ranks, answering = self._targets(registration)
+        call = divide(registration, len(ranks), args, kwargs)
+
+        def collect(results: list[Any]) -> Any:
+            return call.collect([results[number] for number in answering])
+
+        pending = DataProtoFuture(self._run(name, list(zip(call.args, call.kwargs)), ranks), collect)
         return pending.get() if registration.blocking else pending
+
+    def _targets(self, registration: Registration) -> tuple[list[list[int]], list[int]]:
+        """The ranks that get the arguments of each shard; and, of all these in order, the numbers of those whose results
+        are gathered."""
+        everyone = list(range(self.world_size))
+        if registration.execute_mode is Execute.RANK_ZERO:
+            return [[0]], [0]
+        if registration.dispatch_mode is Dispatch.ONE_TO_ALL:
+            return [everyone], everyone
+        if not registration.is_data_parallel:
+            return [[rank] for rank in everyone], everyone
+        places = self._mesh(registration.mesh)
+        shards = [[rank for rank in everyone if places[rank].dp_rank == shard] for shard in range(places[0].dp_size)]
+        order = [rank for shard in shards for rank in shard]
+        return shards, [order.index(next(rank for rank in shard if places[rank].collects)) for shard in shards]
+
+    def _mesh(self, mesh: str) -> list[MeshPlace]:
+        """Each rank's place.
+
+        Raises:
+            ValueError: the ranks contradict one another.
+        """
+        if mesh not in self._meshes:
+            places = self._places(mesh)
+            size, output = places[0].dp_size, {place.dp_rank for place in places if place.collects}
+            if any(place.dp_size != size or not 0 <= place.dp_rank < size for place in places) or len(output) != size:
+                raise ValueError(
+                    f"the mesh '{mesh}' of {self.worker_cls.__name__} has shards that no rank holds: {places}"
+                )
+            self._meshes[mesh] = places
+        return self._meshes[mesh]
 
     def _unknown(self, name: str) -> AttributeError:
         known, hint = ", ".join(sorted(self._methods)) or "none", did_you_mean(name, self._methods)
@@ -111,23 +160,27 @@ class InProcessWorkerGroup(WorkerGroup):
             worker.close()
         self._workers.clear()
 
-    def _run(
-        self,
-        method_name: str,
-        per_rank_args: Sequence[tuple[Any, ...]],
-        per_rank_kwargs: Sequence[dict[str, Any]],
-        ranks: Sequence[int],
-    ) -> list[Future[Any]]:
+    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
         futures = []
-        for rank, args, kwargs in zip(ranks, per_rank_args, per_rank_kwargs):
-            future: Future[Any] = Future()
-            try:
-                future.set_result(getattr(self._workers[rank], method_name)(*args, **kwargs))
-            except Exception as error:
-                note_rank(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method_name}")
-                future.set_exception(error)
-            futures.append(future)
+        for (args, kwargs), same in zip(parts, ranks, strict=True):
+            for rank in same:
+                future: Future[Any] = Future()
+                own = tuple(map(_own, args)), {key: _own(value) for key, value in kwargs.items()}
+                try:
+                    future.set_result(getattr(self._workers[rank], method_name)(*own[0], **own[1]))
+                except Exception as error:
+                    note_rank(error, rank, self.world_size, f"{self.worker_cls.__name__}.{method_name}")
+                    future.set_exception(error)
+                futures.append(future)
         return futures
+
+    def _places(self, mesh: str) -> list[MeshPlace]:
+        return [worker.mesh_place(mesh) for worker in self._workers]
+
+
+def _own(value: Any) -> Any:
+    """A shallow copy of a batch, so that a rank's additions stay its own; anything else unchanged."""
+    return value[:] if isinstance(value, DataProto) else value
 
 
 def note_rank(error: BaseException, rank: int, world_size: int, method: str) -> None:

@@ -14,6 +14,7 @@ from etude.inference.openai import OpenAIEngine
 from etude.inference.probe import TOLERANCES, ProbeResult, WeightMismatch, WeightProbe
 from etude.inference.router import Router, RouterOptions
 from etude.inference.scripted import ScriptedEngine
+from etude.inference.served import AdapterFolder
 from etude.inference.sglang import SGLangEngine
 from etude.inference.types import ENGINES, Engine, SamplingParams, TokenOutput
 from etude.inference.vllm import VLLMEngine, VLLMServerEngine
@@ -21,6 +22,7 @@ from etude.inference.vllm import VLLMEngine, VLLMServerEngine
 __all__ = [
     "ENGINES",
     "TOLERANCES",
+    "AdapterFolder",
     "Engine",
     "EngineSetup",
     "NativeEngine",

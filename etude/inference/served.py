@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import math
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -27,6 +28,15 @@ from etude.inference.types import SamplingParams, TokenOutput
 from etude.metrics import Metrics
 
 _ROUNDING = 1e-3  # a probability of one, computed in bfloat16, may come out as slightly more
+
+
+@dataclass(frozen=True)
+class AdapterFolder:
+    """A LoRA adapter in `peft`'s format (its absolute path), to be applied to the weights that an engine started with; the
+    engine keeps the last `versions` of them."""
+
+    folder: str
+    versions: int
 
 
 @dataclass(frozen=True)
@@ -43,6 +53,8 @@ class ServedEngine(ABC):
 
     def __init__(self, max_model_len: int) -> None:
         self._limit = max_model_len
+        self._adapters: list[str] = []  # names of LoRA adapters that the engine has, the current one last
+        self._run = secrets.token_hex(4)  # part of these names: a server may have some of another run
         self._calls: dict[str, _Call] = {}
         self._numbers = itertools.count()
         self._version = 0
@@ -107,16 +119,30 @@ class ServedEngine(ABC):
         await self._resume()
         self._paused = False
 
+    @property
+    def adapter(self) -> str | None:
+        """The name of the LoRA adapter that requests are computed with; None: without one."""
+        return self._adapters[-1] if self._adapters else None
+
     async def update_weights(self, source: Any, version: int) -> None:
         """Loads new weights between two tokens; what requests in flight had computed with the old ones is recomputed.
 
         Args:
-            source: a checkpoint's folder, readable by the engine's process under the same path.
+            source: a checkpoint's folder, readable by the engine's process under the same path; or an `AdapterFolder`, whose
+                adapter requests use from now on. Those in flight then go on with their own, on which caches depend.
 
         Raises:
             EngineError: the engine did not take them.
             ConfigError: `source` is not such a folder.
         """
+        if isinstance(source, AdapterFolder):
+            name = f"etude-{self._run}-{version}-{next(self._numbers)}"
+            await self._load_adapter(name, source.folder)
+            self._adapters.append(name)
+            self._version = version
+            while len(self._adapters) > source.versions:
+                await self._unload_adapter(self._adapters.pop(0))
+            return
         if not self._paused:
             await self._pause()
         try:
@@ -154,6 +180,13 @@ class ServedEngine(ABC):
     @abstractmethod
     async def _load(self, source: Any, version: int) -> None:
         """Takes new weights while paused, and drops what was computed with the old ones; EngineError if it fails."""
+
+    async def _load_adapter(self, name: str, folder: str) -> None:
+        """Makes the adapter in `folder` one that requests can name; EngineError if it fails."""
+        raise ConfigError(f"the {type(self).__name__} takes no adapters: use rollout.weight_transfer=folder")
+
+    async def _unload_adapter(self, name: str) -> None:  # noqa: B027
+        """Forgets it; what still computes with it may end."""
 
     async def sleep(self) -> None:  # noqa: B027  (an engine may have nothing to give back)
         """Releases device memory until `wake`, if the engine can."""

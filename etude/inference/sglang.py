@@ -12,6 +12,7 @@ out the temperature; the probe after a weight sync (`etude.inference.probe`) det
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 from etude.errors import EngineError
@@ -59,11 +60,14 @@ class SGLangEngine(ServedEngine):
             "return_logprob": True,
             "return_sampling_mask": restricted,
             "stream": False,
+            **({"lora_path": adapter} if (adapter := self.adapter) else {}),
         }
         version = self._version
         answer = await self._server.ask("/generate", body)
         with self._server.reading("/generate"):
             read = self._read(answer, restricted)
+        if adapter:  # the server's versions are of the weights below it
+            read = replace(read, versions=None)
         return checked_output(read, params, version, self._server.url)
 
     def _read(self, answer: dict[str, Any], restricted: bool) -> Answer:
@@ -99,6 +103,15 @@ class SGLangEngine(ServedEngine):
         answer = await self._server.ask(path, body, timeout=self._sync_timeout)
         if answer.get("success") is not True:
             raise EngineError(f"{self._server.url}{path}: not loaded: {answer.get('message')!r:.200}")
+
+    async def _load_adapter(self, name: str, folder: str) -> None:
+        path, body = "/load_lora_adapter", {"lora_name": name, "lora_path": folder}
+        answer = await self._server.ask(path, body, timeout=self._sync_timeout)
+        if answer.get("success") is not True:
+            raise EngineError(f"{self._server.url}{path}: not loaded: {answer.get('error_message')!r:.200}")
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._server.post("/unload_lora_adapter", {"lora_name": name}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
         """Releases the GPU's memory (the server needs --enable-memory-saver)."""

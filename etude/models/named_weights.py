@@ -84,7 +84,7 @@ def gather_weights(model: Any, dtype: torch.dtype, keep: bool = True) -> dict[st
     for name, tensor in own_weights(model).items():
         whole = full_tensor(tensor.to(dtype) if name.startswith(prefix) else tensor)
         if keep:
-            gathered[name] = whole.detach().cpu()
+            gathered[name] = whole.detach().to("cpu", copy=True)  # of a mesh of one rank it is the weight itself
     return gathered
 
 

@@ -18,7 +18,7 @@ from etude.options.rollout import (
     TraceOptions,
     ValSamplingOptions,
 )
-from etude.options.run import AlgorithmOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
+from etude.options.run import AlgorithmOptions, RayOptions, RolloutCorrectionOptions, RunOptions, TrainerOptions
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
@@ -46,6 +46,7 @@ __all__ = [
     "MultiTurnOptions",
     "OpenAIAgentOptions",
     "OptimOptions",
+    "RayOptions",
     "RefOptions",
     "RewardOptions",
     "RolloutCorrectionOptions",

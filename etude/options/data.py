@@ -9,6 +9,55 @@ from etude.options.types import Count, CountOrOff, Flag, FreeForm, Natural, Numb
 
 TRIED = When("where target_success.data_files is set", lambda own, run: bool(own.data_files))
 SHUFFLED = When("with shuffle=true", lambda own, run: own.shuffle)
+SEEDED = When("with shuffle=true or a sampler", lambda own, run: own.shuffle or own.sampler.class_name is not None)
+UNSAMPLED = When("where sampler.class_name is null", lambda own, run: own.sampler.class_name is None)
+
+
+@options
+class SamplerOptions:
+    """Which rows a batch has, by a class of Étude's or of yours."""
+
+    class_path: Text | None = key(
+        "File (path/to/file.py) or dotted module of a sampler of yours. Null: one that is registered.",
+        default=None,
+        path="code",
+        when=When("where class_name is set", lambda own, run: own.class_name is not None),
+    )
+    class_name: Text | None = key(
+        "curriculum: rows by what is left to learn from them; mixture: by data source; or the class in class_path. Null: "
+        "see `shuffle`.",
+        default=None,
+    )
+    floor: Share = key(
+        "Smallest weight of a row, relative to one that succeeds half of the time.",
+        default=0.1,
+        when=When("with class_name=curriculum", lambda own, run: own.class_name == "curriculum"),
+    )
+    weights: FreeForm = key(
+        "data_source: weight. A source without one has 1; 0 leaves it out.",
+        default_factory=dict,
+        when=When("with class_name=mixture", lambda own, run: own.class_name == "mixture"),
+    )
+
+
+@options
+class CustomClassOptions:
+    """A dataset class of yours, called as verl does: (data_files, tokenizer, config, processor). Its items are rows."""
+
+    path: Text | None = key(
+        "File (path/to/file.py) or dotted module that defines it. Null: the rows of the files.",
+        default=None,
+        path="code",
+    )
+    name: Text | None = key(
+        "The class's name in that file.",
+        default=None,
+        when=When("where custom_cls.path is set", lambda own, run: own.path is not None),
+    )
+
+    def __post_init__(self) -> None:
+        if self.path is not None and self.name is None:
+            raise ValueError("name is missing: the class in path")
 
 
 @options
@@ -63,8 +112,16 @@ class DataOptions:
         when=When("with filter_overlong_prompts=false", lambda own, run: not own.filter_overlong_prompts),
         verl_meaning="left, right and middle truncate prompts; agent loops do so whatever is set",
     )
-    shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True)
-    seed: Natural = key("Seed of that order.", default=1, written="${trainer.seed}", when=SHUFFLED, verl_default="null")
+    shuffle: Flag = key("Visit rows in a new random order each epoch.", default=True, when=UNSAMPLED)
+    seed: Natural = key(
+        "Seed of that order, and of a sampler's.",
+        default=1,
+        written="${trainer.seed}",
+        when=SEEDED,
+        verl_default="null",
+    )
+    sampler: SamplerOptions = key("", default_factory=SamplerOptions)
+    custom_cls: CustomClassOptions = key("", default_factory=CustomClassOptions)
     prompt_key: Text = key("Column with the messages.", default="prompt")
     image_key: Text | None = key(
         "Column with the prompt's images, one for each <image> in its texts. Null: no row has images.",

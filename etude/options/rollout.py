@@ -337,9 +337,10 @@ class RolloutOptions:
         unit="seconds",
         when=SERVED,
     )
-    weight_transfer: Literal["folder", "cuda_ipc"] = key(
-        "How weights reach an engine that holds its own copy: folder (a checkpoint is written and read), cuda_ipc (vllm in "
-        "this process maps the trainer's GPU tensors; never run, since no GPU was at hand).",
+    weight_transfer: Literal["folder", "adapter", "cuda_ipc"] = key(
+        "How weights reach an engine that holds its own copy: folder (a checkpoint is written and read), adapter (LoRA's "
+        "alone, to servers that apply them to model.path; they keep max_staleness + 1), cuda_ipc (vllm in this process maps "
+        "the trainer's GPU tensors; never run, since no GPU was at hand).",
         default="folder",
         when=COPIES,
     )

@@ -327,6 +327,29 @@ def _device(name: str) -> str:
     return name
 
 
+ON_RAY = When("with trainer.backend=ray", lambda own, run: run.trainer.backend == "ray")
+
+
+@options
+class RayOptions:
+    """The Ray cluster of a run with trainer.backend=ray."""
+
+    address: Text | None = key(
+        "Address of a running cluster (HOST:PORT, or auto: the one of this machine). Null: that of the environment's "
+        "RAY_ADDRESS, or else one is started here, for the run.",
+        default=None,
+    )
+    init_kwargs: FreeForm = key(
+        "Further arguments of ray.init, such as num_cpus, object_store_memory or runtime_env; any keys.",
+        default_factory=dict,
+    )
+    call_timeout: Positive = key(
+        "Limit for one call of a worker: a rollout of a whole batch, an update, a checkpoint. Whoever exceeds it is lost.",
+        default=3600.0,
+        unit="s",
+    )
+
+
 Device = Annotated[Text, AfterValidator(_device)]
 Threads = Annotated[Count, Le(1024)]
 
@@ -394,6 +417,17 @@ class RunOptions:
         verl_default="cuda",
         verl_meaning="cuda or npu",
     )
+    backend: Literal["local", "ray"] = key(
+        "local: everything in this process; ray: nnodes x n_gpus_per_node worker processes of a Ray cluster.",
+        default="local",
+    )
+    nnodes: Count = key("Nodes of the cluster that the workers are on.", default=1, when=ON_RAY)
+    n_gpus_per_node: Count = key(
+        "Worker processes on each node: one for each of its GPUs, or on CPUs as many as they should be.",
+        default=1,
+        when=ON_RAY,
+        verl_default="8",
+    )
     max_skipped_steps: Count = key(
         "Training steps in a row whose every gradient was not finite, after which the run stops, with a checkpoint.",
         default=5,
@@ -421,6 +455,13 @@ class TrainerOptions(RunOptions):
         default=0,
         unit="steps",
     )
+    stall_timeout: Positive | None = key(
+        "If no token, tool answer or score has come for this long, say what waits for what, and try what is in flight "
+        "again, once; what stalls twice is dropped (rollout/stalled). Longer than any one call may take; the default "
+        "outlasts rollout.trajectory_timeout. Null: never.",
+        default=900.0,
+        unit="seconds",
+    )
     critic_warmup: Natural = key(
         "Steps in which only the critic learns.",
         default=0,
@@ -436,5 +477,10 @@ class TrainerOptions(RunOptions):
         "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
         "checkpoint.",
         default=0.5,
+    )
+    max_infra_failure_share: Share | None = key(
+        "Largest share of a step's trajectories that may meet infrastructure failures, retried ones included; above it the "
+        "step warns, and a second one in a row stops the run with a checkpoint. Null: no limit.",
+        default=None,
     )
     report: Flag = key("Write report.html at the end.", default=True)

@@ -12,7 +12,7 @@ from etude.options.declare import key, options
 from etude.options.distillation import DistillationOptions
 from etude.options.reward import CustomRewardOptions, RewardOptions
 from etude.options.rollout import EnvOptions, MultiTurnOptions, RolloutOptions
-from etude.options.run import CRITIC, AlgorithmOptions, RunOptions, TrainerOptions
+from etude.options.run import CRITIC, ON_RAY, AlgorithmOptions, RayOptions, RunOptions, TrainerOptions
 from etude.options.training import (
     ActorOptions,
     CriticOptions,
@@ -52,6 +52,7 @@ class TrainOptions:
     algorithm: AlgorithmOptions = key("", default_factory=AlgorithmOptions)
     distillation: DistillationOptions = key("", default_factory=DistillationOptions)
     trainer: TrainerOptions = key("", default_factory=TrainerOptions)
+    ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
     plugins: Texts = key(_PLUGINS, default=(), path="code")
 
     @property
@@ -91,4 +92,5 @@ class SFTOptions:
     multi_turn: MultiTurnOptions = key("", default_factory=MultiTurnOptions)
     target_success: TargetSuccessOptions = key("", default_factory=TargetSuccessOptions)
     trainer: RunOptions = key("", default_factory=RunOptions)
+    ray: RayOptions = key("", default_factory=RayOptions, when=ON_RAY)
     plugins: Texts = key(_PLUGINS, default=(), path="code")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -92,7 +93,9 @@ class Quickstart:
             f"actor_rollout_ref.model.path={self.folder}/model",
             "trainer.resume_mode=disable",
         )  # before the warm-up
-        PPOTrainer(checked(self._config(*fresh)))
+        setup = checked(self._config(*fresh))
+        with closing(setup.groups):
+            PPOTrainer(setup)
 
     @property
     def _warm_model(self) -> Path:

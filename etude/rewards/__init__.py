@@ -2,7 +2,7 @@
 
 from etude.rewards.batch import BatchRewardManager
 from etude.rewards.dapo import DAPORewardManager
-from etude.rewards.default import SCORERS, Score, Scorer, compute_score, load_compute_score, load_rewards
+from etude.rewards.default import COMPONENTS, SCORERS, Score, Scorer, compute_score, load_compute_score, load_rewards
 from etude.rewards.manager import (
     REWARD_MANAGERS,
     AbstractRewardManager,
@@ -23,6 +23,7 @@ default_compute_score = compute_score  # its name in verl.utils.reward_score
 
 __all__ = [
     "BUILTIN_MANAGERS",
+    "COMPONENTS",
     "REWARD_MANAGERS",
     "SCORERS",
     "AbstractRewardManager",

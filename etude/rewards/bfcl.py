@@ -114,13 +114,20 @@ def _written(text: str) -> Call:
 
 
 def _count_matches(wanted: list[Call], calls: list[Call]) -> int:
-    """How many wanted calls found a call of their own (greedy in their order, as BFCL)."""
-    left = list(calls)
-    for each in wanted:
-        found = next((number for number, call in enumerate(left) if _is_call(call, each)), None)
-        if found is not None:
-            del left[found]
-    return len(calls) - len(left)
+    """The most wanted calls that can each have a call of their own: a maximum matching, by augmenting paths."""
+    fits = [[n for n, call in enumerate(calls) if _is_call(call, each)] for each in wanted]
+    taken: dict[int, int] = {}  # call → wanted
+
+    def place(one: int, seen: set[int]) -> bool:
+        for number in fits[one]:
+            if number not in seen:
+                seen.add(number)
+                if number not in taken or place(taken[number], seen):
+                    taken[number] = one
+                    return True
+        return False
+
+    return sum(place(one, set()) for one in range(len(wanted)))
 
 
 def _is_call(call: Call, wanted: Call) -> bool:
@@ -137,7 +144,10 @@ def _are_arguments(given: Mapping[str, Any], accepted: Mapping[str, Any]) -> boo
     if any(key not in accepted for key in given):
         return False
     for key, values in accepted.items():
-        if key not in given:
+        if not values:  # nothing is accepted but nothing
+            if given.get(key):
+                return False
+        elif key not in given:
             if "" not in values:
                 return False
         elif not any(_is_value(given[key], value) for value in values):

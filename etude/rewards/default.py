@@ -67,9 +67,30 @@ def compute_score(
     return scorer(solution_str, ground_truth)
 
 
+ANSWERS: Mapping[Callable[..., Score], Callable[[str], str | None]] = {
+    gsm8k.compute_score: gsm8k.extract_answer,
+    math.integer_score: math.last_boxed,
+    math.compute_score: math.last_boxed,
+    geo3k.compute_score: math.last_boxed,
+    choice.compute_score: choice.extract_choice,
+    qa.compute_score: qa.extract_answer,
+}
+"""Scorer that returns a number → what reads the answer that it judges."""
+
+
+def score_row(**arguments: Any) -> Score:
+    """`compute_score`, whose numbers come with `acc` and `pred`, the answer that was read: None where there was none. What
+    the managers call without a function of the user's."""
+    result = compute_score(**arguments)
+    read = ANSWERS.get(scorer_of(arguments["data_source"]))
+    if read is None or isinstance(result, Mapping):
+        return result
+    return {"score": result, "acc": result, "pred": read(arguments["solution_str"])}
+
+
 def sees_trajectory(scorer: Callable[..., object]) -> bool:
     """Whether `scorer` asks for the argument `trajectory` by name."""
-    if isinstance(user_function(scorer), UserFunction | WeightedSum):
+    if scorer is score_row or isinstance(user_function(scorer), UserFunction | WeightedSum):
         return True  # they pass on what is asked for
     try:
         return "trajectory" in inspect.signature(scorer).parameters

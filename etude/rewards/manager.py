@@ -279,6 +279,9 @@ class NaiveRewardManager(RewardManagerBase):
     def __init__(self, *parts: Any, score_text: ScoreText = "assistant", **named: Any) -> None:
         super().__init__(*parts, **named)
         self.score_text = score_text
+        if self.scorer is default.compute_score:
+            self.scorer = default.score_row  # the same, and the answer that was read
+            self.compute_score = BoundedScorer(self.scorer, self.timeout)
         if type(self) is NaiveRewardManager and self.reward_kwargs:  # a subclass may have its own
             raise ConfigError(f"the reward manager 'naive' has no {KEY}.{next(iter(self.reward_kwargs))}")
 

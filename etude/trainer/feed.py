@@ -13,15 +13,16 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
+from etude.agents.batch import concat_batches
 from etude.data import ResumableLoader
 from etude.data.files import Row
+from etude.data.samplers import ROW_COLUMN
 from etude.metrics import Metrics as MetricParts
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolledOut, rolled_out
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import (
     Rollouts,
-    concat_batches,
     engine_metrics,
     rollouts_of,
     spread_groups,
@@ -73,7 +74,10 @@ class PromptQueue:
 
     def state_dict(self, taken: Iterable[Place] = ()) -> dict[str, Any]:
         """The state for `restore`, by which those of `taken` come first."""
-        untrained = [[number, place] for number, place, _ in (*taken, *self._next)]
+        untrained = [
+            [number, place, *([row[ROW_COLUMN]] if ROW_COLUMN in row else [])]
+            for number, place, row in (*taken, *self._next)
+        ]
         return {"loader": self._loader.state_dict()} | ({UNTRAINED: untrained} if untrained else {})
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -83,9 +87,12 @@ class PromptQueue:
             ValueError: the state names a row that the plan does not have.
         """
         batches: dict[int, list[Row]] = {}
-        for number, place in state.get(UNTRAINED, ()):
+        for number, place, *drawn in state.get(UNTRAINED, ()):
             if not 1 <= number <= self._loader.number or not 0 <= place < self._loader.batch_size:
                 raise ValueError(f"no row {place} in batch {number} of the plan")
+            if drawn:  # by a sampler
+                self._next.append((number, place, self._loader.drawn_row(drawn[0])))
+                continue
             rows = batches.setdefault(number, self._loader.batch(number - 1) if number not in batches else [])
             self._next.append((number, place, rows[place]))
 

@@ -1,18 +1,22 @@
 """`open_groups`: the worker groups of a run.
 
-Invariant: only this module knows which processes the roles run in; only plain options and batches cross into a group. In
-this version all groups live in this process, and actor and rollout share one model.
+Invariant: only this module knows which processes the roles run in; only plain options and batches cross into a group. Actor
+and rollout share one model. With `trainer.backend=ray` all roles have as many ranks, which share the slots of one pool.
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 
-from etude.distributed import InProcessWorkerGroup, Worker, WorkerGroup
+from etude.config.nodes import check_nodes
+from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
+from etude.distributed.cluster import connect, has_gpus
+from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
+from etude.options import SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker, TeacherWorker
 
@@ -30,6 +34,7 @@ class Groups:
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
+    resources: ExitStack = field(default_factory=ExitStack, repr=False)
 
     def progress(self) -> tuple[int, int]:
         """(finished, total) trajectories of the current rollout; thread-safe."""
@@ -43,9 +48,10 @@ class Groups:
 
         def report() -> None:
             nonlocal seen
-            if (now := self.progress()) != seen:
-                seen = now
-                emit(RolloutProgress(*now))
+            with suppress(WorkerLost):  # the call that it is the progress of says so
+                if (now := self.progress()) != seen:
+                    seen = now
+                    emit(RolloutProgress(*now))
 
         def poll() -> None:
             while not over.wait(_POLL_SECONDS):
@@ -70,30 +76,69 @@ class Groups:
 
     def close(self) -> None:
         """Ends the workers and frees what they hold, models included."""
-        groups = [self.rollout, self.actor, self.critic, self.reward, *self.teachers.values()]
-        for group in {id(group): group for group in groups if group is not None}.values():
-            group.close()
+        self.resources.close()
 
 
-def open_groups(options: RoleOptions, *, trains: bool = True, critic: bool = False) -> Groups:
-    """Starts the workers, which load no model yet. `trains`, `critic`: whether there is an actor, a critic. If one cannot
-    start, the others are closed."""
+def open_groups(
+    options: RoleOptions,
+    run: TrainOptions | SFTOptions | None = None,
+    *,
+    trains: bool = True,
+    critic: bool = False,
+) -> Groups:
+    """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
+    whether there is an actor, a critic. If one cannot start, the others are closed.
+
+    Raises:
+        ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
+    """
+    scores_batches = options.rollout.mode == "sync" and options.reward.enable
+    teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
+        start: Callable[[type[Worker], RoleOptions], WorkerGroup] = _in_process
+        if run is not None and run.trainer.backend == "ray":
+            roles = 1 + critic + scores_batches + len(teachers)
+            options, start = _on_ray(options, run, roles, stack)
 
-        def start(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
-            group = InProcessWorkerGroup(worker, 1, its_options)
+        def opened(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
+            group = start(worker, its_options)
             stack.callback(group.close)
             return group
 
-        rollout = start(ActorRolloutRefWorker if trains else RolloutWorker)
-        teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
-        scores_batches = options.rollout.mode == "sync" and options.reward.enable
-        groups = Groups(
+        rollout = opened(ActorRolloutRefWorker if trains else RolloutWorker)
+        return Groups(
             rollout,
             actor=rollout,
-            critic=start(CriticWorker) if critic else None,
-            reward=start(RewardWorker) if scores_batches else None,
-            teachers={teacher: start(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
+            critic=opened(CriticWorker) if critic else None,
+            reward=opened(RewardWorker) if scores_batches else None,
+            teachers={teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
+            resources=stack.pop_all(),
         )
-        stack.pop_all()
-    return groups
+
+
+def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
+    return InProcessWorkerGroup(worker, 1, options)
+
+
+def _on_ray(
+    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack
+) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
+    """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
+    trainer, cluster = run.trainer, run.ray
+    processes = [trainer.n_gpus_per_node] * trainer.nnodes
+    stack.callback(connect(cluster.address, cluster.init_kwargs, sum(processes)))
+    if trainer.device == "auto" and has_gpus():
+        options = replace(options, device="cuda")  # the driver's node need not have one
+    pool = ResourcePool(processes, use_gpu=options.device.startswith("cuda"), max_colocate_count=roles)
+    stack.callback(pool.close)
+
+    def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
+        return RayWorkerGroup(worker, pool, its_options, call_seconds=cluster.call_timeout)
+
+    try:
+        pool.place()
+    except ConfigError as error:
+        asked = f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+        raise ConfigError(f"{asked}: {error}") from error
+    check_nodes(run, pool.node_ids, pool.use_gpu)
+    return options, start

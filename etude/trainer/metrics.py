@@ -8,6 +8,7 @@ Names shared with other frameworks mean the same here. Losses and gradients are 
 
 from __future__ import annotations
 
+import logging
 import math
 import re
 import resource
@@ -26,10 +27,13 @@ from etude.algorithms import rollout_mismatch
 from etude.errors import TrainingStopped
 from etude.metrics import finish_metrics
 from etude.problems import find_problems
+from etude.trainer.signal import component_metrics, equal_group_metrics
 from etude.trajectory import Rewards, Rollout, StopReason, ToolCallRecord, Trajectory
 
 if TYPE_CHECKING:
     from etude.protocol import DataProto
+
+logger = logging.getLogger(__name__)
 
 Metrics = dict[str, float]
 
@@ -73,7 +77,7 @@ def data_metrics(
     valid = columns["response_mask"].bool().any(-1)
     mask = columns["response_mask"].bool()[valid]
     rollouts = valid & columns["main_sequence"].bool() if "main_sequence" in columns else valid
-    metrics: Metrics = {}
+    metrics: Metrics = equal_group_metrics(batch)
     for name, key in (("score", "token_level_scores"), ("rewards", "token_level_rewards")):
         if key in columns:
             totals = columns[key].double().sum(-1)
@@ -215,7 +219,8 @@ def reward_source_metrics(
 ) -> Metrics:
     """`reward/{step,final,score,total,success}/mean` over trajectories that were not dropped.
 
-    `step` and `final` are unweighted sums per trajectory, `total` the weighted total; `score` only where a manager ran.
+    `step` and `final` are unweighted sums per trajectory, `total` the weighted total; `score` only where a manager ran. With
+    them come `signal.component_metrics`.
     """
     rewards = [trajectory.rewards for trajectory in trajectories if trajectory.stop_reason not in DROPPED]
     if not rewards:
@@ -228,7 +233,8 @@ def reward_source_metrics(
         "total": [reward.total(tool_weight, score_weight) for reward in rewards],
         "success": [is_success(reward, tool_weight, score_weight) for reward in rewards],
     }
-    return {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+    means = {f"reward/{name}/mean": float(np.mean(values)) for name, values in sources.items() if values}
+    return means | component_metrics(rewards, tool_weight, score_weight)
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
@@ -300,14 +306,16 @@ def _resident_bytes() -> int:
 
 
 _MOST_EMPTY = 3  # training steps in a row without a token to train on
+_MOST_FAILING = 2  # training steps in a row above trainer.max_infra_failure_share
 
 
 class SkippedSteps:
     """Ends a run whose last training steps learned nothing: a model's gradients were all non-finite in `limit` of them, or
-    three had no token to train on."""
+    three had no token to train on; or whose infrastructure failed in more than `failure_share` of the rollouts of two."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._in_a_row, self._empty = limit, 0, 0
+    def __init__(self, limit: int, failure_share: float | None = None) -> None:
+        self._limit, self._failure_share = limit, failure_share
+        self._in_a_row = self._empty = self._failing = 0
 
     def note(self, metrics: Metrics) -> None:
         """Counts a training step by its metrics; for gradients, a step without an update is ignored.
@@ -319,6 +327,7 @@ class SkippedSteps:
         if self._empty >= _MOST_EMPTY:
             why = "; ".join(find_problems(metrics).values())
             raise TrainingStopped(f"no token was trained on in the last {self._empty} training steps: {why}")
+        self._note_failures(metrics.get("rollout/infrastructure_failure_share", 0.0))
         taken = {name.partition("/")[0]: count for name, count in metrics.items() if name.endswith("/optimizer_steps")}
         if not any(taken.values()):
             return
@@ -330,6 +339,17 @@ class SkippedSteps:
                 f"the gradients of the {' and the '.join(skipped)} were not finite in the last {self._in_a_row} training "
                 "steps (trainer.max_skipped_steps), and nothing was learned; look at rewards, rates and model.dtype"
             )
+
+    def _note_failures(self, share: float) -> None:
+        self._failing = self._failing + 1 if self._failure_share is not None and share > self._failure_share else 0
+        if not self._failing:
+            return
+        met = f"{100 * share:.0f} % of rollouts met an infrastructure failure (trainer.max_infra_failure_share)"
+        if self._failing >= _MOST_FAILING:
+            raise TrainingStopped(
+                f"{met}, in {self._failing} training steps in a row; look at the tools and the scorer"
+            )
+        logger.warning("%s; after another such step the run stops, with a checkpoint", met)
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:

@@ -15,9 +15,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
-from etude.data import ResumableLoader, RLDataset
+from etude.data import ResumableLoader, RLDataset, open_sampler
 from etude.distributed import WorkerGroup
-from etude.errors import CheckpointError, ConfigError, one_line
+from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
 from etude.options import has_several_updates
@@ -63,7 +63,11 @@ class PPOTrainer:
         warn_of_rewards(setup, train)
         check_teachers(setup, train.data_sources)
         self.loader = ResumableLoader(
-            train, setup.data.train_batch_size, shuffle=setup.data.shuffle, seed=setup.data.seed
+            train,
+            setup.data.train_batch_size,
+            shuffle=setup.data.shuffle,
+            seed=setup.data.seed,
+            sampler=open_sampler(setup.data, train),
         )
         self.val_set = setup.validation_set()
         self.total_steps = self.options.total_training_steps or self.options.total_epochs * len(self.loader)
@@ -79,7 +83,7 @@ class PPOTrainer:
         self._updating = False
         if self.resumption is not None:
             self._restore_loop(self.resumption)
-        self._skipped = SkippedSteps(self.options.max_skipped_steps)
+        self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
         self._alarm = MismatchAlarm(self.algorithm.rollout_correction.alarm_threshold)
 
     def init_workers(self) -> None:
@@ -190,7 +194,7 @@ class PPOTrainer:
             return
         try:
             self.save()
-        except CheckpointError as second:  # must not hide the original error
+        except (CheckpointError, WorkerLost) as second:  # must not hide the original error
             logger.warning("%s", one_line(second))
 
     # -- one step ------------------------------------------------------------------------------------------------
@@ -202,6 +206,7 @@ class PPOTrainer:
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
             rollouts, metrics = taken.batch, taken.metrics
+            self.loader.update(rollouts)
             batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
             if len(batch):
                 batch.meta_info |= {
@@ -300,14 +305,14 @@ class PPOTrainer:
         critic, roles = self._critic, self.setup.roles
         if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
-        actor, ranks = roles.actor, critic.world_size
+        actor, ranks = roles.actor, critic.dp_size
         minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
     def _update_actor(self, batch: DataProto) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.world_size
+        seed, ranks = options.data_loader_seed, actor.dp_size
         if self.setup.roles.value_head:  # the update learns them, too
             batch.batch["old_values"], batch.batch["value_targets"] = batch.batch["values"], batch.batch["returns"]
         minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)

@@ -85,6 +85,7 @@ RULES = (
     Rule("data.train_batch_size", Effect.REFUSED, _ORDER),
     Rule("data.shuffle", Effect.REFUSED, _ORDER),
     Rule("data.seed", Effect.REFUSED, _ORDER),
+    Rule("data.sampler.*", Effect.REFUSED, _ORDER),
     Rule("*optim.name", Effect.REFUSED, "the optimizer's state is the other one's"),
     Rule("algorithm.kl_ctrl.kl_coef", Effect.NONE, "the adaptive controller continues from its own", _stays_adaptive),
     Rule("trainer.val_before_train", Effect.NONE, "the run is past its first step"),

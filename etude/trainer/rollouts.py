@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from etude.agents import token_level_scores
-from etude.agents.batch import add_missing_columns, rows_of
+from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
@@ -28,6 +28,7 @@ from etude.protocol import DataProto, object_array
 from etude.seeds import batch_seed
 from etude.trainer.metrics import DROPPED, Timings, reward_source_metrics, tool_metrics, validation_metrics
 from etude.trainer.setup import RunSetup
+from etude.trainer.signal import loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
@@ -133,6 +134,7 @@ class Rollouts:
         broken = [call for result in results for call in result.broken_calls]
         metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
         metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+        metrics |= loss_metrics(results)
         if not prefix:
             return metrics
         return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
@@ -169,12 +171,13 @@ def trajectories_of(batch: DataProto) -> list[Trajectory]:
 
 
 def failure_metrics(results: Sequence[Rollout]) -> dict[str, float]:
-    """Counts of failures: infrastructure failures, rows dropped for them (including those cancelled because too few of their
-    group were left), for a long prompt, or for what the chat template does not write; of the others, those without a sampled
-    token, which cannot be learned from, and tools that were not released."""
+    """Counts of failures: infrastructure failures, those of them that were stalls, rows dropped for them (including those
+    cancelled because too few of their group were left), for a long prompt, or for what the chat template does not write;
+    of the others, those without a sampled token, which cannot be learned from, and tools that were not released."""
     kept = [result.trajectory for result in results if result.trajectory is not None]
     return {
         "rollout/infrastructure_failures": float(sum(r.failures for r in results)),
+        "rollout/stalled": float(sum(r.stalls for r in results)),
         "rollout/dropped": float(sum(r.dropped in DROPPED for r in results)),
         "rollout/given_up": float(sum(r.dropped is StopReason.CANCELLED for r in results)),
         "rollout/prompt_too_long": float(sum(r.dropped is StopReason.PROMPT_TOO_LONG for r in results)),
@@ -310,23 +313,3 @@ def decode_texts(trajectory: Trajectory, decode: Callable[[Sequence[int]], str])
         "output": decode(trajectory.response_ids),
         "texts": [decode(segment.token_ids) for segment in trajectory.segments],
     }
-
-
-def concat_batches(parts: Sequence[DataProto]) -> DataProto:
-    """Batches of different widths as one: prompts padded on the left, responses on the right."""
-    if len(parts) == 1:
-        return parts[0]
-    add_missing_columns(parts)
-    names = dict.fromkeys(name for part in parts for name in part.non_tensor_batch)  # a row may have keys of its own
-    prompt = max(part.batch["prompts"].shape[1] for part in parts)
-    response = max(part.batch["responses"].shape[1] for part in parts)
-    for part in parts:
-        for name in names:
-            part.non_tensor_batch.setdefault(name, object_array([None] * len(part)))
-        left = prompt - part.batch["prompts"].shape[1]
-        right = response - part.batch["responses"].shape[1]
-        for name, tensor in list(part.batch.items()):
-            lead = left if name in ("prompts", "input_ids", "attention_mask", "position_ids") else 0
-            tail = 0 if name == "prompts" else right
-            part.batch[name] = torch.nn.functional.pad(tensor, (lead, tail))
-    return DataProto.concat(parts)

@@ -20,11 +20,11 @@ import torch
 from torch import Tensor
 
 from etude.agents import to_batch
-from etude.agents.batch import OF_SEQUENCES
+from etude.agents.batch import OF_SEQUENCES, concat_batches
 from etude.algorithms import ADVANTAGE_ESTIMATORS, compute_advantage
 from etude.protocol import DataProto
 from etude.trainer.columns import read_column, sampled_earlier
-from etude.trainer.rollouts import MAIN_SEQUENCE, concat_batches, main_rows, rollouts_of
+from etude.trainer.rollouts import MAIN_SEQUENCE, main_rows, rollouts_of
 from etude.trajectory import Rollout
 
 

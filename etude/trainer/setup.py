@@ -15,7 +15,7 @@ from etude.chat import ChatTemplate, ToolParser
 from etude.chat.check import require_answers
 from etude.chat.parsers.trial import unread_call
 from etude.config.checks import check_names, check_records, effective_keys
-from etude.data import RLDataset
+from etude.data import RLDataset, custom_rows
 from etude.errors import ConfigError
 from etude.inference import check_takes_images
 from etude.model_folder import local_folder, longest_context, read_config
@@ -92,6 +92,14 @@ class RunSetup:
             ConfigError: no scorer is known for a row's data source.
             DataError: something is wrong with a file or row.
         """
+        given = None
+        if self.data.custom_cls.path is not None:
+            multi_turn = self.roles.rollout.multi_turn
+            tools = {
+                "tool_config_path": list(multi_turn.tool_config_path or ()),
+                "function_tool_path": list(multi_turn.function_tool_path or ()),
+            }
+            given = custom_rows(self.data, files, self.tokenizer, self.bundle.processor, tools, max_samples)
         rows = RLDataset(
             files,
             chat=self.chat,
@@ -101,6 +109,7 @@ class RunSetup:
             options=self.data,
             images=self.bundle.images,
             max_samples=max_samples,
+            rows=given,
         )
         reward = self.roles.reward
         own = self.roles.custom_reward
@@ -127,7 +136,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False, value_head=False)
     own_critic = trains and "values" in options.needs and not roles.value_head
-    groups = open_groups(roles, trains=trains, critic=own_critic)
+    groups = open_groups(roles, options, trains=trains, critic=own_critic)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(
@@ -177,6 +186,8 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
+        adapter_versions=run.max_staleness + 1,
+        stall_timeout=run.stall_timeout,
     )
     bundle = load_tokenizer_bundle(roles.model, data.apply_chat_template_kwargs)
     if bundle.processor is not None:

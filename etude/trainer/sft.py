@@ -88,7 +88,7 @@ class SFTTrainer:
         self.step = 0
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
-        self.groups = open_groups(self.roles)
+        self.groups = open_groups(self.roles, options)
         with self.groups.closed_on_error():
             self._read_data()
 
@@ -281,7 +281,7 @@ class SFTTrainer:
             demonstrations, images = [row["demonstration"] for row in rows], [self._read_images(row) for row in rows]
             batch = demonstrations_to_batch(demonstrations, self.tokenizer.pad_token_id or 0, images)
             batch.meta_info["global_step"] = self.step
-            parts = rank_parts(batch, self.groups.actor.world_size)
+            parts = rank_parts(batch, self.groups.actor.dp_size)
             metrics = finish_metrics(add_metrics(self.groups.actor.update_sft(parts)))
         return metrics | {"timing_s/step": timings.seconds["step"]}
 

@@ -7,12 +7,11 @@ from etude.training.partitions import balanced_partitions, token_budget_batches
 from etude.training.policy import LossScale, PolicyEngine, count_scored
 from etude.training.precision import round_weights
 from etude.training.sft import demonstrations_to_batch, sft_step
-from etude.training.sharding import MeshPlace, build_mesh, is_sharded, place_of, shard_model
+from etude.training.sharding import build_mesh, is_sharded, mesh_shape, shard_model
 from etude.training.value import ValueEngine
 
 __all__ = [
     "LossScale",
-    "MeshPlace",
     "OptimOptions",
     "OptimizerSet",
     "PolicyEngine",
@@ -22,7 +21,7 @@ __all__ = [
     "count_scored",
     "demonstrations_to_batch",
     "is_sharded",
-    "place_of",
+    "mesh_shape",
     "round_weights",
     "sft_step",
     "shard_model",

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from types import MethodType
 from typing import Any, TypeVar
 
@@ -42,43 +41,36 @@ _COLUMNS, _ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj"), ("o_pr
 _HEAD_NORMS = ("q_norm", "k_norm")
 
 
-@dataclass(frozen=True)
-class MeshPlace:
-    """Where a rank is among `dp_size` data-parallel ones. Ranks with one `dp_rank` get the same rows, and the first of them
-    holds the output."""
-
-    dp_rank: int
-    dp_size: int
-    holds_output: bool
-
-
-def place_of(rank: int, world_size: int, options: FSDPOptions | None) -> MeshPlace:
-    """The place of a rank; `options`: of a sharded model."""
-    peers = options.tensor_parallel_size if options is not None and world_size > 1 else 1
-    return MeshPlace(rank // peers, world_size // peers, rank % peers == 0)
-
-
 def build_mesh(options: FSDPOptions, world_size: int, device: torch.device) -> DeviceMesh:
     """The ranks as (replicate, shard, tensor).
 
     Raises:
-        ConfigError: the sizes do not divide the number of ranks.
+        ConfigError: as `mesh_shape`.
         RuntimeError: `torch.distributed` is not initialised.
     """
     if not dist.is_initialized():
         raise RuntimeError(
             "several ranks cannot share a model in one process: start each in its own, with torch.distributed initialised"
         )
+    if options.tensor_parallel_size > 1:  # gathers weights in two steps, which it warns of
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    names = ("replicate", "shard", "tensor")
+    return init_device_mesh(device.type, mesh_shape(options, world_size), mesh_dim_names=names)
+
+
+def mesh_shape(options: FSDPOptions, world_size: int) -> tuple[int, int, int]:
+    """The number of copies of the model, of ranks that share one, and of ranks that compute a layer together.
+
+    Raises:
+        ConfigError: they do not divide the number of ranks.
+    """
     tensor = options.tensor_parallel_size
     shard = world_size // tensor if options.fsdp_size == -1 else options.fsdp_size
     if shard < 1 or world_size % (shard * tensor):
         raise ConfigError(
             f"fsdp_config.fsdp_size={options.fsdp_size} and tensor_parallel_size={tensor} do not divide {world_size} ranks"
         )
-    if tensor > 1:  # gathers weights in two steps, which it warns of
-        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
-    shape = (world_size // (shard * tensor), shard, tensor)
-    return init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard", "tensor"))
+    return world_size // (shard * tensor), shard, tensor
 
 
 def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch.dtype) -> None:

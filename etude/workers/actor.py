@@ -54,6 +54,7 @@ class TrainWorker(TrainedWorker):
             ConfigError: the model's folder or an optimizer setting is wrong.
         """
         options, actor = self.options, self.options.actor
+        self.is_spread(actor)  # or refuses, before a model is loaded
         self.model = self.load_policy("float32")
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)

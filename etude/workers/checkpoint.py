@@ -21,7 +21,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import Metadata
 from torch.distributed.tensor import DTensor
 
-from etude.distributed import Dispatch, register
+from etude.distributed import Dispatch, MeshPlace, register
+from etude.distributed.dispatch import TRAIN_MESH
 from etude.errors import CheckpointError, one_line
 from etude.models import save_pretrained, torch_dtype
 from etude.models.lora import ADAPTER_FOLDER, has_adapters, save_adapters
@@ -44,6 +45,14 @@ class TrainedWorker(RoleWorker):
     _optimizer: OptimizerSet
     _copied: tuple[dict[str, Tensor], dict[str, Tensor]] | None = None
     _group: dist.ProcessGroup | None = None
+
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """In training, `tensor_parallel_size` ranks in a row get the same rows, and the first of them answers."""
+        options = getattr(self.options, self.role)
+        if mesh != TRAIN_MESH or not self.is_spread(options):
+            return super().mesh_place(mesh)
+        team = options.fsdp_config.tensor_parallel_size
+        return MeshPlace(self.rank // team, self.world_size // team, self.rank % team == 0)
 
     def build_optimizer(
         self, options: ActorOptions | CriticOptions, total_steps: int | None, first_step: int = 0
@@ -88,7 +97,7 @@ class TrainedWorker(RoleWorker):
             weights = {n: copy(t) for n, t in self.model.state_dict().items()} if self.rank == 0 else {}
         self._copied = (weights, {n: copy(t) for n, t in self._optimizer.state_dict().items()})
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
         """Writes `ROLE/huggingface` (a folder any Hugging Face program loads), `ROLE/state` and, where there are adapters,
         `ROLE/lora_adapter`, of the moment of `copy_state` if that was called, else of now.

@@ -28,6 +28,7 @@ class CriticWorker(TrainedWorker):
         """Loads the model and builds the optimizer, whose learning-rate schedule ends after `total_steps` training steps."""
         critic, model = self.options.critic, self.options.model
         path = critic.model.path or model.path
+        self.is_spread(critic)  # or refuses, before a model is loaded
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(

@@ -24,6 +24,7 @@ from etude.errors import EtudeError, is_infrastructure, one_line
 from etude.inference import (
     ENGINES,
     TOLERANCES,
+    AdapterFolder,
     Engine,
     EngineSetup,
     NativeEngine,
@@ -35,7 +36,7 @@ from etude.inference import (
 from etude.metrics import Max, Metrics
 from etude.models import load_causal_lm, save_pretrained, torch_dtype
 from etude.models.loading import DTYPES
-from etude.models.lora import merged_state
+from etude.models.lora import merged_state, save_adapters
 from etude.models.named_weights import full_state, gather_weights
 from etude.models.vision import Vision
 from etude.protocol import DataProto
@@ -116,14 +117,22 @@ class EngineLink:
     """`actor` computes the trainer's log-probs; None where the engine only evaluates and gets no weights."""
 
     def __init__(
-        self, engine: Engine, rollout: RolloutOptions, chat: ChatTemplate, actor: PolicyEngine | None, dtype: str
+        self,
+        engine: Engine,
+        rollout: RolloutOptions,
+        chat: ChatTemplate,
+        actor: PolicyEngine | None,
+        dtype: str,
+        adapter_versions: int = 1,
     ) -> None:
-        """`dtype`: the trainer's."""
+        """`dtype`: the trainer's; `adapter_versions`: of LoRA adapters, so many are kept at a server."""
         self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
         self.is_current = actor is None  # whether the engine has the current weights
         self._asleep = False
         self._folder: Scratch | None = None
+        self._written: list[Path] = []
+        self._adapter_versions = adapter_versions
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
         if isinstance(engine, Router) and actor is not None and self._probe is not None and not is_sharded(actor.model):
             engine.admit = self._probe.check  # of a sharded actor all ranks would have to score
@@ -209,13 +218,20 @@ class EngineLink:
         weights = gather_weights(model, torch_dtype(self._dtype)) if is_sharded(model) else None
         if self._rollout.weight_transfer == "cuda_ipc":
             return merged_state(model, weights)
-        base = self._base_folder(model)
+        adapters = self._rollout.weight_transfer == "adapter"
+        base, keep = (
+            self._base_folder(model),
+            self._adapter_versions if adapters else 1,
+        )  # one is for a replica that comes back
         folder = base / f"version-{version}"
-        save_pretrained(model, None, folder, weights)
-        for other in base.glob("version-*"):  # the newest is kept, for a replica that comes back
-            if other != folder:
-                shutil.rmtree(other, ignore_errors=True)
-        return folder
+        if adapters:
+            save_adapters(model, folder, weights)
+        else:
+            save_pretrained(model, None, folder, weights)
+        self._written = [*(other for other in self._written if other != folder), folder]
+        while len(self._written) > keep:
+            shutil.rmtree(self._written.pop(0), ignore_errors=True)
+        return AdapterFolder(str(folder.absolute()), keep) if adapters else folder
 
     def _base_folder(self, model: Any) -> Path:
         if self._folder is None:

@@ -6,9 +6,9 @@ import asyncio
 import logging
 from typing import Any
 
-from etude.agents.batch import rows_of
+from etude.agents.batch import BY_GROUP, rows_of
 from etude.bounded import gather
-from etude.distributed import Dispatch, register
+from etude.distributed import register
 from etude.errors import InfrastructureError, one_line
 from etude.protocol import DataProto
 from etude.rewards import (
@@ -56,7 +56,7 @@ class RewardWorker(RoleWorker):
         super().__init__(options, **place)
         self._scorer = build_scorer(options, self.tokenizer)
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP)
     def compute_scores(self, data: DataProto) -> DataProto:
         """Scores the trajectories of column `rollout`, in place of their earlier scores; returns that column."""
         rollouts: list[Rollout] = data.non_tensor_batch["rollout"].tolist()

@@ -21,7 +21,7 @@ from etude.models.lora import add_adapters
 from etude.models.packable import enable_packing
 from etude.options import ActorOptions, CriticOptions, TrainedModelOptions
 from etude.registry import load_plugins
-from etude.training import build_mesh, shard_model
+from etude.training import build_mesh, mesh_shape, shard_model
 from etude.workers.options import RoleOptions
 from etude.workers.tokenizer_bundle import TokenizerBundle, load_tokenizer_bundle
 
@@ -82,6 +82,17 @@ class RoleWorker(Worker):
         """The policy's tokenizer."""
         return self.bundle.tokenizer
 
+    def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
+        """Whether this role's model is to be spread over the ranks.
+
+        Raises:
+            ConfigError: the ranks cannot be divided as `options` say.
+        """
+        if self.world_size == 1 or options.strategy == "ddp":
+            return False
+        mesh_shape(options.fsdp_config, self.world_size)
+        return True
+
     def load_policy(self, dtype: str) -> Any:
         """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
         `model.dtype`."""
@@ -103,7 +114,7 @@ class RoleWorker(Worker):
         Raises:
             ConfigError: it cannot be spread as they say.
         """
-        if self.world_size == 1 or options.strategy == "ddp":
+        if not self.is_spread(options):
             return False
         enable_packing(getattr(model, "backbone", model))
         mesh = build_mesh(options.fsdp_config, self.world_size, self.device)

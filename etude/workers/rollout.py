@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import threading
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from functools import cached_property
 from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
-from etude.agents.batch import rows_of
+from etude.agents.batch import BY_GROUP, rows_of
+from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
@@ -26,6 +28,7 @@ from etude.workers.reward import build_scorer
 from etude.workers.role import RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
+ROLLOUT_MESH = "rollout"  # every rank has an engine of its own, also where ranks share a model in training
 _MAX_INTERRUPTS = 8  # an interrupt raised inside a task ends the event loop once per task that it passes through
 
 
@@ -41,6 +44,8 @@ class RolloutWorker(RoleWorker):
         self._loop = asyncio.new_event_loop()  # one for the worker's lifetime: tools may keep connections in it
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
+        self._cancel: Callable[[], object] = lambda: None  # of the running call
+        self._watch: StallWatch | None = None
 
     @cached_property
     def context(self) -> AgentContext:
@@ -76,15 +81,29 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; None: the engine has its own."""
+        """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
+        `update_weights`. None: it has its own."""
         options, context = self.options, self.context
-        engine = build_engine(options, None if actor is None else actor.model, self.tokenizer)
+        shared = None if actor is None or options.streams else actor.model
+        engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
-        self._link = EngineLink(engine, options.rollout, context.chat, actor, options.model.dtype)
+        self._link = EngineLink(
+            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+        )
+        if options.stall_timeout is not None:
+            self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="etude-rollout", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="etude-rollout", daemon=True)
             self._thread.start()
+
+    def _serve(self) -> None:
+        """Runs the event loop until it is stopped; an interrupt raised inside a task reaches the caller of `collect`."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except BaseException as error:
+                self._stream.fail(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Metrics:
@@ -103,7 +122,7 @@ class RolloutWorker(RoleWorker):
             if drains:
                 self._stream.resume()
 
-    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO)
+    @register(dispatch_mode=BY_GROUP, mesh=ROLLOUT_MESH)
     def generate_sequences(self, data: DataProto) -> DataProto:
         """Rolls out each row once.
 
@@ -112,6 +131,8 @@ class RolloutWorker(RoleWorker):
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
         `metrics`, the engine's metrics.
         """
+        if not len(data):
+            return DataProto()
         manager, work = self._manager, self._asked("", data)
         assert manager is not None, "init_model() comes first"
         self._run(self._link.ready())
@@ -160,8 +181,14 @@ class RolloutWorker(RoleWorker):
         """(finished, total) trajectories of the current (or last) rollout; may be called while it runs."""
         return (0, 0) if self._manager is None else self._manager.progress
 
+    def interrupt(self) -> None:
+        """Cancels the running call, which releases its tools."""
+        self._cancel()
+
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
+        if self._watch is not None:
+            self._watch.close()
         if self._thread is not None:
             self._run(self._stream.close())
             self._run(self._settle())
@@ -180,6 +207,7 @@ class RolloutWorker(RoleWorker):
         if self._thread is not None:
             return self._run_in_thread(work)
         task = self._loop.create_task(work)
+        self._cancel = functools.partial(self._loop.call_soon_threadsafe, task.cancel)
         try:
             return self._loop.run_until_complete(task)
         except BaseException:
@@ -200,6 +228,7 @@ class RolloutWorker(RoleWorker):
                 ended.set()
 
         future = asyncio.run_coroutine_threadsafe(run(), self._loop)
+        self._cancel = future.cancel
         try:
             return future.result()
         except BaseException:

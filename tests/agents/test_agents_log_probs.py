@@ -16,9 +16,9 @@ from etude.agents import (
     SingleTurnAgentLoop,
     to_batch,
 )
+from etude.agents.batch import concat_batches
 from etude.errors import EtudeError
 from etude.inference import TokenOutput
-from etude.trainer.rollouts import concat_batches
 from etude.trajectory import KEPT_IDS, Rollout, StopReason, Trajectory
 
 

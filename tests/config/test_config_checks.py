@@ -237,6 +237,15 @@ GDPO = ("algorithm.adv_estimator=gdpo", "algorithm.gdpo_reward_keys=[score]")
             "clock",
         ),
         ((f"{ROLLOUT}.weight_transfer=cuda_ipc",), f"{ROLLOUT}.weight_transfer", "use folder"),
+        (
+            (
+                f"{ROLLOUT}.name=vllm",
+                f"{ROLLOUT}.server_urls=[http://127.0.0.1:9]",
+                f"{ROLLOUT}.weight_transfer=adapter",
+            ),
+            f"{ROLLOUT}.weight_transfer",
+            "needs rollout.server_urls and model.lora_rank",
+        ),
     ],
 )
 def test_what_does_not_go_together_is_refused(overrides, key, why):

@@ -44,7 +44,6 @@ REPLACEMENTS = {
     "actor_rollout_ref.model.lora.rank=32": "write model.lora_rank=N",
     "actor_rollout_ref.model.external_lib=my.module": "plugins=[MODULE]",
     "data.gen_batch_size=1536": "data.train_batch_size",
-    "data.custom_cls.path=retool.py": "data.train_files",
     "reward.reward_model.enable=true": "custom_reward_function.path=FILE.py",
     "reward_model.sandbox_fusion.url=http://a/run_code": "ETUDE_SANDBOX_URL",
     "trainer.val_only=true": "etude eval",
@@ -89,8 +88,8 @@ def test_all_faults_are_in_one_message_with_a_line_each(capsys):
         "data.truncation=left",
         "data.train_fils=x",
         f"{ROLLOUT}.over_sample_rate=0.1",
-        "ray.a=1",
-        "ray.b=2",
+        "cluster.a=1",
+        "cluster.b=2",
         "critic=3",
         f"{ACTOR}.grad_clip=2.0",
         f"{ACTOR}.optim.clip_grad=1.0",
@@ -103,7 +102,7 @@ def test_all_faults_are_in_one_message_with_a_line_each(capsys):
         f"{ROLLOUT}.over_sample_rate does not exist here",
         f"{ACTOR}.grad_clip and {ACTOR}.optim.clip_grad mean the same but are set to different values",
         "unknown key data.train_fils",
-        "unknown key ray",
+        "unknown key cluster",
         "critic must be a section of key: value, got 3",
     ]
 
@@ -125,7 +124,7 @@ def test_faults_of_a_file_and_of_the_command_line_come_together(tmp_path):
         "actor_rollout_ref.multi_turn.max_user_turns": "did you mean actor_rollout_ref.rollout.multi_turn?",
         "actor_rollout_ref.actor.lr_warmup_steps": "did you mean actor_rollout_ref.actor.optim.lr_warmup_steps?",
         "trainer.ray_kwarg": "`etude config` lists the keys",  # val_kwargs is spelled alike, and something else
-        "actor_rollout_ref.rollout.nodes": "`etude config` lists the keys",  # not mode
+        "actor_rollout_ref.rollout.nodes": "did you mean trainer.nnodes?",  # not mode
         "data.sampler_path": "`etude config` lists the keys",
     }.items(),
 )
@@ -142,7 +141,7 @@ def test_keys_without_effect_are_named_in_one_line_with_their_reasons(caplog):
         "critic.ppo_micro_batch_size_per_gpu=4",
         f"{ACTOR}.fsdp_config.optimizer_offload=true",
         "actor_rollout_ref.model.lora.rank=0",
-        "trainer.n_gpus_per_node=8",
+        "trainer.log_val_generations=3",
     ]
     with caplog.at_level(logging.WARNING, "etude"):
         config = compose("ppo_trainer", arguments)

@@ -232,6 +232,7 @@ def test_the_arithmetic_command_says_where_files_went(tmp_path):
     result = CliRunner().invoke(data, ["arithmetic", "--output-dir", str(tmp_path), *counts, "--seed", "4"])
     assert result.exit_code == 0, result.output
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.md",
         "demonstrations.parquet",
         "train.parquet",
         "val.parquet",

@@ -49,7 +49,11 @@ def test_geo3k(tmp_path):
     output = invoked("geo3k", "--input", tmp_path / "in", "--output-dir", tmp_path / "out")
     assert f"2 rows  {tmp_path}/out/train.parquet" in output
     assert "(4 bytes)" in output
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["train.parquet", "validation.parquet"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        "README.md",
+        "train.parquet",
+        "validation.parquet",
+    ]
     row = check_row(read_rows(tmp_path / "out" / "train.parquet")[1], "x", [geo3k.TOOL])
     assert row["images"][0]["bytes"] == b"\x89PNG"
     assert row["extra_info"]["index"] == 1

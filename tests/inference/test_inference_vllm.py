@@ -12,11 +12,12 @@ import psutil
 import pytest
 import torch
 from fastapi import FastAPI
-from fastapi.responses import JSONResponse
+from fastapi.responses import JSONResponse, PlainTextResponse
 from serving_stage import serving
 
 from etude.errors import ConfigError, EngineError
 from etude.inference import (
+    AdapterFolder,
     EngineSetup,
     Router,
     SamplingParams,
@@ -36,7 +37,9 @@ PROMPT = [3, 1, 4]
 # -- without vLLM --------------------------------------------------------------------------------------------------
 
 
-def imitation(*, dev_mode=True, scale_out=False, choice=None, results=("11",), reset=True, generate_status=200):
+def imitation(
+    *, dev_mode=True, scale_out=False, choice=None, results=("11",), reset=True, generate_status=200, adapters=None
+):
     """The routes that the engine uses, answering as vLLM 0.32 does."""
     app, calls = FastAPI(), []
 
@@ -78,13 +81,26 @@ def imitation(*, dev_mode=True, scale_out=False, choice=None, results=("11",), r
             calls.append(f"abort {body['request_ids']}")
             return {"status": "aborted", "aborted": 1}
 
+    if adapters is not None:
+
+        @app.post("/v1/load_lora_adapter")
+        async def load(body: dict):
+            calls.append(f"load {body['lora_path']}")
+            adapters.append(body["lora_name"])
+            return PlainTextResponse("Success")
+
+        @app.post("/v1/unload_lora_adapter")
+        async def unload(body: dict):
+            adapters.remove(body["lora_name"])
+            return PlainTextResponse("Success")
+
     @app.post("/inference/v1/generate")
     async def generate(body: dict):
         if not scale_out:
             return JSONResponse({"error": {"message": "Scale-out endpoints are disabled."}}, status_code=403)
         if "token_ids" not in body:
             return JSONResponse({"error": {"message": "token_ids: field required"}}, status_code=400)
-        calls.append("generate")
+        calls.append(f"generate {body['model']}" if "model" in body else "generate")
         spans = [{"version": "default", "start": 0, "end": 1}, {"version": "5", "start": 1, "end": 2}]
         content = [{"token_id": 8, "logprob": -1.0}, {"token_id": 9, "logprob": -2.0}]
         done = {
@@ -97,7 +113,7 @@ def imitation(*, dev_mode=True, scale_out=False, choice=None, results=("11",), r
 
     @app.post("/v1/completions")
     async def complete(body: dict):
-        calls.append("complete")
+        calls.append(f"complete {body['model']}" if "model" in body else "complete")
         await asyncio.sleep(0.1)
         done = {"token_ids": [8, 9], "logprobs": {"token_logprobs": [-1.0, -2.0]}, "finish_reason": "length"}
         return JSONResponse({"choices": [choice or done]}, status_code=generate_status)
@@ -114,7 +130,11 @@ def against(app, scenario):
 
 
 def ask(engine):
-    return engine.generate("a", PROMPT, SamplingParams(max_tokens=5))
+    return ask_as(engine, "a")
+
+
+def ask_as(engine, name):
+    return engine.generate(name, PROMPT, SamplingParams(max_tokens=5))
 
 
 def test_the_route_that_names_the_weights_is_taken_where_it_is_open():
@@ -198,6 +218,35 @@ def test_weights_that_were_not_taken_are_an_error_and_the_engine_goes_on(tmp_pat
     assert against(app, scenario) == [0, 0]
     assert "resume" in calls
     assert not any(call.startswith("version") for call in calls)
+
+
+@pytest.mark.parametrize("scale_out", [False, True])
+def test_an_adapter_is_loaded_without_a_pause_and_named_by_requests_from_then_on(scale_out):
+    kept = []
+    app, calls = imitation(scale_out=scale_out, adapters=kept)
+
+    async def scenario(engine):
+        overtaken = asyncio.ensure_future(ask(engine))
+        await asyncio.sleep(0.05)
+        versions = []
+        for version in (3, 4, 5):
+            await engine.update_weights(AdapterFolder(f"/adapters/{version}", 2), version)
+            versions.append((await ask_as(engine, f"b{version}")).weight_versions)
+        return (await overtaken).weight_versions, versions
+
+    first, versions = against(app, scenario)
+    assert first == ([0, 5] if scale_out else [0, 0])  # without an adapter the server says so itself
+    assert versions == [[3, 3], [4, 4], [5, 5]]
+    assert [name.split("-")[2] for name in kept] == ["4", "5"]
+    assert [call for call in calls if call.startswith("load")] == [f"load /adapters/{n}" for n in (3, 4, 5)]
+    named = [call.split()[1] for call in calls if call.startswith(("complete ", "generate "))]
+    assert named[1:] == kept
+    assert not any(call.startswith(("pause", "resume", "reset")) for call in calls)
+
+
+def test_a_server_without_adapters_at_run_time_is_refused_with_what_to_do():
+    with pytest.raises(ConfigError, match="VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"):
+        against(imitation()[0], lambda engine: engine.update_weights(AdapterFolder("/adapters/1", 1), 1))
 
 
 def test_an_abort_names_the_request_as_the_server_knows_it():
@@ -376,6 +425,41 @@ def test_a_request_that_new_weights_overtake(server, stage):
     from vllm_stage import CONTEXT
 
     asyncio.run(overtaken(VLLMServerEngine(HttpServer(server, timeout=60), CONTEXT), stage))
+
+
+@real
+@pytest.mark.vllm
+@pytest.mark.parametrize("route", [GENERATE, COMPLETIONS])
+def test_adapters_alone_are_what_a_server_samples_with(stage, tmp_path, monkeypatch, route):
+    """Each version is the merged model's; a request that two updates overtake goes on with its own."""
+    from vllm_stage import CONTEXT, adapters_of, score_by, vllm_server
+
+    pytest.importorskip("peft")
+    monkeypatch.setenv("VLLM_ALLOW_RUNTIME_LORA_UPDATING", "True")
+    folders, merged = adapters_of(stage[0][0], tmp_path, 2)
+    prompts, port = [stage[2].encode(text) for text in TEXTS], free_port()
+    flags = ("--enable-scale-out", "--enable-lora", "--max-lora-rank", "8", "--max-loras", "2")
+
+    async def scenario(engine):
+        for version in (0, 1, 0, 1):
+            await engine.update_weights(AdapterFolder(folders[version], 2), version)
+            probe = WeightProbe(prompts, score_by(merged[version]), tolerance=1e-3, tokens=16)
+            assert (await probe.check(engine, version)).largest < 1e-4
+        with pytest.raises(WeightMismatch, match="does not serve version 1"):
+            await WeightProbe(prompts, score_by(merged[0]), tolerance=1e-3, tokens=16).check(engine, 1)
+        params = SamplingParams(max_tokens=LONG, seed=3)
+        overtaken = asyncio.ensure_future(engine.generate("long", prompts[0], params))
+        await asyncio.sleep(0.2)
+        for version in (0, 1, 0):
+            await engine.update_weights(AdapterFolder(folders[version], 2), version)
+        output = await overtaken
+        assert set(output.weight_versions) == {1}
+        [expected] = score_by(merged[1])([(prompts[0], output.token_ids)], 1.0)
+        assert np.abs(np.array(expected) - output.log_probs).max() < 1e-4
+
+    with vllm_server(stage[0][0], port, tmp_path / "log", *flags):
+        url = f"http://127.0.0.1:{port}"
+        asyncio.run(scenario(VLLMServerEngine(HttpServer(url, timeout=60), CONTEXT, route=route)))
 
 
 @real

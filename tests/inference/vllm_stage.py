@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from etude.inference.vllm.server import RECEIVER
-from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, save_pretrained
+from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, load_causal_lm, save_pretrained
 
 CONTEXT = 1024  # tokens: long answers take a second, in which a request can be aborted or overtaken
 ON_CPU = {
@@ -36,6 +36,27 @@ def save_model(folder, seed):
                 parameter.mul_(6)
     save_pretrained(model, tokenizer, folder)
     return Path(folder)
+
+
+def adapters_of(folder, target, count):
+    """(folders of random LoRA adapters of a checkpoint, the models that they make of it)."""
+    from etude.models.lora import add_adapters, save_adapters
+    from etude.options.training import ModelOptions
+
+    folders, merged = [], []
+    for number in range(count):
+        model = load_causal_lm(folder)
+        add_adapters(model, ModelOptions(path=str(folder), lora_rank=8), seed=number)
+        generator = torch.Generator().manual_seed(number)
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                if "lora_B" in name:
+                    parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.3)
+        save_adapters(model, target / f"adapter-{number}")
+        save_pretrained(model, None, target / f"merged-{number}")
+        folders.append(str(target / f"adapter-{number}"))
+        merged.append(load_causal_lm(target / f"merged-{number}"))
+    return folders, merged
 
 
 def score_by(model):

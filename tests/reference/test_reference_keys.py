@@ -163,6 +163,7 @@ SAMPLED = VALIDATED | {f"{ROLLOUT}.val_kwargs.do_sample": "true"}
 MOVED = {
     "data.shuffle": ("false", tokens, {}),
     "data.seed": (5, tokens, {}),
+    "data.sampler.class_name": ("curriculum", tokens, {}),
     "data.train_batch_size": (2, count, {}),
     "data.max_response_length": (9, tokens, {}),
     "data.max_prompt_length": (25, tokens, {}),

@@ -2,6 +2,8 @@
 
 ROLLOUT = "actor_rollout_ref.rollout"
 
+SPREAD = ("fsdp_size", "tensor_parallel_size", "param_offload", "reshard_after_forward")
+
 WITNESSES = {
     "agents/test_agents_environments.py": {
         "actor_rollout_ref.env.tool_manager": "test_a_manager_may_make_tools_of_its_own",
@@ -54,17 +56,35 @@ WITNESSES = {
     "trainer/test_trainer_failures.py": {
         "trainer.min_valid_fraction": "test_a_step_without_survivors_changes_nothing_and_is_counted",
     },
+    "trainer/test_trainer_signal.py": {
+        "trainer.max_infra_failure_share": "test_a_run_whose_infrastructure_mostly_fails_ends_with_a_checkpoint",
+    },
     "trainer/test_trainer_images.py": {
         "plugins": "test_the_example",
     },
     "trainer/test_trainer_input.py": {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
+    "trainer/test_trainer_ray.py": {
+        "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        "trainer.n_gpus_per_node": "test_several_processes_on_a_node_and_too_many",
+        "ray.address": "test_two_nodes_learn_what_one_process_learns",
+        "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
+        "ray.call_timeout": "test_a_call_has_the_configured_time",
+    },
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
         "trainer.save_freq": "test_a_resumed_run_drops_the_metrics_of_steps_it_does_again",
         "trainer.resume_mode": "test_a_fresh_start_on_request_keeps_the_old_metrics_aside",
         "trainer.resume_from_path": "test_a_run_goes_on_from_a_named_checkpoint",
+    },
+    "trainer/test_trainer_samplers.py": {
+        "data.sampler.class_path": "test_a_sampler_of_ones_own_draws_and_is_told",
+        "data.sampler.floor": "test_the_floor_moves_what_a_curriculum_draws",
+        "data.sampler.weights": "test_the_weights_move_what_a_mixture_draws",
+        "data.custom_cls.path": "test_a_dataset_class_of_ones_own_makes_the_rows",
+        "data.custom_cls.name": "test_a_dataset_class_of_ones_own_makes_the_rows",
     },
     "trainer/test_trainer_objective.py": {
         "algorithm.adv_estimator_kwargs": "test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt",
@@ -93,6 +113,11 @@ WITNESSES = {
     "workers/test_workers_experts.py": {
         f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",
     },
+    "workers/test_workers_sharded.py": {
+        f"{role}.{name}": "test_the_keys_choose_how_a_model_is_spread"
+        for role in ("actor_rollout_ref.actor", "critic")
+        for name in ("strategy", *(f"fsdp_config.{key}" for key in SPREAD))
+    },
     "workers/test_workers_memory.py": {
         "actor_rollout_ref.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
         "critic.model.enable_gradient_checkpointing": "test_checkpointing_keeps_less_and_changes_no_gradient",
@@ -100,6 +125,7 @@ WITNESSES = {
         "critic.model.use_liger": "test_ligers_kernels_need_a_gpu",
     },
     "workers/test_workers_engine_link.py": {
+        f"{ROLLOUT}.weight_transfer": "test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use",
         f"{ROLLOUT}.weight_sync_dir": "test_weights_go_where_the_configuration_says",
         f"{ROLLOUT}.weight_probe_tolerance": "test_a_server_of_another_dtype_needs_a_tolerance_of_its_own",
         f"{ROLLOUT}.free_cache_engine": "test_memory_is_free_between_rollouts",
@@ -122,7 +148,6 @@ UNSEEN = {
     "critic.ppo_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu": "bounds memory; that it changes nothing else is drawn",
     f"{ROLLOUT}.do_sample": "training refuses greedy answers; those of validation are val_kwargs.do_sample's",
-    f"{ROLLOUT}.weight_transfer": "its other value needs a GPU and vLLM",
     f"{ROLLOUT}.prompt_length": "another name of data.max_prompt_length",
     f"{ROLLOUT}.response_length": "another name of data.max_response_length",
     f"{ROLLOUT}.tool_config": "another name of multi_turn.tool_config_path",

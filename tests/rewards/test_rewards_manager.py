@@ -166,7 +166,7 @@ def test_the_batch_form_puts_each_score_on_the_last_sampled_token():
     assert rewards.nonzero().tolist() == [[0, 7], [1, 8]]
     returned = manager(batch(), return_dict=True)
     assert torch.equal(returned["reward_tensor"], rewards)
-    assert returned["reward_extra_info"] == {"acc": [1.0, 1.0]}
+    assert returned["reward_extra_info"] == {"score": [1.0, 1.0], "acc": [1.0, 1.0], "pred": ["42", "42"]}
 
 
 def test_run_single_scores_one_row():

@@ -144,6 +144,9 @@ def test_rewards_by_source_leave_out_dropped_trajectories() -> None:
         "reward/score/mean": 0.5,
         "reward/total/mean": 0.75,
         "reward/success/mean": 0.5,
+        "reward/spread/step/a": pytest.approx(1 / 6),
+        "reward/spread/final/a": pytest.approx(1 / 6),
+        "reward/spread/score": pytest.approx(2 / 3),
     }
     assert "reward/score/mean" not in reward_source_metrics([trajectory()])
     assert reward_source_metrics([trajectory(stop=StopReason.CANCELLED)]) == {}

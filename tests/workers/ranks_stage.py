@@ -89,8 +89,8 @@ def shortened(options, **given):
 class World:
     """All ranks of a role, in float64; `learn` puts them back to their first weights before it begins."""
 
-    def __init__(self, worker_cls, options, ranks):
-        options = shortened(options)
+    def __init__(self, worker_cls, options, ranks, short=True):
+        options = shortened(options) if short else options
         self.workers = [worker_cls(options, rank=rank, world_size=ranks) for rank in range(ranks)]
         for worker in self.workers:
             worker.init_model()
@@ -170,17 +170,34 @@ def in_double():
     critic.load_value_model = lambda *given, **named: load_value_model(*given, **named).double()
 
 
-def learn_sharded(rank, ranks, options, cases):
-    """Name → (figures of this rank, gradients of each step, weights afterwards) of each case; one sharded model a role."""
-    in_double()
-    workers, gradients = {}, []
-    clip = optim_module.clip_sharded
+def kept_gradients():
+    """A list that gets the whole gradients of each step of a sharded model in this process, before they are clipped."""
+    gradients, clip = [], optim_module.clip_sharded
 
     def clipped(parameters, limit):
-        gradients.append([full_tensor(p.grad) for p in parameters])
+        gradients.append([full_tensor(p.grad).clone() for p in parameters])
         return clip(parameters, limit)
 
     optim_module.clip_sharded = clipped
+    return gradients
+
+
+def updates(worker, options, batch):
+    """The metrics of this rank's updates; none where another rank of its team has them."""
+    place = worker.mesh_place("train")
+    steps = update_batches(batch, getattr(options, worker.role), shuffle=True, seed=3, ranks=place.dp_size)
+    made = [getattr(worker, f"update_{worker.role}")(parts[place.dp_rank]) for parts in steps]
+    return made if place.collects else []
+
+
+def whole_weights(worker):
+    return {name: full_tensor(parameter.detach()).clone() for name, parameter in worker.model.named_parameters()}
+
+
+def learn_sharded(rank, ranks, options, cases):
+    """Name → (figures of this rank, gradients of each step, weights afterwards), with one sharded model a role."""
+    in_double()
+    workers, gradients = {}, kept_gradients()
     found = {}
     for name, case in cases.items():
         kind = {"actor": TrainWorker, "critic": CriticWorker}[case.role]
@@ -195,9 +212,7 @@ def learn_sharded(rank, ranks, options, cases):
         for optimizer, _ in worker._optimizer._optimizers:
             optimizer.state.clear()
         gradients.clear()
-        steps = update_batches(case.batch(), getattr(worker.options, case.role), shuffle=True, seed=3, ranks=ranks)
-        metrics = [getattr(worker, f"update_{case.role}")(parts[rank]) for parts in steps]
-        weights = {n: full_tensor(p.detach()) for n, p in worker.model.named_parameters()}
+        metrics, weights = updates(worker, worker.options, case.batch()), whole_weights(worker)
         found[name] = (metrics, *(([*gradients], weights) if rank == 0 else (None, None)))
     return found
 

@@ -2,19 +2,20 @@
 
 import os
 import pickle
+import re
 import threading
 from dataclasses import replace
-from multiprocessing import get_context
 
 import pytest
 import torch
-from ranks_stage import uneven_batch
+from ranks_stage import run_ranks, shortened, uneven_batch, updates, whole_weights
 from safetensors.torch import load_file
 from workers_stage import learnable, policy, prompts, roles, save_model, update, weights_of
 
 from etude.errors import CheckpointError
 from etude.models import load_causal_lm
-from etude.trainer.minibatches import update_batches
+from etude.models.named_weights import full_tensor
+from etude.options import FSDPOptions
 from etude.workers import TrainWorker
 from etude.workers.checkpoint import read_state, write_state
 
@@ -103,55 +104,66 @@ def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp
 # -- ranks -------------------------------------------------------------------------------------------------------
 
 
-def train_as_a_rank(rank, ranks, options, batch, meeting, load, save):
-    """Resumes from `load`, takes a step, and saves in the background while it takes another."""
-    torch.set_num_threads(1)
-    if ranks > 1:
-        torch.distributed.init_process_group("gloo", init_method=f"file://{meeting}", rank=rank, world_size=ranks)
+def train_as_a_rank(rank, ranks, options, batch, load, save):
+    """Resumes from `load`, takes a step, and saves in the background while it takes another; returns the saved state."""
     worker = TrainWorker(options, rank=rank, world_size=ranks)
     worker.init_model()
+
+    def state():
+        return {name: full_tensor(tensor).clone() for name, tensor in worker._optimizer.state_dict().items()}
+
     if load is not None:
         worker.load_checkpoint(str(load))
-        resumed = worker._optimizer.state_dict()
-        saved = torch.load(load / "state.pt", weights_only=True)
+        resumed, saved = state(), torch.load(load / "state.pt", weights_only=True)
         assert resumed.keys() == saved.keys()
         assert all(torch.equal(saved[name], tensor) for name, tensor in resumed.items())
-
-    def step():
-        for parts in update_batches(batch, options.actor, shuffle=True, seed=3, ranks=ranks):
-            worker.update_actor(parts[rank])
-
-    step()
-    if rank == 0:
-        torch.save(worker._optimizer.state_dict(), save / "state.pt")
+    updates(worker, options, batch)
+    saved = state()
     worker.copy_state()
     writing = threading.Thread(target=worker.save_checkpoint, args=(str(save),))
     writing.start()
-    step()  # its collective operations are not those of the save
+    updates(worker, options, batch)  # its collective operations are not those of the save
     writing.join()
-    if ranks > 1:
-        torch.distributed.destroy_process_group()
+    return saved if rank == 0 else None
 
 
 @pytest.mark.slow
 def test_another_number_of_ranks_resumes(tmp_path):
-    """Four ranks save, two go on, then one: each with the very tensors that were saved."""
-    options = roles(save_model(tmp_path / "model"))
-    context = get_context("forkserver")  # imports once
-    context.set_forkserver_preload(["test_workers_checkpoint", "etude.trainer.run", "house_stage"])
+    """Four ranks save, two go on, then one, and two again, with parts of the model or with all of it: each with the very
+    tensors that were saved."""
+    options = shortened(roles(save_model(tmp_path / "model")))
     load = None
-    for ranks in (4, 2, 1):
-        save = tmp_path / f"of-{ranks}"
+    for ranks, strategy in ((4, "fsdp2"), (2, "ddp"), (1, "ddp"), (2, "fsdp2")):
+        save = tmp_path / f"of-{ranks}-{strategy}"
         save.mkdir()
-        given = (ranks, options, uneven_batch(), tmp_path / f"meeting-{ranks}", load, save)
-        processes = [context.Process(target=train_as_a_rank, args=(rank, *given)) for rank in range(ranks)]
-        for process in processes:
-            process.start()
-        for process in processes:
-            process.join(300)
-            assert process.exitcode == 0
+        given = shortened(options, strategy=strategy, fsdp_config=FSDPOptions(fsdp_size=2))
+        state, *_ = run_ranks(ranks, train_as_a_rank, given, uneven_batch(), load, save, folder=tmp_path)
+        torch.save(state, save / "state.pt")
         assert len(list((save / "actor" / "state").glob("*.distcp"))) == ranks  # all write, each a part
         weights = load_file(save / "actor" / "huggingface" / "model.safetensors")
-        state = torch.load(save / "state.pt", weights_only=True)
         assert all(torch.equal(state[f"model.{name}"], tensor) for name, tensor in weights.items())
         load = save
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_shards_that_does_not_fit_changes_nothing(tmp_path):
+    options = shortened(roles(save_model(tmp_path / "model")), strategy="fsdp2")
+    worker = TrainWorker(options, rank=0, world_size=1)
+    worker.init_model()
+    state = worker._optimizer.state_dict()
+    write_state({**state, "model.model.norm.weight": torch.ones(5)}, tmp_path / "other" / "actor" / "state")
+    (tmp_path / "none" / "actor").mkdir(parents=True)
+    given = {"other": r"24 weights saved, 24 in use: they are not of this model", "none": r"state: cannot be read"}
+    for name, message in given.items():
+        for failure in run_ranks(2, fail_to_load, options, tmp_path / name, folder=tmp_path):
+            assert re.search(message, failure), failure
+
+
+def fail_to_load(rank, ranks, options, folder):
+    worker = TrainWorker(options, rank=rank, world_size=ranks)
+    worker.init_model()
+    before = whole_weights(worker)
+    with pytest.raises(CheckpointError) as caught:
+        worker.load_checkpoint(str(folder))
+    assert all(torch.equal(before[name], tensor) for name, tensor in whole_weights(worker).items())
+    return str(caught.value)

@@ -15,6 +15,8 @@ from workers_stage import learnable, policy, prompts, roles, started, update
 
 from etude.errors import ConfigError, EngineError, EtudeError
 from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, WeightMismatch
+from etude.options import ActorOptions, OptimOptions
+from etude.options.training import ModelOptions
 from etude.scratch import Scratch
 from etude.workers import RolloutWorker, engine_link, full_state
 from etude.workers.engine_link import EngineLink, WeightSyncError, _memory_folder, build_engine
@@ -201,6 +203,48 @@ def test_a_served_engine_samples_from_the_actors_weights_step_after_step(model_p
     assert not folder.exists()
 
 
+def test_servers_get_adapters_alone_and_keep_as_many_versions_as_may_be_in_use(model_path, server):
+    pytest.importorskip("peft")
+    url, state = server
+    base = {name: tensor.clone() for name, tensor in state.model.model.state_dict().items()}
+    model = ModelOptions(path=model_path, lora_rank=4, lora_alpha=32.0)
+    rollout = {
+        "name": "sglang",
+        "server_urls": [url],
+        "server_timeout": 30.0,
+        "weight_transfer": "adapter",
+        "response_length": 16,
+    }
+    actor = ActorOptions(ppo_mini_batch_size=2, optim=OptimOptions(lr=3e-2))
+    group, worker = policy(model_path, model=model, actor=actor, rollout=rollout, adapter_versions=2)
+    first = learnable(group, prompts(count=2, seed=9))
+    for step in range(3):
+        batch = learnable(group, prompts(count=2, seed=step))
+        mask = batch.batch["response_mask"].bool()
+        assert float((batch.batch["rollout_log_probs"] - batch.batch["old_log_probs"])[mask].abs().max()) < 1e-4
+        trajectories = [result.trajectory for result in batch.non_tensor_batch["rollout"]]
+        assert {v for t in trajectories for segment in t.segments for v in segment.weight_versions or ()} == {step}
+        figures = update(group, batch, step + 1)
+        assert figures["weight_sync/largest_difference"] < 1e-4
+        kept = [int(name.split("-")[2]) for name in state.adapters]
+        assert kept == list(range(max(0, step), step + 2))
+        folder = worker._link._folder.folder
+        assert sorted(each.name for each in folder.glob("version-*")) == [f"version-{number}" for number in kept]
+    sizes = {file.name for file in folder.glob("version-3/*")}
+    assert sizes == {"adapter_config.json", "adapter_model.safetensors"}
+    moved = first.batch["old_log_probs"] - group.compute_log_prob(first).batch["old_log_probs"]
+    assert float(moved.abs().max()) > 0.2  # there was something to send
+    assert all(torch.equal(base[name], tensor) for name, tensor in state.model.model.state_dict().items())
+    state.fault = "stale"
+    with pytest.raises(WeightMismatch, match="does not serve version 4"):
+        update(group, first, 4)
+    state.fault = "refuses weights"
+    with pytest.raises(
+        WeightSyncError, match=r"did not take the weights of version 5: .*load_lora_adapter: status 400"
+    ):
+        update(group, first, 5)
+
+
 def test_a_server_that_keeps_old_weights_or_refuses_new_ones_stops_the_run(model_path, server):
     url, state = server
     group, _ = served(model_path, url)
@@ -300,7 +344,7 @@ def test_rollout_sections_that_cannot_work_are_refused_before_any_model():
         roles("nowhere", rollout={"name": "sglang"})
     with pytest.raises(ConfigError, match="weight_transfer=cuda_ipc needs a GPU"):
         roles("nowhere", rollout={"weight_transfer": "cuda_ipc"})
-    with pytest.raises(ConfigError, match="weight_transfer must be one of folder, cuda_ipc"):
+    with pytest.raises(ConfigError, match="weight_transfer must be one of folder, adapter, cuda_ipc"):
         roles("nowhere", rollout={"weight_transfer": "pigeon"})
     for name in ("server_timeout", "weight_sync_timeout", "weight_probe_tolerance"):
         with pytest.raises(ConfigError, match=f"{name} must be a number above 0"):

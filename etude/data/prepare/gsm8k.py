@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,11 @@ SYSTEM = (
     f"`{TOOL}` tool before you give it; if it was wrong, work the problem out again. End with your result in the "
     "form `#### <answer>`."
 )
+INTERPRETER = "code_interpreter"
+SYSTEM_WITH_CODE = (
+    "You solve grade-school maths problems. Think step by step, and calculate with Python code in the "
+    f"`{INTERPRETER}` tool: print what you want to see. End with your result in the form `#### <answer>`."
+)
 INSTRUCTION = "Think step by step and put the final answer after `####`."
 
 _FOLDERS = ("", "main", "grade_school_math/data")  # where copies of the dataset keep their files
@@ -36,8 +42,8 @@ def final_answer(solution: str) -> str | None:
     return re.sub(r"[$,]", "", found[-1]) if found else None
 
 
-def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
-    """One row of the RL row contract from `{"question", "answer"}`.
+def make_row(example: Mapping[str, Any], where: str, split: str, index: int, *, tool: str = TOOL) -> Row:
+    """One row of the RL row contract from `{"question", "answer"}`, for `tool`: `TOOL` or `INTERPRETER`.
 
     Raises:
         DataError: a field is missing or the answer has no `#### number`; names `where`.
@@ -48,9 +54,9 @@ def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> 
         raise DataError(f"{where}: the answer has no '#### number' line")
     return training_row(
         DATA_SOURCE,
-        [("system", SYSTEM), ("user", f"{question} {INSTRUCTION}")],
+        [("system", SYSTEM if tool == TOOL else SYSTEM_WITH_CODE), ("user", f"{question} {INSTRUCTION}")],
         ground_truth,
-        {TOOL: {"ground_truth": ground_truth}},
+        {tool: {"ground_truth": ground_truth}},
         ability="math",
         extra={"split": split, "index": index, "answer": answer, "question": question},
     )
@@ -65,6 +71,6 @@ def find_files(inputs: Iterable[str | Path]) -> dict[str, Path]:
     return find_split_files(inputs, SPLITS, folders=_FOLDERS, endings=_ENDINGS)
 
 
-def write(inputs: Sequence[str | Path], output_dir: str | Path) -> dict[str, Path]:
+def write(inputs: Sequence[str | Path], output_dir: str | Path, *, tool: str = TOOL) -> dict[str, Path]:
     """Writes `<split>.parquet` for each split found in `inputs`; returns the paths by split. Raises DataError."""
-    return write_tables(make_tables(find_files(inputs), make_row), output_dir)
+    return write_tables(make_tables(find_files(inputs), partial(make_row, tool=tool)), output_dir)

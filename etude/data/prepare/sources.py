@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from etude.data.files import Row, located_rows, write_parquet
-from etude.errors import DataError
+from etude.data.files import SUFFIXES, Row, located_rows, write_parquet
+from etude.errors import DataError, one_line
 
 MakeRow = Callable[[Row, str, str, int], Row]
 """From an example, its place (for errors), the table's name and the example's index to a row."""
@@ -42,17 +42,14 @@ def training_row(
     **columns: Any,
 ) -> Row:
     """A row of the RL contract. `prompt`: (role, content) pairs; `create_kwargs` by tool; `extra` goes to extra_info."""
+    tools = {tool: {"create_kwargs": kwargs} for tool, kwargs in create_kwargs.items()}
     return {
         "data_source": data_source,
         "prompt": [{"role": role, "content": content} for role, content in prompt],
         **columns,
         "ability": ability,
         "reward_model": {"style": "rule", "ground_truth": truth},
-        "extra_info": {
-            **extra,
-            "need_tools_kwargs": True,
-            "tools_kwargs": {tool: {"create_kwargs": kwargs} for tool, kwargs in create_kwargs.items()},
-        },
+        "extra_info": {**extra, **({"need_tools_kwargs": True, "tools_kwargs": tools} if tools else {})},
     }
 
 
@@ -70,14 +67,39 @@ def write_tables(tables: Mapping[str, Sequence[Row]], output_dir: str | Path) ->
     return {name: write_parquet(rows, folder / f"{name}.parquet") for name, rows in tables.items()}
 
 
-def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
-    """The files by their names without suffix.
+_HUB = "hub:"
+_DATA = ["*.parquet", "*.jsonl", "*.json", "LICENSE*"]
+
+
+def fetch_inputs(inputs: Sequence[str | Path]) -> list[Path]:
+    """`inputs` as local paths; `hub:OWNER/NAME` is fetched from the Hugging Face hub: a data set's files as they are.
 
     Raises:
-        DataError: two have the same name.
+        DataError: it cannot be fetched; names it.
     """
-    files = {path.stem: path for path in (Path(name).expanduser() for name in inputs)}
-    if len(files) < len(inputs):
+    return [
+        _fetch(str(name)[len(_HUB) :]) if str(name).startswith(_HUB) else Path(name).expanduser() for name in inputs
+    ]
+
+
+def _fetch(name: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, repo_type="dataset", allow_patterns=_DATA))
+    except Exception as error:  # many libraries' errors: of the network, of the name, of permissions
+        raise DataError(f"hub:{name}: cannot be fetched: {one_line(error)}") from error
+
+
+def files_by_name(inputs: Sequence[str | Path]) -> dict[str, Path]:
+    """The files by their names without suffix; of a folder, those directly in it.
+
+    Raises:
+        DataError: two have the same name, or a folder has none.
+    """
+    paths = [path for name in inputs for path in _data_files(Path(name).expanduser())]
+    files = {path.stem: path for path in paths}
+    if len(files) < len(paths):
         raise DataError("two input files have the same name: rename one, since it names the file that is written")
     return files
 
@@ -113,4 +135,13 @@ def _files_in(folder: Path, splits: Sequence[str], folders: Sequence[str], endin
     for split in splits:
         candidates = [folder / inner / f"{split}{ending}" for inner in folders for ending in endings]
         files += [path for path in candidates if path.is_file()][:1]
+    return files
+
+
+def _data_files(path: Path) -> list[Path]:
+    if not path.is_dir():
+        return [path]
+    files = sorted(file for file in path.iterdir() if file.suffix in SUFFIXES)
+    if not files:
+        raise DataError(f"{path}: no file *{', *'.join(SUFFIXES)} in this folder")
     return files

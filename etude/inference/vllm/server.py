@@ -14,6 +14,7 @@ from __future__ import annotations
 import asyncio
 import json
 from collections.abc import Awaitable
+from dataclasses import replace
 from typing import Any
 
 from etude.errors import ConfigError, EngineError, one_line
@@ -86,11 +87,13 @@ class VLLMServerEngine(ServedEngine):
         return None
 
     async def _ask(self, name: str, prompt: list[int], params: SamplingParams) -> TokenOutput:
-        route, version = await self._connect(), self._version
-        body = _generate_body if route == GENERATE else _completions_body
-        answer = await self._server.ask(route, body(name, prompt, params))
+        route, version, adapter = await self._connect(), self._version, self.adapter
+        body = (_generate_body if route == GENERATE else _completions_body)(name, prompt, params)
+        answer = await self._server.ask(route, body | ({"model": adapter} if adapter else {}))
         with self._server.reading(route):
             read = (_read_generate if route == GENERATE else _read_completions)(answer)
+        if adapter:  # the server's versions are of the weights below it
+            read = replace(read, versions=None)
         return checked_output(read, params, version, self._server.url)
 
     async def _abort(self, name: str) -> None:
@@ -123,6 +126,21 @@ class VLLMServerEngine(ServedEngine):
         if answer.get("success") is not True:
             raise EngineError(f"{self._server.url}{reset}: the old weights' keys and values could not be dropped")
         await self._server.post("/update_weight_version", {"new_version": str(version)}, timeout=_CONTROL_SECONDS)
+
+    async def _load_adapter(self, name: str, folder: str) -> None:
+        path = "/v1/load_lora_adapter"
+        try:
+            await self._server.post(path, {"lora_name": name, "lora_path": folder}, timeout=self._sync_timeout)
+        except StatusError as error:
+            if error.status != 404:
+                raise
+            raise ConfigError(
+                f"{self._server.url}{path}: the server takes no adapters at run time, or cannot read {folder}: start vLLM "
+                "with --enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True (docs/engines.md)"
+            ) from error
+
+    async def _unload_adapter(self, name: str) -> None:
+        await self._server.post("/v1/unload_lora_adapter", {"lora_name": name}, timeout=_CONTROL_SECONDS)
 
     async def sleep(self) -> None:
         """Moves the weights to the host's memory and drops the cache (the server needs --enable-sleep-mode)."""

@@ -1,0 +1,113 @@
+"""Checks a cluster's nodes before workers start there: the versions of what runs, the files that the configuration names,
+the folder of checkpoints, the sandbox.
+
+Invariant: all mismatches of all nodes are found at once, one line each that names the node, and before a model is loaded.
+What only the driver reads, `data`, is not looked for elsewhere.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import platform
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from etude.config.checks import Options
+from etude.config.preflight import missing_paths
+from etude.errors import ConfigErrors, InfrastructureError, one_line
+from etude.options import TrainOptions
+from etude.registry import share_folder
+
+_PACKAGES = ("etude", "torch", "transformers", "ray")
+_SECONDS = 300.0  # for a node's answer: its first task installs the runtime environment
+
+
+def check_nodes(options: Options, node_ids: Sequence[str], gpus: bool) -> None:
+    """Asks each of the connected cluster's nodes.
+
+    Raises:
+        ConfigErrors: something is missing, or differs from this process's.
+        InfrastructureError: a node does not answer.
+    """
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    run_dir = Path(options.trainer.default_local_dir)
+    run_dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(prefix=".nodes-", dir=run_dir) as marker:
+        shared = str(run_dir / Path(marker.name).name)
+        here = (os.getcwd(), [os.path.abspath(folder) for folder in sys.path], versions(), shared)
+        task = ray.remote(num_cpus=0, max_retries=0)(node_problems)
+        asked = [
+            task.options(scheduling_strategy=NodeAffinitySchedulingStrategy(node, soft=False)).remote(
+                options, *here, gpus
+            )
+            for node in node_ids
+        ]
+        try:
+            answers = ray.get(asked, timeout=_SECONDS)
+        except ray.exceptions.RayError as error:
+            raise InfrastructureError(f"a node of the cluster cannot be checked: {one_line(error)}") from error
+    if faults := list(dict.fromkeys(line for lines in answers for line in lines)):
+        raise ConfigErrors(faults)
+
+
+def versions() -> dict[str, str]:
+    """Of Python and of the packages that both sides of a group need; empty for one that is not installed."""
+    found = {"python": ".".join(platform.python_version_tuple()[:2])}
+    for package in _PACKAGES:
+        found[package] = ""
+        with suppress(PackageNotFoundError):
+            found[package] = version(package)
+    return found
+
+
+def node_problems(
+    options: Options, folder: str, path: Sequence[str], wanted: dict[str, str], shared: str, gpus: bool
+) -> list[str]:
+    """A line for each thing that a worker would miss on this node. `shared` is a file of the run's folder."""
+    share_folder(folder, path)
+    return [f"node {socket.gethostname()}: {line}" for line in _problems(options, wanted, shared, gpus)]
+
+
+def _problems(options: Options, wanted: dict[str, str], shared: str, gpus: bool) -> Iterator[str]:
+    mine = versions()
+    for package, there in wanted.items():
+        if mine[package] != there:
+            yield f"{package} is {mine[package] or 'not installed'}, and {there or 'not installed'} on the driver's"
+    if gpus and mine["torch"].endswith("+cpu"):
+        yield f"torch {mine['torch']} is built without CUDA"
+    if not os.path.exists(shared):
+        run_dir = options.trainer.default_local_dir
+        yield f"trainer.default_local_dir={run_dir} is not the driver's folder: checkpoints need one that all nodes share"
+    yield from (f"{key}: {reason}" for key, reason in missing_paths(options) if not key.startswith("data."))
+    if isinstance(options, TrainOptions) and _runs_code(options) and not os.environ.get("ETUDE_SANDBOX_URL"):
+        yield from _sandbox()
+
+
+def _runs_code(options: TrainOptions) -> bool:
+    talks, score = options.actor_rollout_ref.rollout.multi_turn, options.custom_reward_function.path or ""
+    texts = [score]
+    for file in (*(talks.tool_config_path or ()), *(talks.function_tool_path or ())):
+        with suppress(OSError, UnicodeError):
+            texts.append(Path(file).expanduser().read_text(encoding="utf-8"))
+    return any(word in text for text in texts for word in ("sandbox", "code_interpreter", "etude.rewards.code"))
+
+
+def _sandbox() -> Iterator[str]:
+    from etude.sandbox import Executor, SandboxUnavailableError
+
+    async def open_one() -> None:
+        async with await Executor.open(workers=1):
+            pass
+
+    try:
+        asyncio.run(open_one())
+    except SandboxUnavailableError as error:
+        yield one_line(error)

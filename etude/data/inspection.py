@@ -1,0 +1,172 @@
+"""`inspect_file`: what a data file holds, and what a run would stumble over.
+
+Invariant: reads the file once and changes nothing; each row is checked as a run would check it, and every row's first
+problem is kept with its place.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from etude.data.dumped import is_dump
+from etude.data.files import Row, located_rows, without_nulls
+from etude.data.messages import checked_messages
+from etude.data.rows import active_tools, check_row
+from etude.errors import ConfigError, DataError, one_line
+from etude.rewards.default import scorer_of
+from etude.tools import load_tools
+
+if TYPE_CHECKING:
+    from etude.chat import ChatTemplate
+
+_BINS = 10
+_BAR = 40
+_SHOWN_VALUES = 8
+
+
+@dataclass
+class Inspection:
+    """What was found; `lengths` in `unit`."""
+
+    file: Path
+    kind: str = "prompts"
+    rows: int = 0
+    columns: dict[str, Counter[str]] = field(default_factory=dict)
+    sources: Counter[str] = field(default_factory=Counter)
+    agents: Counter[str] = field(default_factory=Counter)
+    tool_kwargs: Counter[str] = field(default_factory=Counter)
+    lengths: list[int] = field(default_factory=list)
+    unit: str = "characters"
+    problems: list[str] = field(default_factory=list)
+    repeated: int = 0
+
+    def lines(self, most: int) -> Iterator[str]:
+        """The report, with at most `most` problems."""
+        yield f"{self.file}: {self.rows:,} rows, {self.kind}"
+        yield "\ncolumns"
+        for name, kinds in self.columns.items():
+            missing = self.rows - sum(kinds.values())
+            shown = ", ".join(f"{kind} {count:,}" for kind, count in kinds.most_common())
+            yield f"  {name:<20} {shown}{f', missing {missing:,}' if missing else ''}"
+        for title, counts in (
+            ("data sources", self.sources),
+            ("agents", self.agents),
+            ("tool kwargs", self.tool_kwargs),
+        ):
+            if counts:
+                yield f"\n{title}"
+                yield from (f"  {name:<50} {count:>8,}" for name, count in counts.most_common(_SHOWN_VALUES))
+                if len(counts) > _SHOWN_VALUES:
+                    yield f"  … and {len(counts) - _SHOWN_VALUES:,} others"
+        if self.lengths:
+            yield f"\nlengths in {self.unit}"
+            yield from histogram(self.lengths)
+        if self.repeated:
+            yield f"\n{self.repeated:,} rows repeat the prompt of an earlier one"
+        yield f"\n{len(self.problems):,} problems" if self.problems else "\nno problems"
+        yield from (f"  {problem}" for problem in self.problems[:most])
+        if len(self.problems) > most:
+            yield f"  … and {len(self.problems) - most:,} others"
+
+
+def histogram(values: Sequence[int]) -> Iterator[str]:
+    """Quantiles, and bars over ten equal ranges."""
+    ordered = sorted(values)
+    at = {name: ordered[min(len(ordered) - 1, int(share * len(ordered)))] for name, share in _QUANTILES.items()}
+    yield "  " + ", ".join(f"{name} {value:,}" for name, value in at.items())
+    low, high = ordered[0], ordered[-1]
+    width = max(1, -(-(high - low + 1) // _BINS))
+    counts = Counter((value - low) // width for value in ordered)
+    for place in range((high - low) // width + 1):
+        start = low + place * width
+        bar = "█" * -(-counts[place] * _BAR // max(counts.values()))
+        yield f"  {start:>8,}-{start + width - 1:<8,} {counts[place]:>8,} {bar}"
+
+
+_QUANTILES = {"min": 0.0, "median": 0.5, "90 %": 0.9, "99 %": 0.99, "max": 1.0}
+
+
+def inspect_file(
+    file: Path, *, model: str | None = None, tool_config: Path | None = None, prompt_key: str = "prompt"
+) -> Inspection:
+    """What `file` holds: prompts, conversations, or a rollout dump.
+
+    Raises:
+        DataError: the file cannot be read.
+        ConfigError: the model has no tokenizer here, or the tool configuration is invalid.
+    """
+    found = Inspection(file)
+    tools = None if tool_config is None else load_tools(str(tool_config))
+    schemas = None if tools is None else {tool.name: tool.get_openai_tool_schema().to_openai() for tool in tools}
+    chat = None if model is None else _chat_of(model)
+    found.unit = "tokens, tool schemas included" if chat else "characters of the messages"
+    dump = is_dump(str(file))
+    prompts: set[str] = set()
+    for where, row in located_rows(file):
+        found.rows += 1
+        for name, value in row.items():
+            found.columns.setdefault(name, Counter())
+            if value is not None:
+                found.columns[name][type(value).__name__] += 1
+        try:
+            if dump:
+                found.kind, found.unit = "rollouts", "tokens, responses included"
+                found.lengths.append(len(row["prompt_ids"]) + sum(len(part["token_ids"]) for part in row["segments"]))
+            elif "messages" in row and prompt_key not in row:
+                found.kind = "conversations"
+                messages = checked_messages(row["messages"], f"{where}: messages")
+                found.lengths.append(_length(messages, chat, row.get("tools") or None))
+            else:
+                _inspect_prompt(found, row, where, prompt_key, schemas, chat, prompts)
+        except (DataError, ConfigError, KeyError, TypeError) as error:
+            text = one_line(error)
+            found.problems.append(text if text.startswith(str(file)) else f"{where}: {text}")
+    return found
+
+
+def _inspect_prompt(
+    found: Inspection,
+    row: Row,
+    where: str,
+    prompt_key: str,
+    schemas: Mapping[str, Any] | None,
+    chat: ChatTemplate | None,
+    prompts: set[str],
+) -> None:
+    info = without_nulls(row.get("extra_info") or {})
+    for tool, kinds in (info.get("tools_kwargs") or {}).items():
+        for kind, values in kinds.items():
+            found.tool_kwargs[f"{tool}.{kind}({', '.join(sorted(values or {}))})"] += 1
+    # without a configuration the row's own tools are taken as given
+    names = list(schemas) if schemas is not None else list(info.get("tools_kwargs") or {})
+    interaction = (info.get("interaction_kwargs") or {}).get("name")
+    checked = check_row(row, where, names, prompt_key, [interaction] if interaction else ())
+    source = checked["data_source"]
+    found.sources[source] += 1
+    found.agents[checked.get("agent_name") or "(by the row's tools)"] += 1
+    messages = checked[prompt_key]
+    text = str(messages)
+    found.repeated += text in prompts
+    prompts.add(text)
+    shown = [schemas[name] for name in active_tools(checked, list(schemas))] if schemas else None
+    found.lengths.append(_length(messages, chat, shown))
+    scorer_of(source)
+    if checked["reward_model"].get("ground_truth") in (None, "", []):
+        raise DataError(f"{where}: reward_model.ground_truth is empty: most scorers need it")
+
+
+def _length(messages: Sequence[Mapping[str, Any]], chat: ChatTemplate | None, tools: Any) -> int:
+    if chat is not None:
+        return chat.prompt_length(list(messages), tools)
+    return sum(len(part) if isinstance(part, str) else 0 for message in messages for part in [message.get("content")])
+
+
+def _chat_of(model: str) -> ChatTemplate:
+    from etude.chat import ChatTemplate
+    from etude.models import load_tokenizer
+
+    return ChatTemplate(load_tokenizer(model))

@@ -1,0 +1,93 @@
+"""Programming problems: HumanEval and MBPP, scored by their own tests in the sandbox.
+
+Invariant: the files keep their rows and order, and no prompt holds a test that is scored, nor a solution.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from etude.data.files import Row
+from etude.data.prepare.math import INTERPRETER, WITH_CODE
+from etude.data.prepare.sources import files_by_name, make_tables, texts, training_row, write_tables
+from etude.errors import DataError
+
+_INSTRUCTION = "Give the whole program in a ```python block."
+
+
+def humaneval_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
+    """One row from `{"prompt", "test", "entry_point"}`.
+
+    Raises:
+        DataError: a field is missing or of another type; names `where`.
+    """
+    prompt, test, entry = texts(example, where, "prompt", "test", "entry_point")
+    question = f"Complete this function:\n\n```python\n{prompt.rstrip()}\n```"
+    return _row("openai/openai_humaneval", question, [f"{test}\ncheck({entry})"], code, example, split, index)
+
+
+def mbpp_row(code: bool, example: Mapping[str, Any], where: str, split: str, index: int) -> Row:
+    """One row from `{"text" | "prompt", "test_list", "code", "test_setup_code" | "test_imports"}`. The first test shows the
+    function's name, as in the paper's prompt; all tests are scored.
+
+    Raises:
+        DataError: a field is missing or of another type; names `where`.
+    """
+    text = texts(example, where, "text" if example.get("text") else "prompt")[0]
+    tests = example.get("test_list")
+    if not isinstance(tests, list) or not tests or not all(isinstance(test, str) for test in tests):
+        raise DataError(f"{where}: needs 'test_list', a list of statements (columns: {', '.join(example)})")
+    setup = [
+        example.get("test_setup_code") or "",
+        *(example.get("test_imports") or ()),
+        example.get("extra_import") or "",
+    ]
+    lines = "".join(f"{line}\n" for line in setup if line)
+    name = _called(tests[0], str(example.get("code") or ""), where)
+    question = f"{text.strip()} The function is called `{name}`."
+    source = "google-research-datasets/mbpp"
+    return _row(source, question, [lines + test for test in tests], code, example, split, index)
+
+
+def _called(test: str, solution: str, where: str) -> str:
+    """The function that a test is about: the outermost that it calls of those that the reference solution defines."""
+    try:
+        nodes, defined = ast.walk(ast.parse(test)), ast.walk(ast.parse(solution))
+    except SyntaxError as error:
+        raise DataError(f"{where}: the test {test[:80]!r} or the solution is no Python: {error}") from error
+    own = {node.name for node in defined if isinstance(node, ast.FunctionDef | ast.ClassDef)}
+    called = (node.func.id for node in nodes if isinstance(node, ast.Call) and isinstance(node.func, ast.Name))
+    found = next((name for name in called if name in own), None)
+    if found is None:
+        raise DataError(f"{where}: the test {test[:80]!r} calls no function of the solution in 'code'")
+    return found
+
+
+def _row(
+    source: str, question: str, tests: list[str], code: bool, example: Mapping[str, Any], split: str, index: int
+) -> Row:
+    return training_row(
+        source,
+        [("user", f"{question}\n\n{_INSTRUCTION}{WITH_CODE if code else ''}")],
+        json.dumps({"assert_case": tests}),
+        {INTERPRETER: {"question": question}} if code else {},
+        ability="code",
+        extra={"split": split, "index": index, "task_id": str(example.get("task_id", index))},
+    )
+
+
+FORMS = {"humaneval": humaneval_row, "mbpp": mbpp_row}
+
+
+def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
+    """Writes each of `inputs` under its own name, which is the rows' split; returns the paths by name.
+
+    Raises:
+        DataError: a file or row is wrong.
+    """
+    return write_tables(make_tables(files_by_name(inputs), partial(FORMS[form], code)), output_dir)

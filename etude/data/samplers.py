@@ -1,0 +1,219 @@
+"""Samplers: which rows the next batch has, where that is not a new random order each epoch.
+
+Invariant: what a sampler draws follows from its state alone, which a checkpoint holds: a resumed run draws what an
+uninterrupted one would have drawn. `update` sees each training batch once, after it was scored and before the next is drawn.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from omegaconf import OmegaConf
+
+from etude.errors import ConfigError, EtudeError, describe_error
+from etude.options import DataOptions
+from etude.registry import Registry, import_object
+from etude.seeds import epoch_order
+
+if TYPE_CHECKING:
+    from etude.data.dataset import RLDataset
+    from etude.protocol import DataProto
+
+ROW_COLUMN = "dataset_row"
+"""The column of a batch with each rollout's row in the dataset, where rows are drawn by a sampler."""
+
+
+class Sampler:
+    """`data_source` is the dataset, `data_config` the `data` section, as verl hands them over."""
+
+    def __init__(self, data_source: RLDataset, data_config: Any) -> None:
+        self.data_source, self.data_config = data_source, data_config
+
+    def draw(self, count: int) -> Sequence[int]:
+        """The rows of the next batch."""
+        raise NotImplementedError
+
+    def update(self, batch: DataProto) -> None:
+        """Learns from a scored batch; `row_success(batch)` has its rows."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What `draw` depends on, as JSON."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from that state."""
+
+
+SAMPLERS: Registry[type[Sampler]] = Registry("sampler")
+register = SAMPLERS.register
+
+
+@register("curriculum")
+class CurriculumSampler(Sampler):
+    """Draws rows by what is left to learn from them: weight p (1 - p), with the row's success rate p.
+
+    A row that was never drawn weighs as one with p = 1/2; none weighs less than `data.sampler.floor` of that, so that rows
+    which have become easy, or were too hard, come again. p is a moving average over the row's visits (half of it the last).
+    A batch has no row twice. Foster et al., "Learning to Reason at the Frontier of Learnability" (2025).
+    """
+
+    def __init__(self, data_source: RLDataset, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self._rates: dict[int, float] = {}
+        self._draws = 0
+
+    def draw(self, count: int) -> Sequence[int]:
+        """Weighted, without replacement (Efraimidis and Spirakis 2006)."""
+        rng = np.random.default_rng([self.data_config.seed, self._draws])
+        self._draws += 1
+        keys = np.log(rng.random(len(self.data_source))) / self._weights()
+        return np.argsort(-keys, kind="stable")[:count].tolist()
+
+    def _weights(self) -> np.ndarray:
+        weights = np.ones(len(self.data_source))
+        for row, rate in self._rates.items():
+            weights[row] = max(4 * rate * (1 - rate), self.data_config.sampler.floor)
+        return weights
+
+    def update(self, batch: DataProto) -> None:
+        """Moves the rates of the batch's rows."""
+        for row, rate in row_success(batch).items():
+            self._rates[row] = (self._rates.get(row, rate) + rate) / 2
+
+    def state_dict(self) -> dict[str, Any]:
+        """The rates, and the number of draws."""
+        return {"draws": self._draws, "rates": {str(row): rate for row, rate in self._rates.items()}}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from these."""
+        self._draws = state["draws"]
+        self._rates = {int(row): rate for row, rate in state["rates"].items()}
+
+
+@register("mixture")
+class MixtureSampler(Sampler):
+    """Draws from each `data_source` in proportion to `data.sampler.weights`, whatever their sizes.
+
+    After any number of rows a source has its share to within one row per source. Each source's rows come in an order of
+    its own, which is new each time they are through. A source without a weight has 1; 0 leaves it out.
+
+    Raises:
+        ConfigError: a weight is negative or names no source, or none is positive.
+    """
+
+    def __init__(self, data_source: RLDataset, data_config: Any) -> None:
+        super().__init__(data_source, data_config)
+        self._rows: dict[str, list[int]] = defaultdict(list)
+        for row, source in enumerate(data_source.sources):
+            self._rows[source].append(row)
+        weights = {source: float(data_config.sampler.weights.get(source, 1.0)) for source in sorted(self._rows)}
+        if unknown := sorted(set(data_config.sampler.weights) - set(weights)):
+            raise ConfigError(f"data.sampler.weights names {', '.join(unknown)}; the rows are of {', '.join(weights)}")
+        if min(weights.values()) < 0 or not sum(weights.values()) > 0:
+            raise ConfigError(f"data.sampler.weights must not be negative, and one must be positive: {weights}")
+        self._shares = {source: weight / sum(weights.values()) for source, weight in weights.items() if weight}
+        self._drawn = dict.fromkeys(self._shares, 0)
+        self._orders: dict[str, tuple[int, np.ndarray]] = {}  # of the epoch that a source is in
+
+    def draw(self, count: int) -> Sequence[int]:
+        """Each row from the source that is furthest behind its share."""
+        return [self._next() for _ in range(count)]
+
+    def _next(self) -> int:
+        total = sum(self._drawn.values()) + 1
+        source = max(self._shares, key=lambda each: (self._shares[each] * total - self._drawn[each], each))
+        rows, number = self._rows[source], self._drawn[source]
+        self._drawn[source] += 1
+        epoch, place = divmod(number, len(rows))
+        if self._orders.get(source, (-1, None))[0] != epoch:
+            seed = self.data_config.seed + 1 + list(self._shares).index(source)
+            self._orders[source] = (epoch, epoch_order(seed, epoch, len(rows)))
+        return rows[self._orders[source][1][place]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """How many rows each source has given."""
+        return {"drawn": dict(self._drawn)}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from these."""
+        self._drawn = dict(state["drawn"])
+
+
+class IteratedSampler(Sampler):
+    """A sampler written for verl: iterated, epoch after epoch; it may have `update(batch)`, `state_dict` and
+    `load_state_dict`. One without a state is iterated again up to where it was."""
+
+    def __init__(self, data_source: RLDataset, data_config: Any, made: Any) -> None:
+        super().__init__(data_source, data_config)
+        self._made, self._drawn = made, 0
+        self._rows = self._endless()
+
+    def _endless(self) -> Iterator[int]:
+        while True:
+            drawn = self._drawn
+            for row in self._made:
+                self._drawn += 1
+                yield int(row)
+            if self._drawn == drawn:
+                raise ConfigError(f"data.sampler: {type(self._made).__name__} gave no row")
+
+    def draw(self, count: int) -> Sequence[int]:
+        """The next rows of the iteration."""
+        return [next(self._rows) for _ in range(count)]
+
+    def update(self, batch: DataProto) -> None:
+        """Hands it on."""
+        if hasattr(self._made, "update"):
+            self._made.update(batch)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The sampler's own state, or how far it was."""
+        own = self._made.state_dict() if hasattr(self._made, "state_dict") else None
+        return {"drawn": self._drawn, "own": own}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Goes on from there."""
+        if state["own"] is not None:
+            self._made.load_state_dict(state["own"])
+            self._drawn = state["drawn"]
+        else:
+            self.draw(state["drawn"])
+
+
+def open_sampler(options: DataOptions, dataset: RLDataset) -> Sampler | None:
+    """The configured sampler over `dataset`; None where rows come in a random order each epoch, or as they stand.
+
+    Raises:
+        ConfigError: there is no such sampler, or it cannot be made; names the key.
+    """
+    given = options.sampler
+    if given.class_name is None:
+        return None
+    config = OmegaConf.create(asdict(options))
+    if given.class_path is None:
+        return SAMPLERS.get(given.class_name)(dataset, config)
+    cls = import_object(f"{given.class_path}:{given.class_name}")
+    try:
+        made = cls(data_source=dataset, data_config=config)
+    except EtudeError:
+        raise
+    except Exception as error:
+        raise ConfigError(f"data.sampler.class_name={given.class_name}: {describe_error(error)}") from error
+    if isinstance(made, Sampler):
+        return made
+    if not hasattr(made, "__iter__"):
+        raise ConfigError(f"data.sampler.class_name: {given.class_name} is neither a Sampler nor an iterable of rows")
+    return IteratedSampler(dataset, config, made)
+
+
+def row_success(batch: DataProto) -> dict[int, float]:
+    """Mean score of each dataset row's rollouts in a scored batch, each held to [0, 1]."""
+    scores: dict[int, list[float]] = defaultdict(list)
+    totals = batch.batch["token_level_scores"].sum(dim=1).clamp(0, 1).tolist()
+    for row, score in zip(batch.non_tensor_batch[ROW_COLUMN].tolist(), totals):
+        scores[row].append(score)
+    return {row: sum(each) / len(each) for row, each in scores.items()}

@@ -1,0 +1,263 @@
+"""`RankProcess`: one rank of a `RayWorkerGroup`, in the process of a Ray actor.
+
+Invariant: whatever a worker does, a call returns a `Reply`, so that its exception arrives as what it is rather than as Ray's
+own; what it logged at WARNING and above travels with the replies. A plain class, which the group hands to `ray.remote`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import logging
+import os
+import pickle
+import socket
+import sys
+import threading
+import traceback
+from collections import deque
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from etude.distributed.dispatch import Arguments
+from etude.distributed.worker import MeshPlace, Worker
+from etude.errors import describe_error, user_place
+from etude.registry import share_folder
+
+_MAX_RECORDS = 100  # log records kept for the next reply
+
+LogRecord = tuple[str, int, str]
+"""Logger, level, text."""
+
+
+@dataclass(frozen=True)
+class ProcessOptions:
+    """What a process of the group shares with the driver's: working directory and import path where they exist on its node,
+    its number of threads (None: its share of the node's cores), and the level of Étude's logs."""
+
+    folder: str
+    path: tuple[str, ...]
+    num_threads: int | None
+    log_level: int
+
+    @classmethod
+    def of_this_process(cls) -> ProcessOptions:
+        """Of the driver."""
+        threads = os.environ.get("OMP_NUM_THREADS", "")
+        path = tuple(os.path.abspath(folder) for folder in sys.path)
+        level = logging.getLogger("etude").getEffectiveLevel()
+        return cls(os.getcwd(), path, int(threads) if threads.isdigit() else None, level)
+
+
+@dataclass(frozen=True)
+class ProcessPlace:
+    """Where a process runs, and the file that its standard error goes to."""
+
+    node_id: str
+    host: str
+    address: str
+    pid: int
+    log: str
+
+    def __str__(self) -> str:
+        return f"node {self.host} ({self.address}, process {self.pid})"
+
+
+class RemoteTraceback(Exception):
+    """The cause of an exception of another process: its traceback there, and the user's `place` in it."""
+
+    def __init__(self, text: str, place: str | None = None) -> None:
+        super().__init__(text, place)
+        self.text, self.place = text, place
+
+    def __str__(self) -> str:
+        return f"\n{self.text}"
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A value, or an exception as `pack_error` made it; and the records logged since the last reply."""
+
+    value: Any = None
+    error: bytes | None = None
+    records: Sequence[LogRecord] = ()
+
+
+class RankProcess:
+    """The actor's class: joins the other ranks, builds the worker, calls it."""
+
+    def __init__(self, options: ProcessOptions) -> None:
+        share_folder(options.folder, options.path)
+        self._options = options
+        self._store: dist.TCPStore | None = None
+        self._worker: Worker | None = None
+        self._records = _Records()
+        logging.basicConfig(format="%(levelname)s %(name)s: %(message)s")
+        logging.getLogger().addHandler(self._records)
+        logging.getLogger("etude").setLevel(options.log_level)
+        with suppress(Exception):  # without a file behind standard error
+            faulthandler.enable()
+
+    def place(self) -> ProcessPlace:
+        """Where this process runs."""
+        import ray
+
+        log = ""
+        with suppress(OSError):
+            log = os.readlink("/proc/self/fd/2")
+        node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        return ProcessPlace(node, socket.gethostname(), address, os.getpid(), log)
+
+    def open_store(self, address: str, world_size: int, seconds: float) -> int:
+        """Starts the store where the ranks meet, on this rank's node; returns its port."""
+        self._store = dist.TCPStore(
+            address, 0, world_size, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        )
+        return int(self._store.port)
+
+    def build(
+        self,
+        environment: Mapping[str, str],
+        seconds: float,
+        device: str | None,
+        worker_cls: type[Worker],
+        given: Arguments,
+    ) -> Reply:
+        """Joins `torch.distributed`, if there are several ranks, and builds the worker."""
+        return self._reply(self._build, environment, seconds, device, worker_cls, given)
+
+    def _build(
+        self,
+        environment: Mapping[str, str],
+        seconds: float,
+        device: str | None,
+        worker_cls: type[Worker],
+        given: Arguments,
+    ) -> None:
+        os.environ.update(environment)
+        rank, world_size = int(environment["RANK"]), int(environment["WORLD_SIZE"])
+        share = len(os.sched_getaffinity(0)) // int(environment["LOCAL_WORLD_SIZE"])
+        torch.set_num_threads(self._options.num_threads or max(1, share))  # Ray sets OMP_NUM_THREADS=1
+        if world_size > 1:
+            limit = timedelta(seconds=seconds)
+            address, port = environment["MASTER_ADDR"], int(environment["MASTER_PORT"])
+            store = self._store or dist.TCPStore(address, port, world_size, is_master=False, timeout=limit)
+            backend = "gloo" if device is None else "cpu:gloo,cuda:nccl"
+            dist.init_process_group(
+                backend,
+                store=store,
+                rank=rank,
+                world_size=world_size,
+                timeout=limit,
+                device_id=None if device is None else torch.device(device),
+            )
+        args, kwargs = given
+        self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
+
+    def call(self, method: str, given: Arguments) -> Reply:
+        """The worker's method; an `async` one runs in an event loop of its own."""
+        return self._reply(self._call, method, given)
+
+    def _call(self, method: str, given: Arguments) -> Any:
+        args, kwargs = given
+        made = getattr(self._worker, method)(*args, **kwargs)
+        return asyncio.run(made) if inspect.iscoroutine(made) else made
+
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        """The worker's."""
+        assert self._worker is not None
+        return self._worker.mesh_place(mesh)
+
+    def ping(self) -> list[LogRecord]:
+        """Says that this process lives, and what it has logged meanwhile."""
+        return self._records.take()
+
+    def interrupt(self) -> None:
+        """Asks the running call to end early."""
+        if self._worker is not None:
+            self._worker.interrupt()
+
+    def close(self) -> Reply:
+        """Ends the worker and leaves the other ranks."""
+        return self._reply(self._close)
+
+    def _close(self) -> None:
+        worker, self._worker = self._worker, None
+        try:
+            if worker is not None:
+                worker.close()
+        finally:
+            if dist.is_initialized():
+                dist.destroy_process_group()
+
+    def _reply(self, function: Any, *args: Any) -> Reply:
+        try:
+            return Reply(function(*args), records=self._records.take())
+        except BaseException as error:  # an interrupt, too, or a SystemExit, which would end the actor
+            return Reply(error=pack_error(error), records=self._records.take())
+
+
+class _Records(logging.Handler):
+    """Keeps what is logged for the next reply."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.WARNING)
+        self._kept: deque[LogRecord] = deque(maxlen=_MAX_RECORDS)
+        self._guard = threading.Lock()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        with self._guard:
+            self._kept.append((record.name, record.levelno, self.format(record)))
+
+    def take(self) -> list[LogRecord]:
+        """The records since the last call."""
+        with self._guard:
+            taken = list(self._kept)
+            self._kept.clear()
+        return taken
+
+
+def pack_error(error: BaseException) -> bytes:
+    """An exception as `unpack_error` reads it, with the traceback it has here."""
+    from ray import cloudpickle
+
+    fields = {name: value for name, value in vars(error).items() if _can_be_sent(value)}
+    tries = [error, (type(error), error.args, fields), RuntimeError(describe_error(error))]
+    forms = [cloudpickle.dumps(each) for each in tries if _can_be_sent(each)]
+    text = "".join(traceback.format_exception(type(error), error, error.__traceback__))
+    return pickle.dumps((forms, text, user_place(error)))
+
+
+def unpack_error(packed: bytes) -> BaseException:
+    """The exception, whose cause is its traceback in the other process; one that cannot be rebuilt here is described."""
+    forms, text, place = pickle.loads(packed)
+    for form in forms:
+        try:
+            value = pickle.loads(form)
+            if isinstance(value, tuple):  # its class does not build from its args
+                kind, args, fields = value
+                value = kind.__new__(kind, *args)
+                value.args = args
+                vars(value).update(fields)
+            value.__cause__ = RemoteTraceback(text, place)
+            return value
+        except Exception:  # a class that is not there, or wants other arguments
+            continue
+    raise AssertionError("unreachable: the last form is a RuntimeError")
+
+
+def _can_be_sent(value: Any) -> bool:
+    from ray import cloudpickle
+
+    try:
+        cloudpickle.dumps(value)
+    except Exception:  # a value may hold anything
+        return False
+    return True

@@ -1,0 +1,377 @@
+"""`RayWorkerGroup`: a worker group whose ranks are processes of a Ray cluster, one actor each.
+
+Invariant: a call ends. It has a deadline; a process that died, or does not answer its pings, is a `WorkerLost` that names
+role, rank, node and its last log lines; and when one rank has failed, the others are asked to end and get a short while for
+it. After a loss no further call is tried. A rank's own exception reaches the caller as that exception, as in process.
+
+What ranks share is put into the object store once. While a call runs, its ranks are pinged, and what they log at WARNING and
+above is logged here, once for all ranks. Ray is imported when a group is made.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import logging
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.distributed.dispatch import Arguments, Dispatch, Registration
+from etude.distributed.pool import ResourcePool
+from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
+from etude.distributed.worker import MeshPlace, Worker
+from etude.distributed.worker_group import WorkerGroup, note_rank
+from etude.errors import WorkerLost, one_line
+from etude.limits.cluster import require_ray
+
+CALL_SECONDS = 3600.0
+SILENT_SECONDS = 60.0  # of a process that does not answer; longer than any stall of a healthy one
+_START_SECONDS = 600.0  # of a process, which imports torch, perhaps from a slow file system
+_PING_SECONDS = 5.0
+_SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
+_LOG_SECONDS = 5.0  # to read a file of another node
+_LOG_LINES, _LOG_CHARACTERS = 5, 600
+_THREADS = {"control": 2, "direct": 8, "background": 1}
+"""Concurrency groups of an actor; its other calls run one after another in a thread of their own."""
+
+
+@dataclass(frozen=True)
+class _Rank:
+    """An actor and where it runs."""
+
+    rank: int
+    actor: Any
+    place: ProcessPlace
+
+
+class RayWorkerGroup(WorkerGroup):
+    """`pool.world_size` ranks of `worker_cls` on the slots of `pool`; needs a connection to a cluster (`ray.init`).
+
+    `args` and `kwargs` go to the constructor of every worker, together with `rank` and `world_size`; before, each process
+    has joined `torch.distributed` (gloo, with GPUs NCCL too) and has the environment that `worker.py` describes.
+    A call may take `call_seconds`; a process is lost after `silent_seconds` without an answer.
+
+    Raises:
+        MissingExtraError: Ray is not installed.
+        ConfigError: the cluster lacks the resources.
+        WorkerLost: a process did not start.
+        Exception: what a worker's constructor raised.
+    """
+
+    def __init__(
+        self,
+        worker_cls: type[Worker],
+        pool: ResourcePool,
+        *args: Any,
+        call_seconds: float = CALL_SECONDS,
+        silent_seconds: float = SILENT_SECONDS,
+        **kwargs: Any,
+    ) -> None:
+        require_ray("RayWorkerGroup")
+        import ray
+
+        super().__init__(worker_cls, pool.world_size)
+        self._ray, self._pool = ray, pool
+        self._call_seconds, self._silent_seconds = call_seconds, silent_seconds
+        self._ranks: list[_Rank] = []
+        self._watches: set[_Watch] = set()
+        self._lost: WorkerLost | None = None
+        self._gone: set[int] = set()
+        self._logged: set[LogRecord] = set()
+        self._guard = threading.Lock()
+        try:
+            self._start(args, kwargs)
+        except BaseException:
+            self.close()
+            raise
+
+    def _start(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        ray, pool = self._ray, self._pool
+        slots, options = pool.place(), ProcessOptions.of_this_process()
+        cls = ray.remote(concurrency_groups=_THREADS)(RankProcess)
+        actors = [
+            cls.options(
+                num_cpus=pool.share,
+                num_gpus=pool.share if pool.use_gpu else 0,
+                scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle),
+            ).remote(options)
+            for slot in slots
+        ]
+        unknown = ProcessPlace("", "unknown", "", 0, "")
+        self._ranks = [_Rank(rank, actor, unknown) for rank, actor in enumerate(actors)]
+        places = self._ask("start", [actor.place.remote() for actor in actors], seconds=_START_SECONDS, pings=False)
+        self._ranks = [_Rank(rank, actor, place) for rank, (actor, place) in enumerate(zip(actors, places))]
+        port = 0
+        if self.world_size > 1:
+            store = actors[0].open_store.remote(places[0].address, self.world_size, self._call_seconds)
+            (port,) = self._ask("open_store", [store])
+        given = ray.put((args, kwargs))
+        device, refs = "cuda" if pool.use_gpu else None, []
+        for rank, slot in zip(self._ranks, slots):
+            environment = {
+                "WORLD_SIZE": str(self.world_size),
+                "RANK": str(rank.rank),
+                "LOCAL_WORLD_SIZE": str(pool.process_on_nodes[slot.node]),
+                "LOCAL_RANK": str(slot.local_rank),
+                "MASTER_ADDR": places[0].address,
+                "MASTER_PORT": str(port),
+            }
+            refs.append(rank.actor.build.remote(environment, self._call_seconds, device, self.worker_cls, given))
+        for future in self._watch("__init__", refs, self._ranks):
+            future.result()
+
+    def direct(self, name: str, rank: int = 0) -> Callable[..., Any]:
+        """As of every group; an `async` method is awaited here, and runs in the rank's process."""
+        call = super().direct(name, rank)
+        if not inspect.iscoroutinefunction(getattr(self.worker_cls, name)):
+            return call
+
+        async def run(*args: Any, **kwargs: Any) -> Any:
+            return await asyncio.wrap_future(self._run(name, [(args, kwargs)], [[rank]])[0])
+
+        return run
+
+    def interrupt(self) -> None:
+        """Asks the running calls to end early, and waits a while for it."""
+        for rank in self._ranks:
+            rank.actor.interrupt.options(concurrency_group="control").remote()
+        end = time.monotonic() + _SETTLE_SECONDS
+        for watch in list(self._watches):
+            watch.join(max(0.0, end - time.monotonic()))
+
+    def close(self) -> None:
+        """Ends the workers, which have a short while for it, and their processes."""
+        ranks, self._ranks = self._ranks, []
+        if not ranks or not self._ray.is_initialized():
+            return
+        closing = {rank.actor.close.remote(): rank.rank for rank in ranks if rank.rank not in self._gone}
+        if closing:
+            self._ray.wait(list(closing), num_returns=len(closing), timeout=_SETTLE_SECONDS)
+        for ref, number in closing.items():
+            with suppress(Exception):
+                self._log(self._ray.get(ref, timeout=0).records, number)
+        for rank in ranks:
+            with suppress(Exception):
+                self._ray.kill(rank.actor)
+        self._lost = self._lost or WorkerLost(f"{self.worker_cls.__name__}: the group is closed")
+
+    # -- calls -----------------------------------------------------------------------------------------------------
+
+    def _call(self, name: str, registration: Registration, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return super()._call(name, registration, *args, **kwargs)
+        except KeyboardInterrupt:
+            self.interrupt()
+            raise
+
+    def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
+        if self._lost is not None:
+            raise self._lost
+        refs, called, group = [], [], self._thread_of(method_name)
+        for part, same in zip(parts, ranks, strict=True):
+            given = self._ray.put(part) if len(same) > 1 else part
+            for number in same:
+                rank = self._ranks[number]
+                refs.append(rank.actor.call.options(**group).remote(method_name, given))
+                called.append(rank)
+        return self._watch(method_name, refs, called)
+
+    def _thread_of(self, method_name: str) -> dict[str, str]:
+        registration = self._methods[method_name]
+        if registration.dispatch_mode is Dispatch.DIRECT_ROLLOUT_METHOD:
+            return {"concurrency_group": "direct"}
+        return {"concurrency_group": "background"} if registration.in_background else {}
+
+    def _places(self, mesh: str) -> list[MeshPlace]:
+        return self._ask("mesh_place", [rank.actor.mesh_place.remote(mesh) for rank in self._ranks])
+
+    def _watch(self, method: str, refs: Sequence[Any], ranks: Sequence[_Rank]) -> list[Future[Any]]:
+        watch = _Watch(self, method, refs, ranks)
+        watch.start()
+        return watch.futures
+
+    def _ask(self, method: str, refs: Sequence[Any], **limits: Any) -> list[Any]:
+        """The values of calls that are no worker's."""
+        watch = _Watch(self, method, refs, self._ranks[: len(refs)], **limits)
+        watch.start()
+        return [future.result() for future in watch.futures]
+
+    # -- what went wrong -------------------------------------------------------------------------------------------
+
+    def _lose(self, rank: _Rank, method: str, what: str) -> WorkerLost:
+        """Remembers that the group is of no use any more."""
+        lines = self._last_lines(rank.place)
+        said = f"; its last lines: {lines}" if lines else ""
+        role = self.worker_cls.__name__
+        lost = WorkerLost(f"{role}, rank {rank.rank} of {self.world_size}, on {rank.place}: {what} in {method}{said}")
+        with self._guard:
+            self._lost = self._lost or lost
+            self._gone.add(rank.rank)
+        return lost
+
+    def _last_lines(self, place: ProcessPlace) -> str:
+        """Of the process's log, read on its node."""
+        if not place.log:
+            return ""
+        if Path(place.log).exists():
+            return read_end(place.log)
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        with suppress(Exception):  # the node may be gone
+            there = NodeAffinitySchedulingStrategy(place.node_id, soft=False)
+            task = self._ray.remote(num_cpus=0)(read_end).options(scheduling_strategy=there)
+            return str(self._ray.get(task.remote(place.log), timeout=_LOG_SECONDS))
+        return ""
+
+    def _log(self, records: Sequence[LogRecord], rank: int) -> None:
+        """Logs what a rank has logged, unless another rank has said the same."""
+        for record in records:
+            with self._guard:
+                if record in self._logged:
+                    continue
+                self._logged.add(record)
+            name, level, text = record
+            where = f"rank {rank}: " if self.world_size > 1 else ""
+            logging.getLogger(name).log(level, "%s%s", where, text)
+
+
+class _Watch(threading.Thread):
+    """Waits for the ranks of one call: fills their futures, looks after their processes.
+
+    Failures are kept back until all have ended or had time to: a lost rank is what the others' errors come from.
+    """
+
+    def __init__(
+        self,
+        group: RayWorkerGroup,
+        method: str,
+        refs: Sequence[Any],
+        ranks: Sequence[_Rank],
+        *,
+        seconds: float | None = None,
+        pings: bool = True,
+    ) -> None:
+        super().__init__(name=f"etude-{method}", daemon=True)
+        self._group, self._ray, self._method = group, group._ray, f"{group.worker_cls.__name__}.{method}"
+        self._seconds, self._pinging = seconds or group._call_seconds, pings
+        self.futures: list[Future[Any]] = [Future() for _ in refs]
+        self._waiting = {ref: (rank, future) for ref, rank, future in zip(refs, ranks, self.futures)}
+        self._failed: list[tuple[_Rank, Future[Any], BaseException | None]] = []  # None: given up because of another
+        self._pings: dict[int, tuple[Any, float]] = {}
+
+    def start(self) -> None:
+        """Starts the thread, which the group knows while it runs."""
+        self._group._watches.add(self)
+        super().start()
+
+    def run(self) -> None:
+        """Until every future has its result or exception."""
+        try:
+            self._wait()
+        except BaseException as error:  # the cluster is gone, or this is our bug: nobody may wait for ever
+            self._give_up(f"could not be waited for ({one_line(error)})")
+        finally:
+            self._fail()
+            self._group._watches.discard(self)
+
+    def _wait(self) -> None:
+        now = time.monotonic()
+        deadline, next_ping, settled = now + self._seconds, now + _PING_SECONDS, None
+        while self._waiting:
+            ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
+            for ref in ready:
+                self._take(ref)
+            now = time.monotonic()
+            if self._pinging and now >= next_ping:
+                next_ping = now + _PING_SECONDS
+                self._ping(now)
+            if self._failed and settled is None and self._waiting:
+                settled = now + _SETTLE_SECONDS
+                for rank, _ in self._waiting.values():
+                    rank.actor.interrupt.options(concurrency_group="control").remote()
+            if now >= deadline:
+                self._give_up(f"did not end within {self._seconds:g} s")
+            elif settled is not None and now >= settled:
+                self._give_up(f"did not end within {_SETTLE_SECONDS:g} s after another rank had failed")
+
+    def _take(self, ref: Any) -> None:
+        rank, future = self._waiting.pop(ref)
+        try:
+            reply = self._ray.get(ref)
+        except self._ray.exceptions.RayTaskError as error:  # its arguments or its result could not be sent
+            self._failed.append((rank, future, error.cause if isinstance(error.cause, Exception) else error))
+            return
+        except self._ray.exceptions.RayError as error:
+            self._failed.append((rank, future, self._group._lose(rank, self._method, f"died ({_reason(error)})")))
+            return
+        except Exception as error:  # its result names what is not there in this process
+            self._failed.append((rank, future, error))
+            return
+        if not isinstance(reply, Reply):
+            future.set_result(reply)
+            return
+        self._group._log(reply.records, rank.rank)
+        if reply.error is None:
+            future.set_result(reply.value)
+        else:
+            self._failed.append((rank, future, unpack_error(reply.error)))
+
+    def _ping(self, now: float) -> None:
+        """Takes answers, notes silence, and asks again."""
+        for ref, (rank, future) in list(self._waiting.items()):
+            ping, since = self._pings.get(rank.rank, (None, now))
+            if ping is not None:
+                if not self._ray.wait([ping], timeout=0)[0]:
+                    if now - since >= self._group._silent_seconds:
+                        del self._waiting[ref]
+                        lost = self._group._lose(rank, self._method, f"silent for {now - since:.0f} s")
+                        self._failed.append((rank, future, lost))
+                    continue
+                with suppress(Exception):  # of one that died: the call itself says so
+                    self._group._log(self._ray.get(ping), rank.rank)
+            self._pings[rank.rank] = rank.actor.ping.options(concurrency_group="control").remote(), now
+
+    def _give_up(self, what: str) -> None:
+        for rank, future in self._waiting.values():
+            lost = self._group._lose(rank, self._method, what)
+            self._failed.append((rank, future, None if self._failed else lost))
+        self._waiting.clear()
+
+    def _fail(self) -> None:
+        """Sets the exceptions: a loss is why others failed, so it goes to all that did; else each gets its own, and those
+        that were given up the first."""
+        errors = [error for *_, error in self._failed if error is not None]
+        lost = next((error for error in errors if isinstance(error, WorkerLost)), None)
+        for rank, _, error in self._failed:
+            if lost is None and isinstance(error, Exception):
+                note_rank(error, rank.rank, self._group.world_size, self._method)
+        for _, future, error in self._failed:
+            future.set_exception(lost or error or errors[0])
+
+
+def _reason(error: BaseException) -> str:
+    """Of Ray's message, whose first line names classes and ids, the part that says what happened."""
+    lines = [line.strip() for line in str(error).splitlines()]
+    told = [line for line in lines if line.startswith(("The actor died", "The actor is dead", "The node", "Worker"))]
+    return one_line(RuntimeError(told[-1] if told else " ".join(lines) or type(error).__name__), 200)
+
+
+def read_end(path: str, lines: int = _LOG_LINES) -> str:
+    """The last lines of a file, joined by ` | `; empty if it cannot be read."""
+    try:
+        with open(path, "rb") as file:
+            file.seek(0, 2)
+            file.seek(max(0, file.tell() - 8192))
+            text = file.read().decode("utf-8", "replace")
+    except OSError:
+        return ""
+    found = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]

@@ -1,0 +1,101 @@
+"""Why is my loss zero? What took the signal to learn from out of a step, and which rewards it comes from, as metrics.
+
+Invariant: pure functions; a metric without data is absent. Names of components are those of the configuration and of tools,
+never a model's words.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from etude.rewards import COMPONENTS
+from etude.trajectory import Rewards, Rollout, StopReason
+
+if TYPE_CHECKING:
+    from etude.protocol import DataProto
+
+TRUNCATED = (StopReason.RESPONSE_LENGTH, StopReason.TOOL_RESPONSE_OVERFLOW)
+
+
+def loss_metrics(results: Sequence[Rollout]) -> dict[str, float]:
+    """Shares of rollouts: `rollout/infrastructure_failure_share`, of all, those that met a failure, retried or not;
+    `rollout/truncated_share`, of those kept, cut for length; `rollout/unparsed_share`, of those whose scorer says what
+    answer it read (`pred`), those where it found none."""
+    if not results:
+        return {}
+    kept = [each.trajectory for each in results if each.trajectory is not None]
+    metrics = {"rollout/infrastructure_failure_share": sum(each.failures > 0 for each in results) / len(results)}
+    if kept:
+        metrics["rollout/truncated_share"] = sum(each.stop_reason in TRUNCATED for each in kept) / len(kept)
+    read = [each.rewards.score_info["pred"] for each in kept if "pred" in each.rewards.score_info]
+    if read:
+        metrics["rollout/unparsed_share"] = sum(answer is None for answer in read) / len(read)
+    return metrics
+
+
+def equal_group_metrics(batch: DataProto) -> dict[str, float]:
+    """`rollout/equal_groups_share`: groups of two or more rollouts (equal `uid`) whose rewards are all equal; a
+    group-relative estimator learns nothing from them. Reads `token_level_scores` and `response_mask` (batch, response_len)
+    of `batch`."""
+    assert batch.batch is not None
+    if "token_level_scores" not in batch.batch.keys() or "uid" not in batch.non_tensor_batch:  # noqa: SIM118
+        return {}
+    main = batch.batch.get("main_sequence", None)
+    rows = batch.batch["response_mask"].bool().any(-1) & (True if main is None else main.bool())
+    groups: dict[object, set[float]] = defaultdict(set)
+    sizes: dict[object, int] = defaultdict(int)
+    totals = batch.batch["token_level_scores"].double().sum(-1)
+    for uid, total, counts in zip(batch.non_tensor_batch["uid"].tolist(), totals.tolist(), rows.tolist()):
+        if counts:
+            groups[uid].add(round(total, 9))
+            sizes[uid] += 1
+    compared = [uid for uid, size in sizes.items() if size > 1]
+    if not compared:
+        return {}
+    return {"rollout/equal_groups_share": sum(len(groups[uid]) == 1 for uid in compared) / len(compared)}
+
+
+def reward_components(rewards: Rewards, tool_weight: float = 1.0, score_weight: float = 1.0) -> dict[str, float]:
+    """The parts of a total reward, weighted: `step/{source}` and `final/{tool}`, and `score`, or the functions that it is
+    the sum of by their labels."""
+    parts: dict[str, float] = defaultdict(float)
+    for _, source, value in rewards.steps:
+        parts[f"step/{source}"] += tool_weight * value
+    for tool, value in rewards.final.items():
+        parts[f"final/{tool}"] += tool_weight * value
+    own = rewards.score_info.get(COMPONENTS)
+    if isinstance(own, Mapping):
+        for name, value in own.items():
+            parts[f"score/{name}"] += score_weight * value
+    elif rewards.score is not None:
+        parts["score"] += score_weight * rewards.score
+    return parts
+
+
+def component_metrics(
+    rewards: Sequence[Rewards], tool_weight: float = 1.0, score_weight: float = 1.0
+) -> dict[str, float]:
+    """`reward/score/{label}/mean` of each of several scoring functions, unweighted, and `reward/spread/{component}`: its
+    part of the variance of the total reward, Cov(component, total) / Var(total), where two or more components vary. These
+    sum to 1; a component near 1 is what training follows."""
+    metrics: dict[str, float] = {}
+    labels = dict.fromkeys(name for each in rewards for name in each.score_info.get(COMPONENTS) or ())
+    for label in labels:
+        values = [each.score_info[label] for each in rewards if label in each.score_info]
+        metrics[f"reward/score/{label}/mean"] = float(np.mean(values))
+    parts = [reward_components(each, tool_weight, score_weight) for each in rewards]
+    columns = {
+        name: np.array([part.get(name, 0.0) for part in parts]) for name in dict.fromkeys(n for p in parts for n in p)
+    }
+    varying = {name: column for name, column in columns.items() if np.ptp(column) > 0}
+    total = np.sum([*varying.values()], axis=0)
+    if len(varying) < 2 or not np.var(total) > 0:
+        return metrics
+    for name, column in varying.items():
+        covariance = np.mean((column - column.mean()) * (total - total.mean()))
+        metrics[f"reward/spread/{name}"] = float(covariance / np.var(total))
+    return metrics

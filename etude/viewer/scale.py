@@ -1,0 +1,406 @@
+"""How fast a run would be on other numbers of ranks: a discrete-event simulation of rollout, scoring, training and sync.
+
+What it knows it reads from the folder of a finished run: from the rollout dumps how long turns, tools and scoring took
+(trajectories are drawn from them whole, so that long turns and slow tools stay together), from `metrics.jsonl` what an
+engine step, a trained token and a weight sync cost. A simulated rank is one of that run's kind; ranks wait for each other,
+for tools and for weights as the real ones do.
+
+An engine takes t₀ + t₁·b seconds to decode a token for each of b running sequences, and t₂ seconds per prompt token, during
+which they stand still. Training takes c₀ + c₁·tokens/ranks, plus a ring all-reduce of the gradients, 2·bytes·(ranks-1)/ranks
+/ bandwidth; handing over the weights takes what it took, plus bytes / bandwidth.
+
+Invariant: a prompt of batch k begins when the weights are at most `staleness` versions behind it, and version k + 1 is made
+from the first `train_batch_size` groups that were finished and not trained on. Staleness 0 is the synchronous loop.
+
+Left out: memory, failures, network contention, and the driver's own time beyond what the run measured.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections import deque
+from collections.abc import Generator, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from etude.dumps import list_dump_steps, read_rollouts
+from etude.errors import DataError, MissingExtraError
+from etude.run_folder import CONFIG_FILE, METRICS_FILE, read_metrics
+
+_TRAINING = ("old_log_prob", "ref", "teacher", "values", "update_critic", "update_actor")
+_ENGINE = ("prefill", "decode", "sampling", "scheduling")
+_MAX_DUMPS = 50  # steps whose dumps are read: the last ones
+_SPLITS = 8  # placements tried for separate ranks: this many even shares of them train
+
+
+class Turn(NamedTuple):
+    """One turn: prompt tokens new to the engine, tokens sampled, seconds until its tools have answered."""
+
+    prefilled: int
+    sampled: int
+    tools: float
+
+
+class Trajectory(NamedTuple):
+    """A rollout as the simulator sees it; `scoring` in seconds."""
+
+    turns: tuple[Turn, ...]
+    scoring: float
+
+    @property
+    def tokens(self) -> int:
+        """Prompt and response."""
+        return sum(turn.prefilled + turn.sampled for turn in self.turns)
+
+
+@dataclass(frozen=True)
+class Costs:
+    """Seconds of an engine step (`step`, and `row` for each sequence in it), of a prefilled token, of training (`train`, and
+    `token` for each on one rank), of a weight sync, and of what else a step takes on the driver. `weights`, `gradients`:
+    bytes; `bandwidth`: bytes per second between two ranks (None: what crosses costs nothing)."""
+
+    step: float
+    row: float
+    prefill: float
+    train: float
+    token: float
+    sync: float
+    driver: float
+    weights: float = 0.0
+    gradients: float = 0.0
+    bandwidth: float | None = None
+
+    def slowed(self, factor: float) -> Costs:
+        """Of ranks that share processors."""
+        names = ("step", "row", "prefill", "train", "token")
+        return replace(self, **{name: factor * getattr(self, name) for name in names})
+
+    def training(self, tokens: float, ranks: int) -> float:
+        """Seconds to train on `tokens`, evenly divided."""
+        reduced = 2 * self.gradients * (ranks - 1) / ranks / self.bandwidth if self.bandwidth else 0.0
+        return self.train + self.token * tokens / ranks + reduced
+
+    def syncing(self) -> float:
+        """Seconds to hand the weights to the engines."""
+        return self.sync + (self.weights / self.bandwidth if self.bandwidth else 0.0)
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What a run tells: costs, trajectories to draw from, and its own batch and speed."""
+
+    costs: Costs
+    trajectories: Sequence[Trajectory]
+    prompts: int
+    n: int
+    slots: int
+    step_seconds: float
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Ranks that train and ranks that roll out; `colocated`: the same ranks do both in turn."""
+
+    trains: int
+    rolls_out: int
+    colocated: bool
+    staleness: int = 0
+
+    @property
+    def ranks(self) -> int:
+        """In all."""
+        return self.trains if self.colocated else self.trains + self.rolls_out
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """Of a placement: seconds per step, rollouts trained on per second, shares of time that engines and trainers work."""
+
+    placement: Placement
+    step_seconds: float
+    samples_per_second: float
+    engines_busy: float
+    trainers_busy: float
+
+
+# -- from a run ----------------------------------------------------------------------------------------------------------
+
+
+def measure(run_dir: Path | str, rollouts: Path | str | None = None) -> Measured:
+    """What the run in `run_dir` measured.
+
+    Args:
+        rollouts: the folder of its dumps; by default RUN_DIR/rollouts.
+
+    Raises:
+        DataError: no metrics, no dumps, or too few of them; says what is missing.
+    """
+    from omegaconf import OmegaConf
+
+    run_dir = Path(run_dir)
+    records = [record for record in read_metrics(run_dir / METRICS_FILE) if "timing_s/gen" in record]
+    if len(records) < 3:
+        raise DataError(f"{run_dir / METRICS_FILE}: {len(records)} training steps; a fit of costs needs at least 3")
+    config: Any = OmegaConf.load(run_dir / CONFIG_FILE)
+    rollout = config.actor_rollout_ref.rollout
+    folder = Path(rollouts or run_dir / "rollouts")
+    dumps = list_dump_steps(folder)[-_MAX_DUMPS:]
+    drawn = [_trajectory(record) for step in dumps for record in read_rollouts(folder / f"{step}.jsonl")]
+    if not any(trajectory.turns for trajectory in drawn):
+        raise DataError(
+            f"no rollouts in {folder}: run with trainer.rollout_data_dir={run_dir / 'rollouts'}, or name theirs"
+        )
+    return Measured(
+        fit_costs(records[1:]),  # the first step compiles, allocates and fills caches
+        [trajectory for trajectory in drawn if trajectory.turns],
+        prompts=int(config.data.train_batch_size),
+        n=int(rollout.n),
+        slots=int(rollout.max_num_seqs),
+        step_seconds=float(np.median([record["timing_s/step"] for record in records[1:]])),
+    )
+
+
+def fit_costs(records: Sequence[dict[str, Any]]) -> Costs:
+    """Costs by least squares over training steps, none of them negative."""
+
+    def column(*names: str) -> np.ndarray:
+        return np.array([sum(float(record.get(name) or 0.0) for name in names) for record in records])
+
+    engine = column(*(f"engine/seconds_{part}" for part in _ENGINE))
+    if not engine.any():  # a server's engine: its steps are not known, nor what else its seconds go to
+        engine = column("timing_s/gen")
+    steps, sampled, prefilled = (column(f"engine/{name}") for name in ("steps", "sampled_tokens", "prefilled_tokens"))
+    step, row, prefill = _nonnegative_fit([steps, sampled, prefilled], engine)
+    trained, tokens = column(*(f"timing_s/{part}" for part in _TRAINING)), column("perf/total_num_tokens")
+    train, token = _nonnegative_fit([np.ones(len(records)), tokens], trained)
+    sync = column("timing_s/update_weights")
+    rest = column("timing_s/step") - column("timing_s/gen") - trained - sync
+    return Costs(step, row, prefill, train, token, float(np.median(sync)), max(0.0, float(np.median(rest))))
+
+
+def _nonnegative_fit(features: Sequence[np.ndarray], target: np.ndarray) -> list[float]:
+    """Least squares without negative coefficients: the best of all subsets of the few features."""
+    best, error = [0.0] * len(features), float((target**2).sum())
+    for size in range(1, len(features) + 1):
+        for chosen in itertools.combinations(range(len(features)), size):
+            matrix = np.stack([features[i] for i in chosen], axis=1)
+            found = np.linalg.lstsq(matrix, target, rcond=None)[0]
+            residual = float(((matrix @ found - target) ** 2).sum())
+            if (found >= 0).all() and residual < error * (1 - 1e-9):
+                best, error = [0.0] * len(features), residual
+                for i, value in zip(chosen, found.tolist()):
+                    best[i] = value
+    return best
+
+
+def _trajectory(record: dict[str, Any]) -> Trajectory:
+    """From a dump's record: the calls of a turn run at once, so that its tools take as long as the longest."""
+    tools: dict[int, float] = {}
+    for call in record["tool_calls"]:
+        tools[call["turn"]] = max(tools.get(call["turn"], 0.0), float(call["seconds"]))
+    turns: list[Turn] = []
+    prefilled, sampled, turn = len(record["prompt_ids"]), 0, 0
+    for segment in record["segments"]:
+        if segment["provenance"] != "sampled":
+            if sampled:
+                turns.append(Turn(prefilled, sampled, tools.get(turn, 0.0)))
+                prefilled, sampled = 0, 0
+            prefilled += len(segment["token_ids"])
+        else:
+            sampled, turn = sampled + len(segment["token_ids"]), segment["turn"]
+    if sampled:
+        turns.append(Turn(prefilled, sampled, tools.get(turn, 0.0)))
+    return Trajectory(tuple(turns), float(record["timings"].get("compute_score", 0.0)))
+
+
+def with_tools(measured: Measured, seconds: float) -> Measured:
+    """With tool latencies scaled so that turns which call tools wait `seconds` on average.
+
+    Raises:
+        DataError: no turn of the run waited for a tool.
+    """
+    waits = [turn.tools for trajectory in measured.trajectories for turn in trajectory.turns if turn.tools]
+    if not waits:
+        raise DataError("no tool was called in the dumps that were read: there is no latency to scale")
+    factor = seconds / float(np.mean(waits))
+
+    def scaled(trajectory: Trajectory) -> Trajectory:
+        turns = tuple(turn._replace(tools=turn.tools * factor) for turn in trajectory.turns)
+        return trajectory._replace(turns=turns)
+
+    return replace(measured, trajectories=[scaled(trajectory) for trajectory in measured.trajectories])
+
+
+# -- the simulation ------------------------------------------------------------------------------------------------------
+
+
+class Engine:
+    """Continuous batching: every running sequence gets one token per engine step, so that all advance at one pace."""
+
+    def __init__(self, env: Any, costs: Costs, slots: int) -> None:
+        self._env, self._costs, self._slots = env, costs, slots
+        self._decoded = 0.0  # tokens that a sequence which runs since the beginning has
+        self._running: list[tuple[float, int, Any]] = []  # (decoded when it ends, order of arrival, its event)
+        self._waiting: deque[tuple[int, int, Any]] = deque()
+        self._stalled = 0.0  # seconds of prefill and weight sync before the next token
+        self._order = itertools.count()
+        self._woken = env.event()
+        self.busy = 0.0
+        env.process(self._run())
+
+    @property
+    def load(self) -> int:
+        """Sequences that run or wait."""
+        return len(self._running) + len(self._waiting)
+
+    def generate(self, prefilled: int, sampled: int) -> Any:
+        """An event that occurs when `sampled` tokens have followed a context with `prefilled` new ones."""
+        done = self._env.event()
+        self._waiting.append((prefilled, sampled, done))
+        self._wake()
+        return done
+
+    def stall(self, seconds: float) -> None:
+        """Decoding stands still: new weights arrive."""
+        self._stalled += seconds
+        self._wake()
+
+    def _wake(self) -> None:
+        if not self._woken.triggered:
+            self._woken.succeed()
+
+    def _run(self) -> Generator[Any, Any, None]:
+        env, costs = self._env, self._costs
+        while True:
+            while self._waiting and len(self._running) < self._slots:
+                prefilled, sampled, done = self._waiting.popleft()
+                self._stalled += prefilled * costs.prefill
+                heapq.heappush(self._running, (self._decoded + sampled, next(self._order), done))
+            self._woken = env.event()
+            if not self._running and not self._stalled:
+                yield self._woken
+                continue
+            began = env.now
+            if self._stalled:
+                self._stalled, spent = 0.0, self._stalled
+                yield env.timeout(spent)
+            else:
+                pace = costs.step + costs.row * len(self._running)
+                left = self._running[0][0] - self._decoded
+                yield env.timeout(left * pace) | self._woken
+                self._decoded += min(left, (env.now - began) / pace) if pace else left
+            self.busy += env.now - began
+            while self._running and self._running[0][0] <= self._decoded + 1e-6:
+                heapq.heappop(self._running)[2].succeed()
+
+
+class _Run:
+    """One simulated run."""
+
+    def __init__(self, measured: Measured, placement: Placement, steps: int, seed: int) -> None:
+        try:
+            import simpy
+        except ImportError as error:
+            raise MissingExtraError("predicting throughput", "scale") from error
+        self.env = simpy.Environment()
+        self.measured, self.placement, self.steps, self.costs = measured, placement, steps, measured.costs
+        self.engines = [Engine(self.env, measured.costs, measured.slots) for _ in range(placement.rolls_out)]
+        self.draw = random.Random(seed)
+        self.version = 0
+        self.new_version = self.env.event()
+        self.finished: deque[int] = deque()  # groups that can be trained on, by their tokens
+        self.group_ended = self.env.event()
+        self.trained = 0.0  # busy seconds
+        self.ends: list[
+            tuple[float, float, float]
+        ] = []  # of each step: now, and how long engines and trainers were busy
+
+    def run(self) -> None:
+        self.env.process(self._feed())
+        self.env.run(self.env.process(self._train()))
+
+    def _feed(self) -> Generator[Any, Any, None]:
+        for batch in range(self.steps + self.placement.staleness):
+            while self.version < batch - self.placement.staleness:
+                yield self.new_version
+            for group in range(self.measured.prompts):
+                self.env.process(self._group(group))
+
+    def _group(self, group: int) -> Generator[Any, Any, None]:
+        drawn = [self.draw.choice(self.measured.trajectories) for _ in range(self.measured.n)]
+        if self.placement.staleness:
+            engine = min(self.engines, key=lambda engine: engine.load)
+        else:  # whole groups, in order, as a batch is divided among ranks
+            engine = self.engines[group * len(self.engines) // self.measured.prompts]
+        yield self.env.all_of([self.env.process(self._trajectory(engine, each)) for each in drawn])
+        self.finished.append(sum(each.tokens for each in drawn))
+        self.group_ended.succeed()
+        self.group_ended = self.env.event()
+
+    def _trajectory(self, engine: Engine, trajectory: Trajectory) -> Generator[Any, Any, None]:
+        for turn in trajectory.turns:
+            yield engine.generate(turn.prefilled, turn.sampled)
+            if turn.tools:
+                yield self.env.timeout(turn.tools)
+        if trajectory.scoring:
+            yield self.env.timeout(trajectory.scoring)
+
+    def _train(self) -> Generator[Any, Any, None]:
+        for _ in range(self.steps):
+            while len(self.finished) < self.measured.prompts:
+                yield self.group_ended
+            tokens = sum(self.finished.popleft() for _ in range(self.measured.prompts))
+            seconds = self.costs.training(tokens, self.placement.trains)
+            self.trained += seconds
+            yield self.env.timeout(seconds + self.costs.driver)
+            for engine in self.engines:
+                engine.stall(self.costs.syncing())
+            yield self.env.timeout(self.costs.syncing())
+            self.ends.append((self.env.now, sum(engine.busy for engine in self.engines), self.trained))
+            self.version += 1
+            self.new_version.succeed()
+            self.new_version = self.env.event()
+
+
+def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: int = 0) -> Prediction:
+    """Speed and use of a placement over `steps` steps, after those in which the first rollouts fill the pipeline.
+
+    Raises:
+        ValueError: no step, or a group without ranks.
+        MissingExtraError: SimPy is not installed.
+    """
+    if min(steps, placement.trains, placement.rolls_out) < 1:
+        raise ValueError(f"at least 1 step, and 1 rank of each kind: {steps} steps, {placement}")
+    run = _Run(measured, placement, steps + placement.staleness + 1, seed)
+    run.run()
+    before, after = run.ends[placement.staleness], run.ends[-1]
+    seconds, engines, trainers = (end - start for start, end in zip(before, after))
+    stalled = run.costs.syncing() * steps  # counted as busy by the engines, but nothing is generated then
+    return Prediction(
+        placement,
+        step_seconds=seconds / steps,
+        samples_per_second=measured.prompts * measured.n * steps / seconds,
+        engines_busy=(engines / placement.rolls_out - stalled) / seconds,
+        trainers_busy=trainers / seconds,
+    )
+
+
+def placements(ranks: int, staleness: int) -> Iterator[Placement]:
+    """Ways to use `ranks`: all for both, where rollouts wait for weights; otherwise shares of them that train."""
+    if not staleness:
+        yield Placement(ranks, ranks, colocated=True)
+    else:
+        for trains in sorted({max(1, ranks * share // _SPLITS) for share in range(1, _SPLITS)}):
+            if trains < ranks:
+                yield Placement(trains, ranks - trains, colocated=False, staleness=staleness)
+
+
+def recommend(measured: Measured, ranks: int, staleness: int, *, steps: int = 6) -> Prediction | None:
+    """The fastest placement of `ranks`; None where there is none (one rank, and rollouts that do not wait)."""
+    found = [predict(measured, placement, steps=steps) for placement in placements(ranks, staleness)]
+    return max(found, key=lambda prediction: prediction.samples_per_second, default=None)

@@ -1,0 +1,139 @@
+"""`etude data inspect` and `etude data traces`: what a file holds, what is wrong with it, and which rollouts to imitate."""
+
+import json
+
+import pytest
+from click.testing import CliRunner
+
+from etude.cli.data import data
+from etude.data import write_parquet
+from etude.data.dumped import read_dumps
+from etude.data.inspection import histogram, inspect_file
+from etude.data.prepare import traces
+from etude.data.prepare.arithmetic import make_demonstrations, make_rows
+from etude.errors import DataError
+from etude.models import build_tiny_tokenizer
+from etude.trajectory import Provenance, StopReason, Trajectory
+
+
+def invoke(*arguments):
+    return CliRunner().invoke(data, [str(argument) for argument in arguments], standalone_mode=False)
+
+
+@pytest.fixture
+def rows(tmp_path):
+    return write_parquet(make_rows(40, 1, "train"), tmp_path / "train.parquet")
+
+
+def test_a_good_file(rows):
+    result = invoke("inspect", rows)
+    assert result.exit_code == 0, result.output
+    assert "40 rows, prompts" in result.output
+    assert "  prompt               list 40\n" in result.output
+    assert "calculator.create_kwargs(question)" in result.output
+    assert "etude/arithmetic" in result.output
+    assert "lengths in characters" in result.output
+    assert result.output.endswith("no problems\n")
+
+
+def test_lengths_are_those_of_the_run(rows, tmp_path):
+    tokenizer = build_tiny_tokenizer(["Use the calculator tool. Compute 1 + 2."], 300)
+    tokenizer.save_pretrained(tmp_path / "model")
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n  - class_name: etude.tools.builtin.calculator.Calculator\n    config: {type: native}\n"
+    )
+    found = inspect_file(rows, model=str(tmp_path / "model"), tool_config=tmp_path / "tools.yaml")
+    from etude.chat import ChatTemplate
+    from etude.tools import load_tools
+
+    chat = ChatTemplate(tokenizer)
+    schemas = [tool.get_openai_tool_schema().to_openai() for tool in load_tools(str(tmp_path / "tools.yaml"))]
+    assert found.lengths == [len(chat.initial_ids(row["prompt"], schemas)) for row in make_rows(40, 1, "train")]
+    assert found.unit == "tokens, tool schemas included"
+    assert found.problems == []
+
+
+def test_every_problem_names_its_row(tmp_path):
+    good, other, empty, repeated = make_rows(4, 1, "train")
+    other["data_source"] = "nowhere"
+    empty["reward_model"]["ground_truth"] = ""
+    repeated["prompt"] = good["prompt"]
+    broken = {**good, "prompt": [{"role": "usr", "content": "x"}]}
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in (good, other, empty, repeated, broken)))
+    result = invoke("inspect", path, "--problems", "2")
+    assert result.return_value == 1
+    assert "3 problems" in result.output
+    assert f"{path}:2: no scorer for the data source 'nowhere'" in result.output
+    assert f"{path}:3: reward_model.ground_truth is empty" in result.output
+    assert "… and 1 others" in result.output
+    assert "1 rows repeat the prompt of an earlier one" in result.output
+    assert any(f"{path}:5" in problem and "usr" in problem for problem in inspect_file(path).problems)
+
+
+def test_a_tool_that_is_not_configured_is_a_problem(rows, tmp_path):
+    (tmp_path / "tools.yaml").write_text(
+        "tools:\n  - class_name: etude.tools.builtin.code_interpreter.SandboxFusionTool\n    config: {type: native}\n"
+    )
+    found = inspect_file(rows, tool_config=tmp_path / "tools.yaml")
+    assert len(found.problems) == 40
+    assert "tools_kwargs names the tool 'calculator' (configured: code_interpreter)" in found.problems[0]
+
+
+def test_conversations(tmp_path):
+    path = write_parquet(make_demonstrations(10, 1), tmp_path / "sft.parquet")
+    found = inspect_file(path)
+    assert (found.rows, found.kind, len(found.lengths), found.problems) == (10, "conversations", 10, [])
+
+
+def test_the_histogram_counts_every_value():
+    text = list(histogram([1, 1, 2, 50, 100]))
+    assert text[0] == "  min 1, median 2, 90 % 100, 99 % 100, max 100"
+    assert [int(line.split()[1]) for line in text[1:]] == [3, 0, 0, 0, 1, 0, 0, 0, 0, 1]
+    assert list(histogram([7]))[1].split()[:2] == ["7-7", "1"]
+
+
+# -- rollouts worth imitating --------------------------------------------------------------------------------------
+
+
+def record(prompt, ids, score):
+    trajectory = Trajectory("r", [prompt, 2, 3])
+    trajectory.append(ids, Provenance.SAMPLED, log_probs=[-0.5] * len(ids))
+    trajectory.stop_reason = StopReason.COMPLETED
+    return json.loads(json.dumps({**trajectory.to_record(), "score": score, "uid": f"1-{prompt}", "step": 1}))
+
+
+def dump(path, *records):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join(json.dumps(each) + "\n" for each in records))
+    return path
+
+
+def test_traces_are_the_best_different_rollouts_of_each_prompt(tmp_path):
+    first = [record(1, [5, 6], 1.0), record(1, [5, 7], 2.0), record(1, [5, 6], 1.0), record(1, [9], 0.0)]
+    second = [record(2, [4], 0.5), record(3, [8], 1.0), record(3, [8, 8], None)]
+    dump(tmp_path / "rollouts" / "2.jsonl", *first)
+    dump(tmp_path / "rollouts" / "10.jsonl", *second)
+    result = invoke("traces", "--input", tmp_path / "rollouts", "--out", tmp_path / "out")
+    assert result.exit_code == 0, result.output
+    chosen = [json.loads(line) for line in (tmp_path / "out" / "traces.jsonl").read_text().splitlines()]
+    assert chosen == [first[1], first[0], second[1]]  # records as they were
+    assert [rollout.score for rollout in read_dumps([str(tmp_path / "out" / "traces.jsonl")])] == [2.0, 1.0, 1.0]
+    assert inspect_file(tmp_path / "out" / "traces.jsonl").kind == "rollouts"
+    assert inspect_file(tmp_path / "out" / "traces.jsonl").lengths == [5, 5, 4]
+    whole = dump(tmp_path / "one.jsonl", *first, *second)
+    traces.write([whole], tmp_path / "again", min_score=1.0, per_prompt=1)
+    assert [json.loads(x)["score"] for x in (tmp_path / "again" / "traces.jsonl").read_text().splitlines()] == [
+        2.0,
+        1.0,
+    ]
+
+
+def test_what_is_no_dump_is_named(tmp_path):
+    with pytest.raises(DataError, match="record 0: not a rollout"):
+        traces.write([dump(tmp_path / "rows.jsonl", {"prompt": []})], tmp_path, min_score=1.0, per_prompt=None)
+    with pytest.raises(DataError, match=r"no rollout in .* scores 3 or more"):
+        traces.write([dump(tmp_path / "d.jsonl", record(1, [5], 1.0))], tmp_path, min_score=3.0, per_prompt=None)
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(DataError, match="no dumps"):
+        traces.write([tmp_path / "empty"], tmp_path, min_score=1.0, per_prompt=None)

@@ -1,0 +1,61 @@
+"""The stage of Ray: a small cluster of several raylets on this machine, and what to ask of its processes."""
+
+import contextlib
+import os
+import tempfile
+import time
+
+import psutil
+
+WAIT = 180  # seconds: for what takes a few, on a machine that is busy
+_STORE = 80_000_000  # bytes, the smallest that Ray takes
+
+
+@contextlib.contextmanager
+def ray_cluster(*cpus, connect=True):
+    """A node with each of these numbers of CPUs, to which this process is connected meanwhile."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    nodes = Cluster()
+    try:
+        first = {"include_dashboard": False, "temp_dir": tempfile.mkdtemp(prefix="ray-", dir="/tmp")}
+        for number, count in enumerate(cpus):
+            nodes.add_node(num_cpus=count, object_store_memory=_STORE, **({} if number else first))
+        if connect:
+            ray.init(address=nodes.address, log_to_driver=False, logging_level="ERROR")
+            nodes.wait_for_nodes(timeout=WAIT)
+        yield nodes
+    finally:
+        ray.shutdown()
+        nodes.shutdown()
+
+
+def rank_processes(cluster):
+    """The process ids of the ranks that run on `cluster`."""
+    found = []
+    for process in psutil.process_iter(["pid", "cmdline", "ppid"]):
+        if any("RankProcess" in word for word in process.info["cmdline"] or ()):
+            with contextlib.suppress(psutil.Error):
+                if any(cluster.address in word for word in psutil.Process(process.info["ppid"]).cmdline()):
+                    found.append(process.info["pid"])
+    return found
+
+
+def is_running(pid):
+    """Whether there is such a process, and it is no zombie."""
+    try:
+        with open(f"/proc/{pid}/stat") as file:
+            return file.read().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def until(condition, message):
+    """Waits for `condition()`."""
+    end = time.monotonic() + WAIT
+    while not (value := condition()):
+        assert time.monotonic() < end, message
+        time.sleep(0.02)
+    return value

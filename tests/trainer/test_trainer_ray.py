@@ -1,0 +1,136 @@
+"""Whole runs on a Ray cluster of two nodes: they learn what a run in one process learns, from the same rollouts."""
+
+import json
+import os
+import signal
+
+import pytest
+from house_stage import ACTOR, Launched, metrics, steps, weights
+from ray_stage import rank_processes, ray_cluster, until
+from trainer_tools import Moody
+
+from etude.config import nodes as config_nodes
+from etude.config.nodes import node_problems, versions
+from etude.errors import ConfigError, WorkerLost
+from etude.trainer.ppo import PPOTrainer
+from etude.trainer.run import train
+from etude.trainer.setup import check, prepare
+
+ray = pytest.importorskip("ray")
+CRITIC = ("algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=3")
+
+
+@pytest.fixture(scope="module")
+def nodes():
+    with ray_cluster(4, 4, connect=False) as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def cluster(nodes):
+    return ("trainer.backend=ray", f"ray.address={nodes.address}", "ray.init_kwargs.namespace=stage")
+
+
+@pytest.fixture(scope="module")
+def alone(tiny, tmp_path_factory):
+    """A run in this process."""
+    folder = tmp_path_factory.mktemp("alone")
+    train(tiny.config(folder, *CRITIC))
+    return folder
+
+
+def sampled(folder, step):
+    lines = (folder / "rollouts" / f"{step}.jsonl").read_text().splitlines()
+    return [(record["response_ids"], record["score"]) for record in map(json.loads, lines)]
+
+
+def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster):
+    trainer = PPOTrainer(
+        prepare(tiny.config(tmp_path, *CRITIC, *cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1"))
+    )
+    groups = trainer.groups
+    try:
+        assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
+        assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
+        assert ray.get_runtime_context().namespace == "stage"
+        trainer.init_workers()
+        trainer.fit()
+        done, total = groups.progress()
+        assert (done, total) == (8, 8)
+    finally:
+        groups.close()
+    assert not ray.is_initialized()
+    first, *mine = zip(metrics(alone)[1:], metrics(tmp_path)[1:])
+    for name in ("actor/loss", "critic/vf_loss", "actor/grad_norm", "reward/total/mean", "actor/entropy"):
+        assert first[1][name] == pytest.approx(first[0][name], abs=1e-5, rel=1e-5)
+        assert all(there[name] == pytest.approx(here[name], abs=1e-3, rel=1e-3) for here, there in mine)
+    assert sampled(tmp_path, 1) == sampled(alone, 1)
+    for role in ("actor", "critic"):
+        here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
+        assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
+
+
+def test_several_processes_on_a_node_and_too_many(tiny, tmp_path, cluster):
+    setup = prepare(tiny.config(tmp_path, *cluster, "trainer.n_gpus_per_node=2"), trains=False)
+    with setup.groups.resources:
+        assert setup.groups.rollout.world_size == 2
+        assert len({rank.place.node_id for rank in setup.groups.rollout._ranks}) == 1
+    wish = "trainer.nnodes=3, trainer.n_gpus_per_node=2: 6 processes"
+    with pytest.raises(ConfigError, match=rf"{wish}.*the cluster has 2 nodes \(4 CPU; 4 CPU\)"):
+        prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=3", "trainer.n_gpus_per_node=2"))
+    assert not ray.is_initialized()
+
+
+def test_a_call_has_the_configured_time(tiny, tmp_path, cluster):
+    with pytest.raises(WorkerLost, match=r"did not end within 0\.001 s"):
+        prepare(tiny.config(tmp_path, *cluster, "ray.call_timeout=0.001"))
+    assert not ray.is_initialized()
+
+
+def test_no_cluster_at_the_address_is_one_line(tiny, tmp_path):
+    for address, what in (("ray://127.0.0.1:9", "a Ray client cannot"),):
+        with pytest.raises(ConfigError, match=what):
+            prepare(tiny.config(tmp_path, "trainer.backend=ray", f"ray.address={address}"))
+
+
+def test_nodes_that_lack_something_are_named_before_a_worker_starts(tiny, tmp_path, cluster, monkeypatch):
+    monkeypatch.setattr(config_nodes, "versions", lambda: versions() | {"torch": "1.0"})
+    with pytest.raises(ConfigError, match=r"node \S+: torch is \d\S+, and 1.0 on the driver's"):
+        prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=2"))
+    assert not ray.is_initialized()
+
+
+def test_what_a_node_may_lack(tiny, tmp_path, monkeypatch):
+    options, *_ = check(tiny.config(tmp_path))
+    (tmp_path / "marker").touch()
+    assert node_problems(options, os.getcwd(), [], versions(), str(tmp_path / "marker"), False) == []
+    monkeypatch.setattr("etude.config.nodes.versions", lambda: versions() | {"torch": "2.0+cpu", "ray": ""})
+    options, *_ = check(tiny.config(tmp_path, f"custom_reward_function.path={tmp_path}/scores.py"))
+    lines = node_problems(options, "/nowhere", [], versions(), str(tmp_path / "elsewhere"), True)
+    assert [line.split(": ", 1)[1].split(" ")[0] for line in lines] == [
+        "torch",
+        "ray",
+        "torch",
+        f"trainer.default_local_dir={tmp_path}",
+        "custom_reward_function.path:",
+    ]
+
+
+@pytest.mark.slow
+def test_the_second_signal_abandons_a_rollout_on_all_ranks(tiny, tmp_path, nodes, cluster):
+    """Nothing is left running, and the same command goes on where it stopped."""
+    tool = Moody(tmp_path / "tool", "await asyncio.sleep(3600)", good=4, timeout=7200)
+    endless = ("trainer.total_training_steps=5000", "trainer.logger=[jsonl,console]", "trainer.n_gpus_per_node=2")
+    launched = Launched(
+        ["train", *tiny.arguments(tmp_path / "run", *endless, *cluster, tool.override)], tmp_path / "log"
+    )
+    until(lambda: tool.count("mood") >= 2 or not launched.process.is_alive(), launched.text())
+    launched.signal(signal.SIGINT)
+    until(lambda: "stopping after this step" in launched.text(), launched.text())
+    launched.signal(signal.SIGINT)
+    assert launched.wait() == 128 + signal.SIGINT
+    assert "Traceback" not in launched.text()
+    assert launched.text().splitlines()[-1].startswith("error: stopped after step 1 of 5000;")
+    assert tool.count("release") == tool.count("create") == 16
+    assert steps(tmp_path / "run") == [1]
+    until(lambda: not rank_processes(nodes), "ranks are left")
