@@ -17,8 +17,15 @@ from plain_trainer import PlainTrainer
 from reference_stage import Shape, build, in_float64, run_product
 
 HERE = Path(__file__).parent
-# What depends on the clock, is the engine's own affair, or an account that tests of its own see.
+# What depends on the clock, is the engine's own affair, or an account of rollouts that tests of its own see.
 NOT_OF_THE_STEP = ("timing_s", "timing_per_token_ms", "engine", "weight_sync", "perf", "step", "prompts")
+ACCOUNTS = (
+    "reward/spread/",
+    "rollout/stalled",
+    "rollout/equal_groups",
+    "rollout/truncated",
+    "rollout/infrastructure_failure_",
+)
 AGREES = 3e-8  # of a figure or an advantage, and of how far a tensor moved
 AGREES_IN_FLOAT32 = 1e-4
 SMALL = 0.1  # a smaller figure (a loss whose terms cancel) is held to what this one is
@@ -169,7 +176,8 @@ def differences(real, agrees):
 
 
 def of_the_step(figures):
-    return {name: value for name, value in figures.items() if name.split("/")[0] not in NOT_OF_THE_STEP}
+    own = {name: value for name, value in figures.items() if name.split("/")[0] not in NOT_OF_THE_STEP}
+    return {name: value for name, value in own.items() if not name.startswith(ACCOUNTS)}
 
 
 def compare_figures(theirs, ours, agrees):
