@@ -31,7 +31,7 @@ from etude.errors import WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
 CALL_SECONDS = 3600.0
-SILENT_SECONDS = 60.0  # of a process that does not answer; longer than any stall of a healthy one
+SILENT_SECONDS = 120.0  # of a process that does not answer; longer than any stall of a healthy one
 _START_SECONDS = 600.0  # of a process, which imports torch, perhaps from a slow file system
 _PING_SECONDS = 5.0
 _SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
