@@ -49,13 +49,17 @@ def sampled(folder, step):
     return [(record["response_ids"], record["score"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, strategy):
-    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"{ACTOR}.strategy={strategy}")
+TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2")  # and a sharded critic
+
+
+@pytest.mark.parametrize("held", [(), TEAM], ids=["replicated", "in parts"])
+def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
+        assert (groups.actor.dp_size, groups.critic.dp_size) == ((1 if held else 2), 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
         trainer.init_workers()
