@@ -329,13 +329,15 @@ class Rollout:
 
     `sequences` are in time order. The last is the main one, and alone carries rewards, messages and stop reason; earlier
     ones are what the agent abandoned when it rewrote its history. A dropped rollout has none. `attempts` counts runs,
-    `failures` what infrastructure broke (runs, and scorings of a finished one), `cause` is the last of these failures in one
-    line, `broken_calls` are the tool calls that ended a run, whose trajectory is gone.
+    `failures` what infrastructure broke (runs, and scorings of a finished one), `stalls` those of them that had stalled,
+    `cause` is the last of these failures in one line, `broken_calls` are the tool calls that ended a run, whose
+    trajectory is gone.
     """
 
     sequences: list[Trajectory] = field(default_factory=list)
     attempts: int = 1
     failures: int = 0
+    stalls: int = 0
     dropped: StopReason | None = None
     cause: str = ""
     broken_calls: list[ToolCallRecord] = field(default_factory=list)

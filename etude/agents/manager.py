@@ -4,9 +4,9 @@ There is no barrier between trajectories: one waits for a tool while others deco
 
 Failures (DESIGN, "Wrong is not broken"): a trajectory with an infrastructure failure, or that took longer than
 `trajectory_timeout`, is retried from fresh state under a new request id up to `infrastructure_retries` times, then dropped;
-scoring is retried as often. Any other exception is a bug of the user's or ours: everything is cancelled, tools are
-released, and it is raised. A group that is left with too few survivors to learn from (`least_group`) is dropped: its
-running and waiting rows are cancelled and their tools released.
+scoring is retried as often. What stalls (see `stalls`) is retried once, then dropped. Any other exception is a bug of the
+user's or ours: everything is cancelled, tools are released, and it is raised. A group that is left with too few survivors
+to learn from (`least_group`) is dropped: its running and waiting rows are cancelled and their tools released.
 
 Invariant: one rollout per row, in row order, whatever happened; a dropped one has no sequences. Every trajectory that was
 opened at the engine is closed, in every ending.
@@ -18,13 +18,15 @@ import asyncio
 import logging
 from collections import defaultdict
 from collections.abc import Coroutine, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from etude.agents.base import AGENT_LOOPS, AgentContext
 from etude.agents.client import TrajectoryClient
 from etude.agents.gc_tuning import relaxed_gc
+from etude.agents.stalls import Stalled
 from etude.agents.validation import validate_output
 from etude.bounded import GRACE_SECONDS, called, result_of, settle
 from etude.errors import ConfigError, debugging, describe_error, is_infrastructure
@@ -32,7 +34,7 @@ from etude.inference import Engine
 from etude.rewards.scoring import AsyncScorer, score_rollout
 from etude.seeds import trajectory_seed
 from etude.tools import BrokenCall, CallPolicy
-from etude.trace import TraceSpan
+from etude.trace import OpenSpans, TraceSpan, span, watch_spans
 from etude.trajectory import AgentLoopOutput, Rollout, StopReason, Trajectory
 
 logger = logging.getLogger(__name__)
@@ -73,7 +75,8 @@ class AgentLoopManager:
     ) -> None:
         self.context, self.engine, self.scorer = context, engine, scorer
         self.progress = (0, 0)  # (ended, total) since no batch was under way; may be read from another thread
-        self._batches = 0  # under way
+        self._batches: list[_Batch] = []  # under way
+        self.open_spans: dict[str, OpenSpans] = {}  # of what runs: attempts and scorings, by request id
         self.deterministic = deterministic
         self._logged = False
         slowest = max(
@@ -96,7 +99,8 @@ class AgentLoopManager:
         lanes = min(self.context.options.max_concurrent_trajectories, len(rows))
         rest = iter(range(lanes, len(rows)))
         ended, total = self.progress if self._batches else (0, 0)
-        self.progress, self._batches = (ended, total + len(rows)), self._batches + 1
+        self.progress = (ended, total + len(rows))
+        self._batches.append(batch)
         with relaxed_gc():
             try:
                 batch.open([batch.request_id(i, 0) for i in range(lanes)])
@@ -106,7 +110,7 @@ class AgentLoopManager:
                     batch.tasks.start(batch.lane(lane, following))
                 await batch.tasks.finish(self.clean_up_seconds + GRACE_SECONDS)
             finally:
-                self._batches -= 1
+                self._batches.remove(batch)
                 batch.close_all()
         return batch.rollouts
 
@@ -124,6 +128,15 @@ class AgentLoopManager:
             return "env_agent"
         several_turns = row.get("active_tools", list(self.context.tools)) or row.get("interaction_kwargs")
         return "tool_agent" if several_turns and enabled else "single_turn_agent"
+
+    def steps_done(self) -> int:
+        """Steps of the engine so far, if it counts them."""
+        return int(getattr(self.engine, "steps_done", 0))
+
+    def cancel_stalled(self, error: Stalled) -> None:
+        """Cancels all attempts and scorings in flight, each of which is tried again once (see `StallWatch`)."""
+        for batch in self._batches:
+            batch.cancel_stalled(error)
 
     def log_failure(self, request_id: str, error: BaseException) -> None:
         """The first failure as a warning; the others are counted in the metrics and logged at INFO."""
@@ -152,6 +165,8 @@ class _Batch:
         self._groups = Groups([row.get("uid", i) for i, row in enumerate(rows)], least_group)
         self._given_up: set[int] = set()
         self._under_way: dict[int, asyncio.Task[Any]] = {}
+        self._scoring: dict[int, asyncio.Task[Any]] = {}
+        self._stalled: dict[int, Stalled] = {}  # of those, which are being cancelled for a stall
         for i, row in enumerate(rows):
             row["request_id"] = f"{row.get('uid', 'row')}/{row.get('rollout_index', i)}"
             try:
@@ -200,7 +215,9 @@ class _Batch:
         rollout, options, context = self.rollouts[index], self._options, self._manager.context
         row, request_id = self._rows[index], ""
         name, number = self._manager.loop_name(row), int(row.get("rollout_index", index))
-        for attempt in range(options.infrastructure_retries + 1):
+        for attempt in range(options.infrastructure_retries + 2):  # the last one is for a stall
+            if rollout.stalls > 1 or attempt > options.infrastructure_retries + rollout.stalls:
+                break
             request_id, rollout.attempts = self.request_id(index, attempt), attempt
             if attempt:
                 self._close(self.request_id(index, attempt - 1), request_id)
@@ -213,7 +230,7 @@ class _Batch:
             params["stop"] = tuple(options.stop or ())
             given = {**row, "request_id": request_id, "attempt": attempt}
             try:
-                with self._traced(index, request_id) as whole:
+                with self._traced(index, request_id) as whole, self._watched(request_id):
                     task = self._under_way[index] = asyncio.ensure_future(
                         called(_run_loop, name, context, client, params, given)
                     )
@@ -227,10 +244,11 @@ class _Batch:
                 if index in self._given_up:
                     rollout.drop(StopReason.CANCELLED)
                     return request_id
-                self._note_failure(rollout, request_id, error)
+                self._note_failure(rollout, request_id, self._stalled.pop(index, error))
                 continue
             finally:
                 self._under_way.pop(index, None)
+                self._stalled.pop(index, None)
                 client.end()
             for sequence in rollout.sequences:
                 sequence.sampling = {key: params[key] for key in ("temperature", "top_p", "top_k")}
@@ -243,6 +261,7 @@ class _Batch:
     def _note_failure(self, rollout: Rollout, request_id: str, error: Exception) -> None:
         self._manager.log_failure(request_id, error)
         rollout.failures += 1
+        rollout.stalls += isinstance(error, Stalled)
         rollout.broken_calls += [error.record] if isinstance(error, BrokenCall) else []
         rollout.cause = describe_error(error)
         if self._manager.deterministic and isinstance(error, TimeoutError | asyncio.TimeoutError):
@@ -263,7 +282,7 @@ class _Batch:
             await score_rollout(
                 self.rollouts[index],
                 self._rows[index],
-                manager.scorer,
+                partial(self._score, index, manager.scorer),
                 retries=self._options.infrastructure_retries,
                 timeout=self._options.trajectory_timeout,
                 on_failure=manager.log_failure,
@@ -271,6 +290,39 @@ class _Batch:
             self._give_up_group_of(index)
         ended, total = manager.progress
         manager.progress = (ended + 1, total)
+
+    async def _score(self, index: int, scorer: AsyncScorer, trajectory: Trajectory, row: Mapping[str, Any]) -> None:
+        """Scores; where that stalls, once more, and then the rollout is dropped."""
+        rollout = self.rollouts[index]
+        while True:
+            with self._watched(trajectory.request_id), span("scorer", ""):
+                task = self._scoring[index] = asyncio.ensure_future(called(scorer, trajectory, row))
+                try:
+                    return await task
+                except asyncio.CancelledError:
+                    if index not in self._stalled:
+                        raise
+                finally:
+                    del self._scoring[index]
+            self._note_failure(rollout, trajectory.request_id, self._stalled.pop(index))
+            if rollout.stalls > 1:
+                return rollout.drop(StopReason.INFRASTRUCTURE)
+
+    def cancel_stalled(self, error: Stalled) -> None:
+        """See `AgentLoopManager.cancel_stalled`."""
+        for index, task in {**self._under_way, **self._scoring}.items():
+            if not task.done():
+                self._stalled[index] = error
+                task.cancel()
+
+    @contextmanager
+    def _watched(self, request_id: str) -> Iterator[None]:
+        spans = self._manager.open_spans[request_id] = OpenSpans()
+        try:
+            with watch_spans(spans):
+                yield
+        finally:
+            del self._manager.open_spans[request_id]
 
     def _give_up_group_of(self, index: int) -> None:
         """If infrastructure failed the row and its group is of no use without it, drops the group's other rows."""

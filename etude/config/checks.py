@@ -359,6 +359,19 @@ def _determinism(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
+def _staleness(run: TrainOptions) -> Iterator[Problem]:
+    if run.trainer.max_staleness and run.trainer.deterministic:
+        yield (
+            "trainer.max_staleness",
+            "when weights reach a rollout depends on the clock then: set trainer.deterministic=false",
+        )
+    if run.trainer.max_staleness and run.actor_rollout_ref.rollout.mode == "sync":
+        yield (
+            f"{_ROLLOUT}.mode",
+            "scores a step's rollouts together; trainer.max_staleness streams them: set it to async",
+        )
+
+
 def _rewards(run: TrainOptions) -> Iterator[Problem]:
     custom = run.custom_reward_function
     for key in ("path", "rewards"):
@@ -421,6 +434,7 @@ _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     *_OF_RECORDS,
     _sampling,
     _determinism,
+    _staleness,
     _rewards,
     _folders,
     _resuming,

@@ -22,6 +22,7 @@ ALIASES = {
             "min_lr_factor": "min_lr_ratio",
         }.items()
     },
+    "async_training.partial_rollout": "actor_rollout_ref.rollout.partial_rollout",
     "reward.custom_reward_function": "custom_reward_function",
     "reward.reward_manager.name": "reward_model.reward_manager",
     "reward.reward_kwargs": "reward_model.reward_kwargs",
@@ -51,9 +52,12 @@ INERT = {
         "one process on one device trains": """
             actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
             reward_model.n_gpus_per_node reward.*.n_gpus_per_node
-            *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
+            *.nccl_timeout model_engine
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
+        """,
+        "a sequence is not divided over ranks (fsdp_config.tensor_parallel_size divides layers)": """
+            *.ulysses_sequence_parallel_size
         """,
         "rollout.n is the number of answers per prompt": "*.rollout_n",
         "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """
@@ -282,8 +286,14 @@ REPLACED: dict[str, tuple[str, tuple[object, ...]]] = {
     "trainer.val_only": ("run `etude eval` with the same arguments", _OFF),
     "trainer.default_hdfs_dir": ("delete it: checkpoints go to trainer.default_local_dir", (None,)),
     "trainer.checkpoint_callback_class": ("delete it: nothing is called after a checkpoint", (None,)),
-    "trainer.v1.trainer_mode": ("delete it: steps are synchronous", (None, "sync")),
-    "async_training": ("delete it: steps are synchronous", ()),
+    "trainer.v1.trainer_mode": ("write trainer.max_staleness=1, or more (docs/async.md)", (None, "sync")),
+    "async_training.staleness_threshold": (
+        "write trainer.max_staleness=N, in steps: about threshold × trigger_parameter_sync_step, rounded up",
+        (),
+    ),
+    "async_training.trigger_parameter_sync_step": ("delete it: weights are handed over after every step", (1,)),
+    "async_training.require_batches": ("delete it: a step takes data.train_batch_size prompts", (1,)),
+    "async_training": ("delete it: trainer.max_staleness says how asynchronous a run is (docs/async.md)", ()),
     "actor_rollout_ref.rollout.skip.enable": ("delete it: every step rolls out", _OFF),
     "skip.*.enable": ("delete it: every step rolls out", _OFF),
     "distillation.distillation_loss.*_clamp": ("delete it: no term is cut off", (None,)),

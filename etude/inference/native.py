@@ -133,6 +133,7 @@ class NativeEngine:
         self._wake: asyncio.Handle | None = None
         self._stepping: _Step | None = None
         self._steps_since_point = 0
+        self.steps_done = 0
         self._metrics = EngineMetrics()
         self._scheduler = self._new_scheduler()
 
@@ -369,6 +370,7 @@ class NativeEngine:
         if step is not self._stepping:  # two event loops were told
             return
         self._stepping, scheduler = None, self._scheduler
+        self.steps_done += 1
         try:
             drawn = step.drawn.result()
             with self._metrics.timed("scheduling"):

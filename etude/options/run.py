@@ -455,6 +455,13 @@ class TrainerOptions(RunOptions):
         default=0,
         unit="steps",
     )
+    stall_timeout: Positive | None = key(
+        "If no token, tool answer or score has come for this long, say what waits for what, and try what is in flight "
+        "again, once; what stalls twice is dropped (rollout/stalled). Longer than any one call may take; the default "
+        "outlasts rollout.trajectory_timeout. Null: never.",
+        default=900.0,
+        unit="seconds",
+    )
     critic_warmup: Natural = key(
         "Steps in which only the critic learns.",
         default=0,

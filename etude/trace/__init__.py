@@ -2,12 +2,24 @@
 
 from etude.options import TraceOptions
 from etude.trace.backends import TRACE_BACKENDS
-from etude.trace.span import Backend, SpanList, TraceSpan, collect_spans, is_traced, rollout_trace_op, span, traced
+from etude.trace.span import (
+    Backend,
+    OpenSpans,
+    SpanList,
+    TraceSpan,
+    collect_spans,
+    is_traced,
+    rollout_trace_op,
+    span,
+    traced,
+    watch_spans,
+)
 from etude.trace.tracer import Tracer
 
 __all__ = [
     "TRACE_BACKENDS",
     "Backend",
+    "OpenSpans",
     "SpanList",
     "TraceOptions",
     "TraceSpan",
@@ -17,4 +29,5 @@ __all__ = [
     "rollout_trace_op",
     "span",
     "traced",
+    "watch_spans",
 ]

@@ -3,6 +3,8 @@
 Invariant: a span's parent is the span that was open where it began, tasks started there included, so that spans of
 concurrent trajectories never mix; outside a traced trajectory `span` costs one look-up and records nothing.
 
+`watch_spans` follows the spans that are open, traced or not, without recording them.
+
 Where spans go is left to `backends`, which trajectories are traced to `tracer`.
 """
 
@@ -26,6 +28,8 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _MAX_ATTRIBUTES = 64
+
+_WAITS = {"generation": "the engine", "scorer": "the scorer"}  # what a span waits for, where its name does not say it
 
 _numbers = itertools.count(1)
 
@@ -126,10 +130,65 @@ class _Opening:
         self._place.backend.end(self._span)
 
 
-def span(kind: str, name: str) -> _Off | _Opening:
+class OpenSpans:
+    """The spans of one piece of work that are open, and how many have `ended`; read by another thread."""
+
+    def __init__(self) -> None:
+        self.began, self.ended = time.monotonic(), 0
+        self._open: dict[int, tuple[str, float]] = {}
+
+    def open(self) -> list[tuple[str, float]]:
+        """What each open span is, and since when, by `time.monotonic`."""
+        return list(self._open.values())
+
+    def begin(self, what: str) -> int:
+        """Opens one; returns its number."""
+        self._open[number := next(_numbers)] = (what, time.monotonic())
+        return number
+
+    def end(self, number: int) -> None:
+        """Closes it."""
+        self._open.pop(number, None)
+        self.ended += 1
+
+
+_watched: contextvars.ContextVar[OpenSpans | None] = contextvars.ContextVar("etude_open_spans", default=None)
+
+
+@contextmanager
+def watch_spans(spans: OpenSpans) -> Iterator[None]:
+    """Spans that open inside the block, in tasks started there too, are kept in `spans` while they are open."""
+    token = _watched.set(spans)
+    try:
+        yield
+    finally:
+        _watched.reset(token)
+
+
+class _Watching:
+    """A span that is watched, and recorded if it is traced."""
+
+    __slots__ = ("_number", "_span", "_spans", "_what")
+
+    def __init__(self, spans: OpenSpans, what: str, recorded: _Off | _Opening) -> None:
+        self._spans, self._what, self._span = spans, what, recorded
+
+    def __enter__(self) -> TraceSpan | None:
+        self._number = self._spans.begin(self._what)
+        return self._span.__enter__()
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        self._spans.end(self._number)
+        self._span.__exit__(kind, error, traceback)
+
+
+def span(kind: str, name: str) -> _Off | _Opening | _Watching:
     """A context manager that records its block, and yields the `TraceSpan`, or None where nothing is traced."""
-    place = _place.get()
-    return _OFF if place is None else _Opening(place, kind, name)
+    place, spans = _place.get(), _watched.get()
+    recorded = _OFF if place is None else _Opening(place, kind, name)
+    return recorded if spans is None else _Watching(spans, _WAITS.get(kind, f"{kind} {name}"), recorded)
 
 
 def is_traced() -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 
 from etude.agents import AgentContext, AgentLoopManager, Sampling, to_batch
 from etude.agents.batch import BY_GROUP, rows_of
+from etude.agents.stalls import StallWatch
 from etude.bounded import GRACE_SECONDS, settle
 from etude.data import active_tools
 from etude.distributed import Dispatch, register
@@ -44,6 +45,7 @@ class RolloutWorker(RoleWorker):
         self._manager: AgentLoopManager | None = None
         self._thread: threading.Thread | None = None
         self._cancel: Callable[[], object] = lambda: None  # of the running call
+        self._watch: StallWatch | None = None
 
     @cached_property
     def context(self) -> AgentContext:
@@ -79,8 +81,8 @@ class RolloutWorker(RoleWorker):
         self.start_engine(actor)
 
     def start_engine(self, actor: PolicyEngine | None) -> None:
-        """`actor` holds the weights that are sampled from; where rollouts stream, `update_weights` copies them.
-        None: it has its own."""
+        """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
+        `update_weights`. None: it has its own."""
         options, context = self.options, self.context
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer)
@@ -88,10 +90,20 @@ class RolloutWorker(RoleWorker):
         self._link = EngineLink(
             engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
         )
+        if options.stall_timeout is not None:
+            self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)
         if options.streams:
             self._stream = RolloutStream(self._manager, self._loop)
-            self._thread = threading.Thread(target=self._loop.run_forever, name="etude-rollout", daemon=True)
+            self._thread = threading.Thread(target=self._serve, name="etude-rollout", daemon=True)
             self._thread.start()
+
+    def _serve(self) -> None:
+        """Runs the event loop until it is stopped; an interrupt raised inside a task reaches the caller of `collect`."""
+        while True:
+            try:
+                return self._loop.run_forever()
+            except BaseException as error:
+                self._stream.fail(error)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def update_weights(self, version: int) -> Metrics:
@@ -175,6 +187,8 @@ class RolloutWorker(RoleWorker):
 
     def close(self) -> None:
         """Cancels tasks still running in the worker's event loop (an abandoned engine step, a tool's connection)."""
+        if self._watch is not None:
+            self._watch.close()
         if self._thread is not None:
             self._run(self._stream.close())
             self._run(self._settle())

@@ -58,6 +58,12 @@ class RolloutStream:
             found, self._finished = self._finished, []
             return found
 
+    def fail(self, error: BaseException) -> None:
+        """`collect` raises `error`."""
+        with self._changed:
+            self._error = self._error or error
+            self._changed.notify_all()
+
     async def drain(self) -> None:
         """Starts no further group until `resume`, and waits for those that run."""
         self._paused = True
@@ -91,12 +97,12 @@ class RolloutStream:
 
     def _ended(self, task: asyncio.Task[list[Rollout]]) -> None:
         group = self._running.pop(task)
-        with self._changed:
-            if task.cancelled():
-                self._error = self._error or asyncio.CancelledError()
-            elif (error := task.exception()) is not None:
-                self._error = self._error or error
-            else:
+        if task.cancelled():
+            self.fail(asyncio.CancelledError())
+        elif (error := task.exception()) is not None:
+            self.fail(error)
+        else:
+            with self._changed:
                 self._finished.append((group.key, task.result()))
-            self._changed.notify_all()
+                self._changed.notify_all()
         self._start()

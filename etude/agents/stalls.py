@@ -1,0 +1,101 @@
+"""`StallWatch`: notices that nothing progresses any more, says what waits on what, and has it tried again.
+
+Progress is a generation, tool call or scoring that ends, a trajectory that ends, and a step of an engine that counts them.
+After `seconds` without any, one warning names what the trajectories wait for; then each attempt and scoring in flight is
+cancelled with a `Stalled` error. The manager tries such a one again once, whatever `infrastructure_retries` say, and drops
+it the second time; both are counted (`rollout/stalled`).
+
+Invariant: a watch acts only while trajectories are in flight, at most once in `seconds`; one thread looks, and everything is
+cancelled in the event loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Protocol
+
+from etude.errors import InfrastructureError
+from etude.trace import OpenSpans
+
+logger = logging.getLogger(__name__)
+
+_LOOKS = 10  # in `seconds`
+_LISTED = 5  # kinds of waits in a report
+
+
+class Stalled(InfrastructureError):
+    """Nothing had progressed for `trainer.stall_timeout`."""
+
+
+class Watched(Protocol):
+    """What a watch needs of a manager."""
+
+    progress: tuple[int, int]
+    open_spans: dict[str, OpenSpans]
+
+    def steps_done(self) -> int:
+        """Steps of the engine, if it counts them."""
+
+    def cancel_stalled(self, error: Stalled) -> None:
+        """Cancels all that is in flight; called in the event loop."""
+
+
+class StallWatch:
+    """Watches `manager`, whose event loop is `loop`, from a thread of its own until `close`."""
+
+    def __init__(self, manager: Watched, loop: asyncio.AbstractEventLoop, seconds: float) -> None:
+        self._manager, self._loop, self._seconds = manager, loop, seconds
+        self._closed = threading.Event()
+        self._thread = threading.Thread(target=self._look, name="etude-stalls", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self._thread.join()
+
+    def _look(self) -> None:
+        seen, since = self._state(), time.monotonic()
+        while not self._closed.wait(self._seconds / _LOOKS):
+            state, now = self._state(), time.monotonic()
+            if state != seen or not self._manager.open_spans:
+                seen, since = state, now
+            elif now - since >= self._seconds:
+                since = now
+                logger.warning("%s", self._report(now))
+                error = Stalled(f"nothing had progressed for {self._seconds:g} s (trainer.stall_timeout)")
+                self._loop.call_soon_threadsafe(self._manager.cancel_stalled, error)
+
+    def _state(self) -> tuple[int, ...]:
+        spans = list(self._manager.open_spans.values())
+        return (*self._manager.progress, self._manager.steps_done(), len(spans), sum(each.ended for each in spans))
+
+    def _report(self, now: float) -> str:
+        """`nothing has progressed for 300 s: …`, the longest wait of each kind first."""
+        waits: dict[str, list[tuple[float, str]]] = defaultdict(list)
+        for name, spans in list(self._manager.open_spans.items()):
+            for what, since in spans.open() or [("its agent's own code", spans.began)]:
+                waits[what].append((now - since, name))
+        done, total = self._manager.progress
+        kinds = sorted(waits.items(), key=lambda kind: -max(kind[1])[0])
+        lines = [_line(what, found) for what, found in kinds[:_LISTED]]
+        lines += [f"{len(kinds) - _LISTED} other kinds of waits"] if len(kinds) > _LISTED else []
+        if (queued := total - done - len(self._manager.open_spans)) > 0:
+            lines.append(f"{queued} wait for a place (rollout.max_concurrent_trajectories)")
+        lines += [] if self._answers() else ["the event loop does not answer: something blocks it"]
+        return f"nothing has progressed for {self._seconds:g} s: {'; '.join(lines)}; all of these are tried again, once"
+
+    def _answers(self) -> bool:
+        answered = threading.Event()
+        self._loop.call_soon_threadsafe(answered.set)
+        return answered.wait(min(1.0, self._seconds))
+
+
+def _line(what: str, waits: Iterable[tuple[float, str]]) -> str:
+    (seconds, name), *others = sorted(waits, reverse=True)
+    return f"trajectory {name} has waited {seconds:.0f} s for {what}" + (f", {len(others)} more" if others else "")
