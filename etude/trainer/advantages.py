@@ -10,10 +10,10 @@ from etude.protocol import DataProto
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import main_rows
 from etude.trainer.sequences import sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup
+from etude.trainer.setup import PlainSetup
 
 
-def add_advantages(batch: DataProto, setup: RunSetup, kl_coef: float) -> tuple[float, Metrics]:
+def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[float, Metrics]:
     """Adds `token_level_rewards`, `advantages` and `returns` (rows, response_len).
 
     Args:
