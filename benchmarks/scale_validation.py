@@ -1,6 +1,6 @@
 """What `etude scale` predicts beside what runs do: from one run in this process, its own speed and that of others.
 
-    python benchmarks/scale_validation.py [--workers 1,2,4] [--staleness 1,4] [--steps 8] [--median 1.0]
+    python benchmarks/scale_validation.py [--workers 1,2,4] [--staleness 1,4] [--steps 10] [--median 2] [--sigma 0.5]
 
 The runs train a tiny model whose every answer calls a calculator that takes a log-normal time (`slow_calculator.py`), 8
 prompts a step, 4 answers each. The first, synchronous and in this process, is what the predictions are made from; the others
@@ -19,7 +19,7 @@ HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "tests"))
 
 from async_training import _TOOLS as TOOLS  # noqa: E402
-from house_stage import ROLLOUT, Tiny, metrics  # noqa: E402
+from house_stage import ACTOR, ROLLOUT, Tiny, metrics  # noqa: E402
 
 from etude.trainer.run import train  # noqa: E402
 from etude.viewer.scale import Placement, measure, predict  # noqa: E402
@@ -36,13 +36,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--workers", default="1,2,4")
     parser.add_argument("--staleness", default="1,4")
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--median", type=float, default=1.0, help="of a tool call, in seconds")
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--median", type=float, default=2.0, help="of a tool call, in seconds")
+    parser.add_argument("--sigma", type=float, default=0.5, help="of its logarithm")
     options = parser.parse_args()
     folder = Path(tempfile.mkdtemp(prefix="etude-scale-"))
     tiny = Tiny.build(folder)
     tools = folder / "tools.yaml"
-    tools.write_text(TOOLS.format(here=HERE, median=options.median, sigma=1.0))
+    tools.write_text(TOOLS.format(here=HERE, median=options.median, sigma=options.sigma))
 
     def run(name: str, *keys: str) -> float:
         common = (
@@ -51,6 +52,7 @@ def main() -> None:
             f"trainer.total_training_steps={options.steps}",
             "trainer.deterministic=false",
             "trainer.save_freq=-1",
+            f"{ACTOR}.optim.lr=1e-9",  # it would learn to do without the calculator
         )
         train(tiny.config(folder / name, *common, *keys))
         return seconds(folder / name)
