@@ -46,6 +46,8 @@ COMMANDS = {
     "config": LazyCommand("etude.cli.config:config", "Show a configuration and where each value came from."),
     "explain": LazyCommand("etude.cli.explain:explain", "Show a trajectory token by token, and verify it."),
     "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
+    "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),
+    "reward": LazyCommand("etude.cli.reward:reward", "Run scorers by hand."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 

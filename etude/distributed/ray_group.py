@@ -99,8 +99,9 @@ class RayWorkerGroup(WorkerGroup):
         cls = ray.remote(concurrency_groups=_THREADS)(RankProcess)
         actors = [
             cls.options(
-                num_cpus=pool.share,
-                num_gpus=pool.share if pool.use_gpu else 0,
+                num_cpus=pool.share * pool.resources.get("CPU", 0.0),
+                num_gpus=pool.share * pool.resources.get("GPU", 0.0),
+                resources={kind: pool.share * n for kind, n in pool.resources.items() if kind not in ("CPU", "GPU")},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle),
             ).remote(options)
             for slot in slots
@@ -180,7 +181,7 @@ class RayWorkerGroup(WorkerGroup):
             given = self._ray.put(part) if len(same) > 1 else part
             for number in same:
                 rank = self._ranks[number]
-                refs.append(rank.actor.call.options(**group).remote(method_name, given))
+                refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store))
                 called.append(rank)
         return self._watch(method_name, refs, called)
 

@@ -32,6 +32,42 @@ def record_experts(model: Any) -> Iterator[list[Tensor]]:
         yield chosen
 
 
+class Balance:
+    """How evenly routers use their experts: the sums of the load-balancing loss over all layers of forward passes.
+
+    The loss (Fedus et al. 2021, arXiv 2101.03961, eq. 4; over all layers and the k chosen experts as Transformers has it) is
+    E · Σ_e f_e · P_e over E experts: f_e is the share of (token, layer) pairs that go to expert e, P_e the mean probability
+    that routers give it. f is no differentiable function of the weights, so that with f of the whole mini-batch the loss is
+    a sum over its tokens, however they are divided into micro-batches and ranks.
+    """
+
+    def __init__(self) -> None:
+        self.sent: Tensor | float = 0.0  # (experts,)
+        self.probabilities: Tensor | float = 0.0  # (experts,), differentiable
+        self.pairs: Tensor | float = 0.0
+
+    @contextmanager
+    def recording(self, model: Any, weights: Tensor) -> Iterator[None]:
+        """Adds up a forward pass inside; a token counts `weights` (tokens,) times."""
+        weights = weights.to(torch.promote_types(weights.dtype, torch.float32))
+
+        def add(router: Any, given: Any, output: tuple[Tensor, Tensor, Tensor]) -> None:
+            logits, _, chosen = output
+            counts = logits.new_zeros(logits.shape[-1], dtype=weights.dtype)
+            self.sent = self.sent + counts.index_add(0, chosen.flatten(), weights.repeat_interleave(chosen.shape[-1]))
+            self.probabilities = self.probabilities + weights @ logits.to(weights.dtype).softmax(dim=-1)
+            self.pairs = self.pairs + weights.sum()
+
+        with _hooked(model, lambda layer: add):
+            yield
+
+    def loss(self, whole: Balance) -> Tensor:
+        """This part's share of the loss; `whole` is that of the mini-batch."""
+        assert isinstance(self.probabilities, Tensor)
+        shares = torch.as_tensor(whole.sent / whole.pairs**2).to(self.probabilities)
+        return len(shares) * (shares * self.probabilities).sum()
+
+
 @contextmanager
 def replay_experts(model: Any, experts: Tensor | None) -> Iterator[None]:
     """Inside, also in backward passes, token i goes to experts[i, layer] (tokens, layers, k); where that is negative, or

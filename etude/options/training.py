@@ -364,6 +364,11 @@ class ActorOptions:
         default="low_var_kl",
         when=KL_LOSS,
     )
+    router_aux_loss_coef: NonNegative = key(
+        "Weight of the load-balancing loss of a mixture's routers (Switch Transformer's), over the whole mini-batch; above "
+        "0 an update takes one more forward pass. 0: off, whatever the model's configuration says.",
+        default=0.0,
+    )
     loss_agg_mode: LossAggMode | None = key(
         "How token losses become one number. token-mean weighs every sampled token alike; seq-mean-… average over rollouts. "
         f"Null: the loss's own, {_own_modes()}.",

@@ -124,9 +124,9 @@ class BM25Index:
 
 def best_rows(scores: np.ndarray, topk: int) -> Ranking:
     """The rows of the `topk` highest positive scores; equal scores by row. scores: (rows,)."""
-    least = 0.0
-    if topk < len(scores):
-        least = np.partition(scores, len(scores) - topk)[len(scores) - topk]
-    rows = np.flatnonzero(scores >= least if least > 0 else scores > 0)
+    rows = np.flatnonzero(scores > 0)
+    if len(rows) > topk:
+        least = np.partition(scores[rows], len(rows) - topk)[len(rows) - topk]
+        rows = rows[scores[rows] >= least]
     rows = rows[np.argsort(-scores[rows], kind="stable")][:topk]
     return list(zip(rows.tolist(), scores[rows].tolist()))

@@ -188,7 +188,7 @@ def create_app(retriever: Retriever, options: ServerOptions | None = None) -> St
 
     async def health(_: Request) -> Response:
         about = {"status": "ok", "passages": len(retriever), "method": retriever.options.method}
-        return JSONResponse({**about, "corpus": str(corpus.path), "waiting": queue.waiting})
+        return JSONResponse({**about, "corpus": corpus.path.name, "waiting": queue.waiting})
 
     async def scrape(_: Request) -> Response:
         return metrics.page()

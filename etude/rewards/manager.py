@@ -32,7 +32,7 @@ R = TypeVar("R")
 
 SCORER_SECONDS = 60.0
 KEY = "reward_model.reward_kwargs"
-_scorer_threads = BlockingCalls("etude-scorer", limit=32)
+_scorer_threads = BlockingCalls("etude-scorer", limit=128)  # they mostly wait: for a judge, a sandbox, a service
 
 
 class Tokenizer(Protocol):

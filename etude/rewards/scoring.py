@@ -112,20 +112,10 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
     from etude.protocol import DataProto
 
     rewards = trajectory.rewards
-    turn_scores = [0.0] * max(trajectory.assistant_turns, *(turn + 1 for turn, _, _ in rewards.steps), 0)
-    for turn, _, value in rewards.steps:
-        turn_scores[turn] += value
-    extra_info = dict(row.get("extra_info") or {}) | {
-        "num_turns": trajectory.num_turns,
-        "tool_rewards": [value for _, _, value in rewards.steps],
-        "turn_scores": turn_scores,
-        "rollout_reward_scores": dict(rewards.final),
-        **trajectory.extra_fields,
-    }
     objects = {
         "data_source": row.get("data_source"),
         "reward_model": row.get("reward_model"),
-        "extra_info": extra_info,
+        "extra_info": scored_extra_info(trajectory, row),
         "messages": trajectory.messages,
         "reward_scores": dict(rewards.final),
         "__num_turns__": trajectory.num_turns,
@@ -140,6 +130,21 @@ def one_row(trajectory: Trajectory, row: Mapping[str, Any]) -> DataProto:
         "attention_mask": torch.ones((1, prompts.shape[1] + responses.shape[1]), dtype=torch.long),
     }
     return DataProto.from_dict(tensors=tensors, non_tensors={key: [value] for key, value in objects.items()})
+
+
+def scored_extra_info(trajectory: Trajectory, row: Mapping[str, Any]) -> dict[str, Any]:
+    """The row's `extra_info` with what `one_row` adds."""
+    rewards = trajectory.rewards
+    turn_scores = [0.0] * max(trajectory.assistant_turns, *(turn + 1 for turn, _, _ in rewards.steps), 0)
+    for turn, _, value in rewards.steps:
+        turn_scores[turn] += value
+    return dict(row.get("extra_info") or {}) | {
+        "num_turns": trajectory.num_turns,
+        "tool_rewards": [value for _, _, value in rewards.steps],
+        "turn_scores": turn_scores,
+        "rollout_reward_scores": dict(rewards.final),
+        **trajectory.extra_fields,
+    }
 
 
 def duplicate_judge(row: Mapping[str, Any], tools_kwargs: Mapping[str, Mapping[str, Any] | None] | None) -> bool:

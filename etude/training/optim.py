@@ -53,7 +53,7 @@ class OptimizerSet:
             raise ConfigError("optim.lr_scheduler_type needs trainer.total_training_steps or total_epochs")
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
         self.training_step = first_step
-        self.rank, self._world_size, self._sharded = rank, world_size, is_sharded(model)
+        self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
         if self._sharded and options.name == "adamw_8bit":
             raise ConfigError(
                 "optim.name=adamw_8bit cannot update a sharded model: write strategy=ddp, or another optimizer"
@@ -114,7 +114,7 @@ class OptimizerSet:
         if self._sharded:
             norm = clip_sharded(self._parameters, limit)
         else:
-            if self._world_size > 1:
+            if self.world_size > 1:
                 sum_gradients(self._parameters)
             norm = float(nn.utils.clip_grad_norm_(self._parameters, limit))
         if math.isfinite(norm):

@@ -36,7 +36,8 @@ class PackedRows:
     `token_ids` (tokens,); `source` (scored,): packed position whose hidden state predicts each scored token; `labels`
     (scored,); `row`, `column` (scored,): the token's index in the (rows, response_len) matrix; `images`: those among the
     tokens; `support`: the ids that the labels were drawn from, None where these are all; `experts` (tokens, layers, k):
-    where the engine's routers sent them, see `etude.models.experts.replay_experts`.
+    where the engine's routers sent them, see `etude.models.experts.replay_experts`; `shared` (tokens,): how many rows have
+    the token.
     """
 
     token_ids: Tensor
@@ -46,6 +47,7 @@ class PackedRows:
     row: Tensor
     column: Tensor
     shape: tuple[int, int]
+    shared: Tensor
     images: PackedImages | None = None
     support: Support | None = None
     experts: Tensor | None = None
@@ -109,6 +111,7 @@ def pack(batch: DataProto, rows: Sequence[int], device: torch.device, vision: Vi
         row=row.to(device),
         column=column.to(device),
         shape=(len(index), mask.shape[1]),
+        shared=places.long().bincount(minlength=len(token_ids)).to(device),
         images=images,
         support=_support(batch, rows, row, column, device),
         experts=experts,

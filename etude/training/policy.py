@@ -8,17 +8,19 @@ gradients are sums.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from etude.algorithms import loss_count
+from etude.errors import ConfigError
 from etude.metrics import Max, Mean, Metric, Metrics, Pooled, add_metrics
-from etude.models.experts import replay_experts
+from etude.models.experts import Balance, replay_experts, routers
 from etude.models.packable import enable_packing
 from etude.models.packed import logit_finish
 from etude.models.vision import Vision
@@ -103,8 +105,25 @@ def step_metrics(optimizer: OptimizerSet) -> Metrics:
 class PolicyEngine:
     """Computes log-probs with, and takes gradient steps on, a Hugging Face causal LM."""
 
-    def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet | None = None) -> None:
-        """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference)."""
+    def __init__(
+        self,
+        model: Any,
+        *,
+        max_tokens: int,
+        optimizer: OptimizerSet | None = None,
+        router_aux_loss_coef: float = 0.0,
+    ) -> None:
+        """`max_tokens`: token budget of a micro-batch. Without an optimizer the engine only computes (a reference).
+        `router_aux_loss_coef`: weight of a mixture's load-balancing loss (`etude.models.experts.Balance`) in updates.
+
+        Raises:
+            ConfigError: the loss is asked for, and the model is no mixture of experts.
+        """
+        if router_aux_loss_coef and not routers(model):
+            raise ConfigError(
+                "actor.router_aux_loss_coef is above 0, and the model has no routers of a mixture of experts"
+            )
+        self._router_aux_loss_coef = router_aux_loss_coef
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = compute_device(model), Vision.of(model.config)
@@ -193,13 +212,17 @@ class PolicyEngine:
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
         with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
+            whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
             for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
                 micro = batch.select_idxs(rows).to(self._device)
                 taught, labels = micro.batch.get("teacher_topk_ids"), packed.labels
                 if taught is not None:
                     labels = torch.cat([labels[:, None], taught[packed.row, packed.column].long()], dim=1)
-                with replay_experts(self.model, packed.experts):  # checkpointed layers are computed again in backward
+                balance = Balance()
+                recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
+                # Both hold in the backward pass, too, where checkpointed layers are computed again.
+                with replay_experts(self.model, packed.experts), recorded:
                     log_probs, entropies, *values = self._forward(
                         packed, temperature, entropy_grad, labels=labels, values=critic is not None
                     )
@@ -209,6 +232,10 @@ class PolicyEngine:
                     if values:
                         micro.batch["vpreds"] = packed.scatter(values[0])
                     loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
+                    if whole is not None:
+                        uneven = balance.loss(whole)
+                        loss = loss + self._router_aux_loss_coef * uneven
+                        metrics = {**metrics, "router_aux_loss": scale.as_mean(uneven, micro.batch["response_mask"])}
                     optimizer.backward(loss)
                 mask = micro.batch["response_mask"]
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
@@ -216,3 +243,23 @@ class PolicyEngine:
                 optimizer.backward(self._idle())
             found = add_metrics(parts) | step_metrics(optimizer)
             return found if critic is None else found | critic.step()
+
+    @torch.no_grad()
+    def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:
+        """Of the whole mini-batch, by a forward pass of its own: where the routers send tokens must be known before the
+        first backward pass."""
+        whole = Balance()
+        for rows in micros:
+            packed = pack(batch, rows, self._device, self._vision)
+            with replay_experts(self.model, packed.experts), whole.recording(self.model, packed.shared):
+                self._forward(packed, 1.0)
+        for _ in range(idle):
+            self._idle()
+        if ranks > 1:
+            experts: Any = routers(self.model)[0].weight
+            sums = torch.zeros(len(experts) + 1, dtype=torch.float64, device=self._device)
+            if micros:
+                sums += torch.cat([torch.as_tensor(whole.sent), torch.as_tensor(whole.pairs)[None]])
+            dist.all_reduce(sums)
+            whole.sent, whole.pairs = sums[:-1], sums[-1]
+        return whole

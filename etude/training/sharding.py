@@ -31,6 +31,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from etude.errors import ConfigError
 from etude.models.lora import has_adapters
+from etude.models.quantized import quantized_layers
 from etude.models.vision import Vision
 from etude.options import FSDPOptions
 
@@ -83,6 +84,8 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     body = getattr(model, "backbone", model)
     if Vision.of(model.config) is not None:
         raise ConfigError("strategy=fsdp2: vision-language models cannot be sharded yet: write strategy=ddp")
+    if next(quantized_layers(model), None) is not None:
+        raise ConfigError("strategy=fsdp2 does not go with model.quantization: write strategy=ddp")
     if mesh["tensor"].size() > 1:
         _split_layers(model, body, mesh["tensor"])
     for parameter in body.parameters():

@@ -37,6 +37,7 @@ from etude.run_folder import (
 from etude.viewer.charts import Chart, Records, draw_charts, series, validation_keys
 from etude.viewer.conversations import Conversation, Samples, load_failures, load_samples, sanitize_text
 from etude.viewer.panel import format_duration, is_number, validation_label
+from etude.viewer.signal import Cause, find_causes
 
 MAX_CONFIG = 200_000  # characters
 MAX_FACTS = 30
@@ -92,6 +93,7 @@ class Contents:
     samples: Samples | None
     failures: tuple[Conversation, ...]
     problems: list[str]
+    causes: list[Cause]
     ending: str
     config: str
     config_omitted: int
@@ -165,6 +167,7 @@ def _contents(run_dir: Path, title: str, folders: tuple[Path, Path]) -> Contents
         samples=samples,
         failures=next(filter(None, map(load_failures, folders)), ()),
         problems=_problems(records),
+        causes=_causes(folders[1], records),
         ending=_ending(record),
         config=config,
         config_omitted=omitted,
@@ -192,6 +195,21 @@ def _problems(records: Records) -> list[str]:
         f"in {count[kind]} of {len(steps)} steps, last in step {step}: {sentence}"
         for kind, (sentence, step) in last.items()
     ]
+
+
+def _causes(rollouts: Path, records: Records) -> list[Cause]:
+    steps = [record for record in records if isinstance(record.get("step"), int) and record["step"] > 0]
+    return find_causes(rollouts, steps[-1] if steps else {})
+
+
+def list_causes(run_dir: Path, rollouts: Path | None = None) -> list[Cause]:
+    """Why the loss of a run's last step may be zero; see `find_causes`.
+
+    Raises:
+        DataError: a file is malformed.
+    """
+    metrics = run_dir / METRICS_FILE
+    return _causes(rollouts or run_dir / "rollouts", read_metrics(metrics) if metrics.is_file() else [])
 
 
 def _subtitle(records: Records) -> str:

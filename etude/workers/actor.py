@@ -54,18 +54,23 @@ class TrainWorker(TrainedWorker):
             ConfigError: the model's folder or an optimizer setting is wrong.
         """
         options, actor = self.options, self.options.actor
-        self.is_spread(actor)  # or refuses, before a model is loaded
-        self.model = self.load_policy("float32")
+        device = "cpu" if self.is_spread(actor) else None
+        self.model = self.load_policy("float32", device)
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
-        self._actor = PolicyEngine(self.model, max_tokens=actor.ppo_max_token_len_per_gpu, optimizer=self._optimizer)
+        self._actor = PolicyEngine(
+            self.model,
+            max_tokens=actor.ppo_max_token_len_per_gpu,
+            optimizer=self._optimizer,
+            router_aux_loss_coef=actor.router_aux_loss_coef,
+        )
         if options.value_head:
             self._add_critic(total_steps)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
             network = self.model
             if not options.model.lora_rank:
-                network = self.load_policy(options.model.dtype).requires_grad_(False)
+                network = self.load_policy(options.model.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()

@@ -83,7 +83,7 @@ class RoleWorker(Worker):
         return self.bundle.tokenizer
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
-        """Whether this role's model is to be spread over the ranks.
+        """Whether this role's model is to be spread over the ranks. It is loaded on the CPU then, and its parts move.
 
         Raises:
             ConfigError: the ranks cannot be divided as `options` say.
@@ -93,15 +93,15 @@ class RoleWorker(Worker):
         mesh_shape(options.fsdp_config, self.world_size)
         return True
 
-    def load_policy(self, dtype: str) -> Any:
-        """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
-        `model.dtype`."""
+    def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
+        """The policy's network as `model.path` has it, on the worker's device or `device`; a quantised one, whose own
+        weights are never trained, in `model.dtype`."""
         tokenizer, model = self.tokenizer, self.options.model
         assert model.path is not None
         network = load_causal_lm(
             model.path,
             dtype=model.dtype if model.quantization else dtype,
-            device=self.device,
+            device=device or self.device,
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
         )

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.data import DataOptions, ResumableLoader, Sampler, open_sampler
+from etude.data import SAMPLERS, DataOptions, ResumableLoader, Sampler, open_sampler
 from etude.data.samplers import ROW_COLUMN, row_success
 from etude.errors import ConfigError
 from etude.options.data import SamplerOptions
@@ -220,3 +220,14 @@ def test_a_custom_class_needs_a_name():
 def test_the_base_class_draws_nothing():
     with pytest.raises(NotImplementedError):
         Sampler(Rows(), None).draw(1)
+
+
+def test_a_plugin_registers_a_sampler(monkeypatch):
+    monkeypatch.setattr(SAMPLERS, "_items", dict(SAMPLERS._items))
+
+    @SAMPLERS.register("first")
+    class First(Sampler):
+        def draw(self, count):
+            return range(count)
+
+    assert play(open_loader(class_name="first"), 2) == [[0, 1, 2, 3]] * 2

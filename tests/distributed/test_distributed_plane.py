@@ -29,6 +29,7 @@ def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
     ray.init(
+        address="local",
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,

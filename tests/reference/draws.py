@@ -21,7 +21,7 @@ LOSS = f"{ACTOR}.policy_loss"
 
 def _optimizer(section):
     return {
-        f"{section}.name": ["muon"],
+        f"{section}.name": ["muon", "adamw_schedule_free"],
         f"{section}.lr": [1e-2],
         f"{section}.betas": ["[0.8,0.95]"],
         f"{section}.weight_decay": [0.3],
@@ -261,6 +261,10 @@ def allowed(chosen):
     corrections = ("rollout_is", "rollout_rs", "off_policy_mask_threshold")
     if any(f"{CORRECTION}.{name}" in chosen for name in corrections) and chosen.get(f"{LOSS}.loss_mode") == "vespo":
         chosen.pop(f"{LOSS}.loss_mode")  # whose weight of a sequence takes them in; its own tests see it
+    for section in (f"{ACTOR}.optim", "critic.optim"):
+        if chosen.get(f"{section}.name") == "adamw_schedule_free":
+            for name in ("lr_scheduler_type", "lr_decay_ratio", "min_lr_ratio", "muon_lr_multiplier"):
+                chosen.pop(f"{section}.{name}", None)
     if "distillation.teachers" in chosen:  # equal groups have a gradient
         chosen.pop("algorithm.filter_groups.enable", None)
         chosen.pop("algorithm.zero_variance", None)

@@ -24,7 +24,7 @@ from plain_advantages import Story, advantages, gae
 from plain_correction import correct, figures_of, loss_weights, mismatch
 from plain_losses import SELECTING, aggregation_of, counted_by, name_of, plain_policy_loss, select, token_weights
 from plain_losses import plain_forward_kl as forward_kl
-from plain_optimizers import Optimizer, schedule
+from plain_optimizer import Optimizer, schedule
 from plain_rollouts import Rollout, Sequence, filter_prompts, rollout_figures, spread, total_reward
 from safetensors.torch import load_file
 from torch import nn
@@ -220,6 +220,7 @@ class PlainTrainer:
             or self.correction["rollout_rs"]
             or name_of(self.actor) in SELECTING
             or self.teacher is not None
+            or self.policy_optimizer.is_free
         )
         return bool(several and not self.correction["bypass_mode"])
 
@@ -357,6 +358,9 @@ class PlainTrainer:
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
             total = pg_total = vf_total = 0.0
+            self.policy_optimizer.begin()
+            if self.shares_trunk:
+                self.critic_optimizer.begin()
             select(actor, batch)
             weighed = zip(batch, token_weights(mode, batch, scale), self.value_weights(batch))
             for row, weight, value_weight in weighed:
@@ -398,6 +402,7 @@ class PlainTrainer:
         meter = Meter()
         for batch in self.mini_batches(rows, self.critic_options):
             total = 0.0
+            self.critic_optimizer.begin()
             for row, weight in zip(batch, self.value_weights(batch)):
                 loss = weight * self.value_losses(row, self.critic.values(row), meter).sum()
                 loss.backward()

@@ -64,6 +64,14 @@ SELDOM = {  # what few draws have
         f"{ACTOR}.optim.lr": 1e-2,
     },
     "a single update, whose log-probs are the old ones": {f"{ROLLOUT}.top_p": 0.8},
+    "optimizers without a schedule": {
+        "critic.optim.name": "adamw_schedule_free",
+        f"{ACTOR}.optim.name": "adamw_schedule_free",
+        f"{ACTOR}.optim.weight_decay": 0.3,
+        f"{ACTOR}.optim.lr_warmup_steps": 2,
+        f"{ACTOR}.ppo_epochs": 2,
+        "trainer.total_training_steps": 3,
+    },
     "several epochs, the first of which moves the policy": {f"{ACTOR}.ppo_epochs": 2, f"{ACTOR}.optim.lr": 1e-2},
 }
 

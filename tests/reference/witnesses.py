@@ -111,6 +111,7 @@ WITNESSES = {
         for section in ("actor_rollout_ref.model", "critic.model")
     },
     "workers/test_workers_experts.py": {
+        "actor_rollout_ref.actor.router_aux_loss_coef": "test_the_routers_loss_evens_out_what_the_experts_get",
         f"{ROLLOUT}.enable_rollout_routing_replay": "test_rollouts_say_where_their_tokens_went_and_the_trainer_repeats_it",
     },
     "workers/test_workers_sharded.py": {

@@ -15,7 +15,7 @@ from etude.dumps import rollout_record, write_rollouts
 from etude.errors import DataError, EtudeError
 from etude.run_folder import run_record
 from etude.trainer.tracking import Tracking
-from etude.trajectory import Provenance, Rewards, Trajectory
+from etude.trajectory import Provenance, Rewards, StopReason, Trajectory
 from etude.viewer.charts import draw_charts, series
 from etude.viewer.conversations import MAX_BLOCKS, MAX_TEXT, load_samples, parse_conversation
 from etude.viewer.report import write_report
@@ -355,3 +355,30 @@ def test_an_aborted_run_says_so_and_what_was_wrong(tmp_path):
     with run_record(run):
         pass
     assert "not complete" not in write_report(run).read_text()
+
+
+def rollouts(folder: Path) -> None:
+    """Two prompts: one whose rewards are equal and one whose differ; one answer not found, one cut, one tried twice."""
+    records = []
+    for number, (uid, score, pred) in enumerate([("a", 0.0, "5"), ("a", 0.0, None), ("b", 0.0, "7"), ("b", 1.0, "8")]):
+        made = Trajectory(f"r{number}", [1], rewards=Rewards(score=score, score_info={"pred": pred}))
+        made.append([65], Provenance.SAMPLED)
+        made.stop_reason = StopReason.RESPONSE_LENGTH if number == 2 else StopReason.COMPLETED
+        row = {"uid": uid, "attempt": int(number == 3)}
+        records.append(rollout_record(made, row, step=7, input="q", output="A", score=score))
+    write_rollouts(folder / "rollouts", 7, records)
+    Tracking(["jsonl"], folder, "e").log({"rollout/infrastructure_failure_share": 0.25}, 7)
+
+
+def test_why_the_loss_may_be_zero(tmp_path):
+    rollouts(tmp_path)
+    printed = CliRunner().invoke(report, [str(tmp_path), "--why"])
+    assert printed.output.replace("\N{NO-BREAK SPACE}", " ").splitlines() == [
+        "50 % (1 of 2) groups whose rewards are all equal; such as a",
+        "25 % (1 of 4) answers that the scorer did not find; such as r1",
+        "25 % (1 of 4) rollouts cut for length; such as r2",
+        "25 % rollouts that met an infrastructure failure; such as r3",
+    ]
+    page = write_report(tmp_path).read_text()
+    assert "Why the loss may be zero" in page
+    assert "<td>groups whose rewards are all equal</td>" in page

@@ -139,9 +139,12 @@ class Case:
     correction: dict | None = None
     taught: bool = False
     sharded: bool = True
+    broken: bool = False
 
     def batch(self):
         batch = uneven_batch(self.seed)
+        if self.broken:
+            batch.batch["advantages"][0] = float("nan")  # of the only row of its prompt
         if self.correction is not None:
             mask = batch.batch["response_mask"]
             batch.batch["rollout_log_probs"] += 0.5 * mask  # about what the policy's are

@@ -4,11 +4,16 @@ from dataclasses import replace
 
 import pytest
 import torch
-from workers_stage import SPEC, TEXTS, learnable, policy, prompts, update
+from ranks_stage import run_ranks, uneven_batch
+from workers_stage import SPEC, TEXTS, learnable, policy, prompts, roles, update
 
 from etude.errors import ConfigError
+from etude.metrics import add_metrics, finish_metrics
 from etude.models import build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.models.experts import routers
+from etude.options import ActorOptions, OptimOptions
+from etude.trainer.minibatches import update_batches
+from etude.workers import TrainWorker
 
 REPLAY = {"rollout": {"enable_rollout_routing_replay": True}}
 
@@ -89,3 +94,44 @@ def test_other_engines_and_dense_models_are_refused(path, model_path):
         policy(model_path, **REPLAY)
     with pytest.raises(ConfigError, match=r"needs rollout\.name=native"):
         policy(path, rollout={"enable_rollout_routing_replay": True, "name": "scripted"})
+
+
+def test_the_routers_loss_evens_out_what_the_experts_get(path):
+    """Updates without advantages: what moves is the routers' loss alone, down to where all experts get the same."""
+    evenness = []
+    for coef in (0.0, 5.0):
+        optim = OptimOptions(lr=2e-2, weight_decay=0.0)
+        group, worker = policy(path, actor=ActorOptions(ppo_mini_batch_size=4, router_aux_loss_coef=coef, optim=optim))
+        with torch.no_grad():
+            for router in routers(worker.model):
+                router.weight.normal_(0, 0.3, generator=torch.Generator().manual_seed(5))
+        batch = learnable(group, prompts())
+        batch.batch["advantages"].zero_()
+        found = [update(group, batch, step + 1).get("actor/router_aux_loss") for step in range(8)]
+        evenness.append(found)
+    assert evenness[0] == [None] * 8
+    assert SPEC.num_experts_per_tok <= evenness[1][-1] < evenness[1][0] - 0.02
+
+
+def learn_evenly(rank, ranks, options, batch):
+    """One rank of a world of processes; what it reports, and its routers afterwards."""
+    worker = TrainWorker(options, rank=rank, world_size=ranks)
+    worker.init_model()
+    steps = update_batches(batch, options.actor, shuffle=True, seed=3, ranks=ranks)
+    metrics = [worker.update_actor(parts[rank]) for parts in steps]
+    return metrics, [router.weight.detach() for router in routers(worker.model)]
+
+
+@pytest.mark.slow
+def test_the_routers_loss_is_the_same_however_many_ranks_share_a_mini_batch(path, tmp_path):
+    actor = ActorOptions(ppo_mini_batch_size=2, router_aux_loss_coef=0.5, ppo_max_token_len_per_gpu=60)
+    options, found = roles(path, actor=actor), []
+    for ranks in (1, 2):
+        said = run_ranks(ranks, learn_evenly, options, uneven_batch(), folder=tmp_path)
+        found.append((finish_metrics(add_metrics(m for metrics, _ in said for m in metrics)), said[0][1]))
+    (figures, weights), (others, theirs) = found
+    assert others["actor/router_aux_loss"] == pytest.approx(figures["actor/router_aux_loss"], rel=1e-5)
+    assert figures["actor/router_aux_loss"] >= SPEC.num_experts_per_tok
+    assert others["actor/grad_norm"] == pytest.approx(figures["actor/grad_norm"], rel=1e-4)
+    for one, other in zip(weights, theirs):
+        torch.testing.assert_close(other, one, atol=1e-5, rtol=0)

@@ -27,6 +27,7 @@ def losing(loss, mode):
 
 
 CASES = {
+    "broken": Case({"ppo_mini_batch_size": 1}, broken=True),
     # With one prompt a mini-batch, some have fewer rows than there are ranks.
     **{
         f"{mode}, {size}": Case(
@@ -75,7 +76,7 @@ CASES |= {
 }
 SHARDED = {
     2: {name: case for name, case in CASES.items() if case.sharded},
-    3: {name: CASES[name] for name in ("token-mean, 1", "loss vanilla, None", "critic token-mean")},
+    3: {name: CASES[name] for name in ("broken", "token-mean, 1", "loss vanilla, None", "critic token-mean")},
 }
 
 
@@ -178,12 +179,12 @@ def test_ranks_make_one_update_with_every_correction(monkeypatch, worlds, shards
         assert 0 < figures[f"rollout_corr/{share or 'rollout_is_oob_ratio'}"] < 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, worlds):
-    batch = uneven_batch()
-    batch.batch["advantages"][0] = float("nan")  # of the only row of its prompt
-    for world in worlds["actor"]:
-        figures, _, _ = world.learn(monkeypatch, Case({"ppo_mini_batch_size": 1}), batch)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, worlds, shards):
+    made = [world.learn(monkeypatch, CASES["broken"]) for world in worlds["actor"]]
+    (_, _, weights), *others = [*made, *(each["broken"] for each in shards)]
+    for figures, _, theirs in others:
         assert (figures["actor/skipped_steps"], figures["actor/optimizer_steps"]) == (1, 5)
+        assert all(torch.allclose(weights[name], tensor, rtol=0, atol=1e-6) for name, tensor in theirs.items())
 
 
 def test_ranks_that_cannot_reach_each_other_refuse_to_learn(worlds):

@@ -17,6 +17,7 @@ from ranks_stage import (
     whole_weights,
 )
 from safetensors.torch import load_file
+from vision_stage import build_vision_stage
 from workers_stage import SPEC, TEXTS, prompts, roles, save_model
 
 from etude.errors import ConfigError
@@ -25,7 +26,7 @@ from etude.models import build_tiny_model, build_tiny_tokenizer, save_pretrained
 from etude.models.lora import merged_state
 from etude.options import FSDPOptions, ModelOptions, OptimOptions
 from etude.options.training import ValueModelOptions
-from etude.training import build_mesh, is_sharded
+from etude.training import build_mesh, is_sharded, shard_model
 from etude.workers import ActorRolloutRefWorker, CriticWorker, RoleOptions, TrainWorker
 
 LORA = {"lora_rank": 4, "target_modules": ("q_proj", "v_proj")}
@@ -256,6 +257,12 @@ def test_what_cannot_be_sharded_is_one_line(paths, tmp_path):
     }
     given = [options_of(paths, **way) for way in expected.values()]
     assert run_ranks(2, refusals, given, folder=tmp_path) == [[*expected]] * 2
+
+
+def test_a_model_that_sees_is_not_sharded():
+    model, _ = build_vision_stage("qwen3_vl")
+    with pytest.raises(ConfigError, match="vision-language models cannot be sharded yet: write strategy=ddp"):
+        shard_model(model, FSDPOptions(), None, torch.float32)
 
 
 def test_a_mesh_needs_processes():

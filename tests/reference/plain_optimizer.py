@@ -1,6 +1,6 @@
-"""The plain trainer's optimizers: AdamW, Muon, and the learning rate of a step.
+"""The plain trainer's optimizers and learning-rate schedule, one tensor at a time.
 
-AdamW         arXiv 1711.05101   algorithm 2          Muon        Jordan et al. 2024
+AdamW  arXiv 1711.05101, algorithm 2    schedule-free AdamW  arXiv 2405.15682, algorithm 1    Muon  Jordan et al. 2024
 """
 
 from __future__ import annotations
@@ -21,13 +21,24 @@ def newton_schulz(matrix):
 
 
 class Optimizer:
-    """AdamW, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by their global norm."""
+    """AdamW, with or without a schedule, or Muon for the matrices of the blocks and AdamW for the rest; gradients clipped by
+    their global norm."""
 
     def __init__(self, model, options):
         self.options, self.updates = options, 0
         self.parameters = dict(model.named_parameters())
         self.first = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
         self.second = {name: torch.zeros_like(p) for name, p in self.parameters.items()}
+        self.is_free = options["name"] == "adamw_schedule_free"
+        self.averages, self.steps_z, self.squares = {}, {n: p.detach().clone() for n, p in self.parameters.items()}, 0.0
+
+    @torch.no_grad()
+    def begin(self):
+        """Before the gradients of an update: schedule-free takes them at y = (1 − β₁) z + β₁ x, and is used at x."""
+        if self.is_free:
+            self.averages = {name: p.detach().clone() for name, p in self.parameters.items()}
+            for name, p in self.parameters.items():
+                p.copy_((1 - self.options["betas"][0]) * self.steps_z[name] + self.options["betas"][0] * p)
 
     @torch.no_grad()
     def step(self, lr):
@@ -36,8 +47,11 @@ class Optimizer:
         norm = math.sqrt(sum(float((p.grad**2).sum()) for p in self.parameters.values()))
         limit = self.options["clip_grad"]
         scale = min(1.0, limit / (norm + 1e-6)) if limit else 1.0
+        self.squares += lr**2
         for name, p in self.parameters.items():
-            if self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
+            if self.is_free:
+                self._schedule_free(name, p, p.grad * scale, lr)
+            elif self.options["name"] == "muon" and p.ndim == 2 and ".layers." in name:
                 self._muon(name, p, p.grad * scale, lr * self.options["muon_lr_multiplier"])
             else:
                 self._adamw(name, p, p.grad * scale, lr)
@@ -50,6 +64,14 @@ class Optimizer:
         v.copy_(beta2 * v + (1 - beta2) * g**2)
         m_hat, v_hat = m / (1 - beta1**self.updates), v / (1 - beta2**self.updates)
         p.mul_(1 - lr * self.options["weight_decay"]).sub_(lr * m_hat / (v_hat.sqrt() + 1e-8))
+
+    def _schedule_free(self, name, y, g, lr):
+        beta2, v, z, x = self.options["betas"][1], self.second[name], self.steps_z[name], self.averages[name]
+        v.copy_(beta2 * v + (1 - beta2) * g**2)
+        v_hat = v / (1 - beta2**self.updates)
+        z.sub_(lr * (g / (v_hat.sqrt() + 1e-8) + self.options["weight_decay"] * y))
+        share = lr**2 / self.squares
+        y.copy_((1 - share) * x + share * z)
 
     def _muon(self, name, p, g, lr):
         m = self.first[name]

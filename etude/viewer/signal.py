@@ -1,0 +1,87 @@
+"""Why is my loss zero? What took the signal to learn from out of a run's last step, with rollouts to look at.
+
+Invariant: computed from files alone, the last dump and the last metrics; a cause without data is left out. A dump lacks the
+rollouts that were dropped, so that the share of failures is the metric's.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from etude.dumps import list_dump_steps, read_rollouts
+from etude.trajectory import StopReason
+
+MAX_SCANNED = 20_000
+_EXAMPLES = 3
+_TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
+
+
+@dataclass(frozen=True)
+class Cause:
+    """`count` of `total` things (`what`); `examples` are uids of prompts, or request ids of rollouts, in `folder/step`."""
+
+    what: str
+    share: float
+    count: int | None
+    total: int | None
+    examples: tuple[str, ...]
+
+    @property
+    def text(self) -> str:
+        """`75 % (6 of 8)`."""
+        share = f"{100 * self.share:.0f}\N{NO-BREAK SPACE}%"
+        return share if self.count is None else f"{share} ({self.count} of {self.total})"
+
+
+def find_causes(folder: Path, metrics: Mapping[str, Any]) -> list[Cause]:
+    """The causes in the last dump of `folder` and the last step's `metrics`.
+
+    Raises:
+        DataError: the dump cannot be read; names file and line.
+    """
+    steps = list_dump_steps(folder)
+    records = list(islice(read_rollouts(folder / f"{steps[-1]}.jsonl"), MAX_SCANNED)) if steps else []
+    groups: dict[str, set[float]] = defaultdict(set)
+    sizes: dict[str, int] = defaultdict(int)
+    for record in records:
+        if record.get("uid") is not None and isinstance(record.get("score"), int | float):
+            groups[str(record["uid"])].add(round(float(record["score"]), 9))
+            sizes[str(record["uid"])] += 1
+    compared = [uid for uid, size in sizes.items() if size > 1]
+    read = [(record, info["pred"]) for record in records if "pred" in (info := _score_info(record))]
+    cut = [record for record in records if record.get("stop_reason") in _TRUNCATED]
+    retried = [record for record in records if record.get("attempt")]
+    failed = metrics.get("rollout/infrastructure_failure_share")
+    return [
+        *_cause("groups whose rewards are all equal", compared, [uid for uid in compared if len(groups[uid]) == 1]),
+        *_cause(
+            "answers that the scorer did not find", read, _ids(record for record, answer in read if answer is None)
+        ),
+        *_cause("rollouts cut for length", records, _ids(cut)),
+        *([] if failed is None else [_failures(float(failed), _ids(retried))]),
+    ]
+
+
+def _cause(what: str, all_of: list[Any], found: list[str]) -> list[Cause]:
+    if not all_of:
+        return []
+    return [Cause(what, len(found) / len(all_of), len(found), len(all_of), tuple(found[:_EXAMPLES]))]
+
+
+def _failures(share: float, examples: list[str]) -> Cause:
+    return Cause("rollouts that met an infrastructure failure", share, None, None, tuple(examples[:_EXAMPLES]))
+
+
+def _ids(records: Iterable[Mapping[str, Any]]) -> list[str]:
+    return [str(record.get("request_id") or record.get("uid")) for record in records]
+
+
+def _score_info(record: Mapping[str, Any]) -> Mapping[str, Any]:
+    rewards = record.get("rewards")
+    info = rewards.get("score_info") if isinstance(rewards, Mapping) else None
+    return info if isinstance(info, Mapping) else {}

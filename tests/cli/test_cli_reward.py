@@ -1,0 +1,134 @@
+"""`etude rescore` and `etude reward`: on the dumps of a real run, and on rows by hand."""
+
+import json
+
+import pytest
+from house_stage import one_line_error
+
+from etude.cli.main import cli, run
+from etude.data import write_parquet
+from etude.dumps import read_rollouts
+from etude.trainer.run import train
+
+
+@pytest.fixture(scope="module")
+def dumps(tiny, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("rescore") / "run"
+    train(tiny.config(folder, "trainer.total_training_steps=2", "trainer.save_freq=2"))
+    return folder / "rollouts"
+
+
+@pytest.fixture
+def scorers(tmp_path):
+    (tmp_path / "mine.py").write_text(
+        "def one(solution_str): return 1.0\n"
+        "def length(solution_str, trajectory, extra_info, per=1.0):\n"
+        "    assert trajectory.num_turns == extra_info['num_turns']\n"
+        "    return {'score': per * len(solution_str), 'acc': 0}\n"
+        "def broken(solution_str): raise KeyError('x')\n"
+    )
+    return tmp_path / "mine.py"
+
+
+def called(capsys, *arguments):
+    status = run(cli, [str(argument) for argument in arguments])
+    out, err = capsys.readouterr()
+    assert err == ""
+    return status, out
+
+
+def test_the_reward_of_the_run_gives_the_scores_of_the_run(tiny, dumps, capsys):
+    own = ("--reward", f"{tiny.folder}/agent.py:compute_score", "--json")
+    status, out = called(capsys, "rescore", dumps, *own)
+    found = json.loads(out)
+    assert (status, found["changed"], found["failed"]) == (0, 0, 0)
+    assert found["rows"] == sum(1 for step in (1, 2) for _ in read_rollouts(dumps / f"{step}.jsonl"))
+    assert found["old_mean"] == found["new_mean"]
+    tokenizer = dumps.parent / "global_step_2" / "actor" / "huggingface"
+    assert json.loads(called(capsys, "rescore", dumps, *own, "--model", tokenizer)[1])["changed"] == 0
+
+
+def test_another_reward(dumps, scorers, capsys):
+    status, out = called(capsys, "rescore", dumps / "1.jsonl", "--reward", f"{scorers}:one", "--json")
+    found, rows = json.loads(out), list(read_rollouts(dumps / "1.jsonl"))
+    right = sum(record["rewards"]["score"] >= 1 for record in rows)
+    assert (status, found["new_mean"], found["changed"]) == (0, 1.0, len(rows) - right)
+    confusion = {"right->right": right, "right->wrong": 0, "wrong->right": len(rows) - right, "wrong->wrong": 0}
+    assert found["confusion"] == confusion
+    assert len(found["examples"]) == min(5, len(rows) - right)
+    _, out = called(capsys, "rescore", dumps / "1.jsonl", "--reward", f"{scorers}:one", "--examples", 1)
+    assert "was wrong" in out
+    assert "→ 1" in out
+
+
+def test_what_the_scorer_reads(dumps, scorers, capsys):
+    arguments = ("rescore", dumps / "1.jsonl", "--reward", f"{scorers}:length", "--json")
+    assistant, full = (
+        json.loads(called(capsys, *arguments, *more)[1])["new_mean"] for more in ((), ("--score-text", "full"))
+    )
+    assert full > assistant
+    doubled = json.loads(called(capsys, *arguments, "--reward-kwargs", '{"per": 2}')[1])["new_mean"]
+    assert doubled == pytest.approx(2 * assistant)
+
+
+def test_a_scorer_that_fails_gives_no_scores(dumps, scorers, capsys):
+    status, out = called(capsys, "rescore", dumps / "1.jsonl", "--reward", f"{scorers}:broken", "--json")
+    found = json.loads(out)
+    assert (status, found["failed"], found["new_mean"], found["changed"]) == (1, found["rows"], None, 0)
+    assert "KeyError: 'x'" in found["examples"][0]["error"]
+
+
+@pytest.fixture
+def rows(tmp_path):
+    made = [
+        {
+            "data_source": "openai/gsm8k",
+            "prompt": [{"role": "user", "content": "6 * 7?"}],
+            "reward_model": {"style": "rule", "ground_truth": str(truth)},
+            "extra_info": {"index": index, "split": "test"},
+        }
+        for index, truth in enumerate((42, 43))
+    ]
+    write_parquet(made, tmp_path / "rows.parquet")
+    return tmp_path / "rows.parquet"
+
+
+def test_typed_answers(rows, scorers, capsys):
+    status, out = called(capsys, "reward", "try", rows, "--row", 0, "--row", 1, "--answer", "so #### 42")
+    assert status == 0
+    first, second = out.splitlines()
+    assert "row 0: score 1" in first
+    assert "'pred': '42'" in first
+    assert "row 1: score 0" in second
+    status, out = called(capsys, "reward", "try", rows, "--reward", f"{scorers}:broken", "--answer", "x")
+    assert (status, "KeyError: 'x'" in out) == (1, True)
+
+
+def test_dumped_answers(rows, dumps, capsys):
+    status, out = called(capsys, "reward", "try", rows, "--dump", dumps / "1.jsonl")
+    assert status == 0
+    assert all(line.startswith("row ") for line in out.splitlines())
+
+
+def test_the_list_of_scorers(capsys):
+    out = called(capsys, "reward", "list")[1]
+    assert "aime*  etude.rewards.math_dapo.compute_score" in out
+    assert "openai/gsm8k  etude.rewards.gsm8k.compute_score" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (("--reward", "nothing.py:one"), "nothing.py"),
+        (("--reward-kwargs", "{"), "--reward-kwargs is not JSON"),
+        (("--reward-kwargs", '{"a": 1}'), "are those of --reward"),
+    ],
+)
+def test_what_cannot_be_used_is_one_line(dumps, arguments, words, capsys):
+    assert words in one_line_error(capsys, ["rescore", dumps / "1.jsonl", *arguments])
+
+
+def test_rows_and_dumps_that_are_not_there(rows, tmp_path, capsys):
+    assert "has no row 7: it has 2" in one_line_error(capsys, ["reward", "try", rows, "--row", "7", "--answer", "x"])
+    (tmp_path / "empty").mkdir()
+    assert "there are no dumps" in one_line_error(capsys, ["rescore", tmp_path / "empty"])
