@@ -78,12 +78,6 @@ def uids_of(batch: Batch) -> set[str]:
     return set(batch.non_tensor_batch["uid"].tolist()) if len(batch) else set()
 
 
-def value_targets(batch: DataProto) -> DataProto:
-    """What a critic on the actor's trunk learns from, under the names that only its update reads."""
-    columns = batch.batch
-    return DataProto.from_dict({"old_values": columns["values"], "value_targets": columns["returns"]})
-
-
 def without_objects(batch: Batch) -> Batch:
     """What updates read: a reference without the objects of rows and rollouts, which cost most to read."""
     if not isinstance(batch, BatchRef):

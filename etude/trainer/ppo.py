@@ -34,7 +34,6 @@ from etude.trainer.batch_functions import (
     engine_log_probs,
     judge_batch,
     uids_of,
-    value_targets,
     without_log_probs,
     without_objects,
 )
@@ -325,8 +324,6 @@ class PPOTrainer:
     def _update_actor(self, batch: Batch) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        if self.setup.roles.value_head:  # the update learns them, too
-            batch = batch.union(self._run(value_targets, batch))
         cut = without_objects(batch), options, options.shuffle, options.data_loader_seed, actor.dp_size
         minis = self._run(cut_updates, *cut)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))

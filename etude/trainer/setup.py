@@ -146,8 +146,8 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     options, roles, bundle = check(config)
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False, value_head=False)
-    own_critic = trains and "values" in options.needs and not roles.value_head
-    groups = open_groups(roles, options, trains=trains, critic=own_critic, keeps_batches=trains)
+    critic = trains and "values" in options.needs and not roles.value_head
+    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(
