@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import shutil
 import threading
 import time
 
@@ -294,3 +295,4 @@ def test_workers_of_a_cluster(tmp_path):
             score(trajectory(("hang", "")), row(), remote)
     finally:
         ray.shutdown()
+        shutil.rmtree(folder, ignore_errors=True)
