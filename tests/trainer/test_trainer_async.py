@@ -49,8 +49,7 @@ def test_every_prompt_of_the_plan_is_trained_on_once_and_none_is_too_old(tiny, t
             assert record["staleness/mean"] == pytest.approx(sum(age * share for age, share in shares.items()))
             assert record["staleness/max"] == max(shares) <= level
             assert "rollout_corr/rollout_is_mean" in record  # corrected by default
-    if level:
-        assert max(record["staleness/max"] for record in metrics(run)) > 0
+    assert (max(record.get("staleness/max", 0) for record in metrics(run)) > 0) == (level > 0)
 
 
 def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp_path):
@@ -87,12 +86,8 @@ def test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end(tiny, tmp
             assert not handed.is_alive()
             rolled = []
             while len(rolled) < 16:
-                rolled += [
-                    r
-                    for groups, _ in trainer.groups.rollout.collect(1.0)
-                    for _, batch in groups
-                    for r in rollouts_of(batch)
-                ]
+                [(groups, _)] = trainer.groups.rollout.collect(1.0)
+                rolled += [rollout for _, batch in groups for rollout in rollouts_of(batch)]
         finally:
             setup.groups.close()
         held = [r.trajectory for r in rolled if len(r.trajectory.tool_calls)]
@@ -134,26 +129,41 @@ def test_an_estimator_with_greedy_baselines_streams_too(tiny, tmp_path):
 
 def test_prompts_whose_infrastructure_broke_are_accounted_for(tiny, tmp_path):
     """Every call of the tool fails in some trajectories: their groups are dropped, with the cause."""
-    tool = Moody(tmp_path / "tool", "raise ConnectionError('gone')", good=16)
+    tool = Moody(tmp_path / "tool", "raise ConnectionError('gone')", good=3)
     run = tmp_path / "run"
     settings = ("trainer.min_valid_fraction=0", "trainer.max_staleness=1", "trainer.total_training_steps=3")
+    settings += (f"{ROLLOUT}.infrastructure_retries=0", f"{ROLLOUT}.n=2")
     with suppress(TrainingStopped):  # for want of anything to train on
-        train(tiny.config(run, *ASYNC, *settings, tool.override, f"{ROLLOUT}.infrastructure_retries=0"))
+        train(tiny.config(run, *ASYNC, *settings, tool.override))
     lost = dropped(run)
     assert set(lost) <= {"infrastructure", "cancelled"}
     assert lost
     assert sorted(trained(run) + [uid for uids in lost.values() for uid in uids]) == plan(3)
 
 
+FUSSY = """
+from etude.errors import EtudeError
+
+calls = 0
+
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    global calls
+    calls += 1
+    if calls > 20:
+        raise EtudeError("a bug of mine")
+    return len(solution_str) % 3
+"""
+
+
 def test_an_error_of_a_rollout_ends_the_run_with_the_last_step_saved(tiny, tmp_path):
-    tool = Moody(tmp_path / "tool", "raise EtudeError('a bug of mine')", good=24)
-    code = tmp_path / "tool" / "moody.py"
-    code.write_text("from etude.errors import EtudeError\n" + code.read_text())
-    run = tmp_path / "run"
+    (tmp_path / "fussy.py").write_text(FUSSY)
+    run, tool = tmp_path / "run", Moody(tmp_path / "tool", "pass")
+    scorer = f"custom_reward_function.path={tmp_path / 'fussy.py'}"
     with pytest.raises(EtudeError, match="a bug of mine"):
-        train(tiny.config(run, *ASYNC, "trainer.max_staleness=1", tool.override, "trainer.total_training_steps=500"))
-    done = steps(run)[-1]
-    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(done)
+        train(tiny.config(run, *ASYNC, "trainer.max_staleness=1", scorer, tool.override))
+    assert steps(run)[-1] in (1, 2)
+    assert (run / "latest_checkpointed_iteration.txt").read_text() == str(steps(run)[-1])
     assert tool.count("release") == tool.count("create")
 
 
@@ -182,15 +192,12 @@ def test_the_second_signal_abandons_the_wait_and_releases_every_tool(tiny, tmp_p
     run, tool = tmp_path / "run", Moody(tmp_path / "tool", "await asyncio.sleep(3600)", good=8, timeout=7200)
     arguments = tiny.arguments(run, *ASYNC, "trainer.max_staleness=1", tool.override)
     launched = Launched(["train", *arguments], tmp_path / "log")
-    while tool.count("mood") < 1 or "stopping after this step" not in launched.text():
+    while not tool.count("mood"):
         assert launched.process.is_alive(), launched.text()
-        launched.process.join(0.1)
-        if tool.count("mood") and "stopping" not in launched.text():
-            launched.signal(signal.SIGINT)
-            launched.process.join(0.5)
-    while launched.process.is_alive():  # the step may still be finishing
+        launched.process.join(0.05)
+    while launched.process.is_alive():  # the first is noted, and one during the wait ends it
         launched.signal(signal.SIGINT)
-        launched.process.join(2)
+        launched.process.join(1)
     assert launched.wait() == 128 + signal.SIGINT
     assert "Traceback" not in launched.text()
     assert tool.count("release") == tool.count("create") > 8
