@@ -32,6 +32,11 @@ def engine_log_probs(batch: DataProto) -> DataProto:
     return DataProto.from_dict({"old_log_probs": batch.batch["rollout_log_probs"]})
 
 
+def without_log_probs(computed: DataProto) -> DataProto:
+    """What a forward pass found beside log-probs, where the engine's stand in for these."""
+    return computed.select([name for name in computed.batch.keys() if name != "old_log_probs"])  # noqa: SIM118
+
+
 def judge_batch(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[DataProto, float, Metrics]:
     """The columns that `add_advantages` adds, the next coefficient of the KL in the reward, and the batch's metrics."""
     next_coef, metrics = add_advantages(batch, setup, kl_coef)

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
@@ -33,6 +34,7 @@ from etude.trainer.batch_functions import (
     engine_log_probs,
     judge_batch,
     uids_of,
+    without_log_probs,
     without_objects,
 )
 from etude.trainer.checkpoints import Checkpoints
@@ -110,6 +112,11 @@ class PPOTrainer:
         several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
         own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
+
+    @property
+    def _critic(self) -> WorkerGroup | None:
+        """What has values, if anything: a critic, or the actor with a head for them."""
+        return self.groups.actor if self.setup.roles.value_head else self.groups.critic
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -228,7 +235,7 @@ class PPOTrainer:
                 self._updating = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                if self.groups.critic is None or self.global_step >= self.options.critic_warmup:
+                if self._critic is None or self.global_step >= self.options.critic_warmup:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
@@ -267,7 +274,8 @@ class PPOTrainer:
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
-            batch = batch.union(self.groups.actor.compute_log_prob(batch))
+            found = self.groups.actor.compute_log_prob(batch)
+            batch = batch.union(self._run(without_log_probs, found) if bypass else found)
         if bypass:
             batch = batch.union(self._run(engine_log_probs, batch))
         batch.meta_info["compare_rollout"] = bypass or not computes
@@ -288,8 +296,7 @@ class PPOTrainer:
         return batch.union(self._run(DataProto.fetch, added))
 
     def _with_values(self, batch: Batch) -> Batch:
-        critic = self.groups.critic
-        return batch if critic is None else batch.union(critic.compute_values(batch))
+        return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
     def _learned(self, batch: Batch) -> tuple[Batch, Metrics]:
         """The part of the batch to train on, corrected for what the engine sampled."""
@@ -305,9 +312,9 @@ class PPOTrainer:
         return batch, metrics
 
     def _update_critic(self, batch: Batch) -> Metrics:
-        """Epochs of mini-batches towards the returns."""
-        critic, roles = self.groups.critic, self.setup.roles
-        if critic is None:
+        """Epochs of mini-batches towards the returns; a critic on the actor's trunk has them only while it warms up."""
+        critic, roles = self._critic, self.setup.roles
+        if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
         actor, ranks = roles.actor, critic.dp_size
         cut = without_objects(batch), roles.critic, actor.shuffle, actor.data_loader_seed, ranks

@@ -145,8 +145,8 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     """
     options, roles, bundle = check(config)
     if not trains:
-        roles = replace(roles, needs_ref=False, streams=False)
-    critic = trains and "values" in options.needs
+        roles = replace(roles, needs_ref=False, streams=False, value_head=False)
+    critic = trains and "values" in options.needs and not roles.value_head
     groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
@@ -194,6 +194,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         distillation=options.distillation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
+        value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,

@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,10 +28,10 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from etude.errors import ConfigError
 from etude.models.lora import has_adapters
-from etude.models.quantized import quantized_layers
 from etude.models.vision import Vision
 from etude.options import FSDPOptions
 
@@ -84,8 +84,6 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
     body = getattr(model, "backbone", model)
     if Vision.of(model.config) is not None:
         raise ConfigError("strategy=fsdp2: vision-language models cannot be sharded yet: write strategy=ddp")
-    if next(quantized_layers(model), None) is not None:
-        raise ConfigError("strategy=fsdp2 does not go with model.quantization: write strategy=ddp")
     if mesh["tensor"].size() > 1:
         _split_layers(model, body, mesh["tensor"])
     for parameter in body.parameters():
@@ -116,7 +114,9 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
 
 
 def _run(model: Any, compute: Callable[[], T]) -> T:
-    return compute()
+    """FSDP's hooks are lost by in-place operations on views, so none leaves the pass."""
+    found: T = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, compute())
+    return found
 
 
 def is_sharded(model: Any) -> bool:

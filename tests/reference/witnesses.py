@@ -36,6 +36,11 @@ WITNESSES = {
         f"{ROLLOUT}.trace.sample_rate": "test_a_share_is_traced_always_the_same",
         f"{ROLLOUT}.trace.max_samples_per_step_per_worker": "test_a_number_of_prompts_is_traced_with_all_their_answers",
     },
+    "trainer/test_trainer_async.py": {
+        "trainer.max_staleness": "test_every_prompt_of_the_plan_is_trained_on_once_and_none_is_too_old",
+        "trainer.stall_timeout": "test_a_stalled_tool_is_tried_again_and_the_run_goes_on",
+        f"{ROLLOUT}.partial_rollout": "test_an_update_reaches_a_trajectory_in_flight_or_waits_for_its_end",
+    },
     "trainer/test_trainer_correction.py": {
         "algorithm.rollout_correction.alarm_threshold": "test_an_engine_far_from_the_trainer_raises_the_alarm_once",
     },
@@ -68,7 +73,7 @@ WITNESSES = {
     "trainer/test_trainer_ray.py": {
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
-        "trainer.n_gpus_per_node": "test_several_processes_on_a_node_and_too_many",
+        "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
         "ray.call_timeout": "test_a_call_has_the_configured_time",

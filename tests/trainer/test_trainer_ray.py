@@ -49,13 +49,17 @@ def sampled(folder, step):
     return [(record["response_ids"], record["score"]) for record in map(json.loads, lines)]
 
 
-@pytest.mark.parametrize("strategy", ["ddp", "fsdp2"])
-def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, strategy):
-    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", f"{ACTOR}.strategy={strategy}")
+TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2")  # and a sharded critic
+
+
+@pytest.mark.parametrize("held", [(), TEAM], ids=["replicated", "in parts"])
+def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
+        assert (groups.actor.dp_size, groups.critic.dp_size) == ((1 if held else 2), 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
         trainer.init_workers()
@@ -75,11 +79,7 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
 
 
-def test_several_processes_on_a_node_and_too_many(tiny, tmp_path, cluster):
-    setup = prepare(tiny.config(tmp_path, *cluster, "trainer.n_gpus_per_node=2"), trains=False)
-    with setup.groups.resources:
-        assert setup.groups.rollout.world_size == 2
-        assert len({rank.place.node_id for rank in setup.groups.rollout._ranks}) == 1
+def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster):
     wish = "trainer.nnodes=3, trainer.n_gpus_per_node=2: 6 processes"
     with pytest.raises(ConfigError, match=rf"{wish}.*the cluster has 2 nodes \(4 CPU; 4 CPU\)"):
         prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=3", "trainer.n_gpus_per_node=2"))
@@ -136,7 +136,7 @@ def test_the_second_signal_abandons_a_rollout_on_all_ranks(tiny, tmp_path, nodes
     assert launched.wait() == 128 + signal.SIGINT
     assert "Traceback" not in launched.text()
     assert launched.text().splitlines()[-1].startswith("error: stopped after step 1 of 5000;")
-    assert tool.count("release") == tool.count("create") == 16
+    assert tool.count("release") == tool.count("create") == 16  # of both ranks
     assert steps(tmp_path / "run") == [1]
     until(lambda: not rank_processes(nodes), "ranks are left")
 
