@@ -5,6 +5,7 @@ import os
 import signal
 
 import pytest
+from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
@@ -68,6 +69,13 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster)
     for role in ("actor", "critic"):
         here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
+
+
+def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
+    assert sorted(trained(tmp_path)) == plan(6)
+    assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2
 
 
 def test_several_processes_on_a_node_and_too_many(tiny, tmp_path, cluster):
