@@ -2,22 +2,30 @@
 
     python benchmarks/data_plane.py proto [--mebibytes 64] [--rounds 31]
     python benchmarks/data_plane.py plane [--mebibytes 1024] [--rounds 5] [--blocks 8] [--queue]
+    python benchmarks/data_plane.py driver [--lengths 256,1024,4096,16384] [--ranks 2]
 
 `proto`: a `DataProto` through Ray's object store beside a plain dict of the same arrays, in one run: seconds of a put and a
 get, and bytes. Rounds of the two alternate; each figure is the median of its rounds.
 
 `plane`: a batch through a data plane (put by the driver in one or several blocks, then got whole), beside one copy of its
 tensors in memory.
+
+`driver`: bytes that cross between the driver and its workers in one training step on Ray, for answers of several lengths:
+arguments and results as they are pickled, and what the driver fetches.
 """
 
 from __future__ import annotations
 
 import argparse
 import pickle
+import shutil
 import statistics
+import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -107,22 +115,68 @@ def plane(options: argparse.Namespace) -> None:
         each.close()
 
 
+def driver(options: argparse.Namespace) -> None:
+    sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+    from house_stage import ACTOR, ROLLOUT, Tiny
+    from ray_stage import LONG_LOOP, counted_bytes
+
+    from etude.models import TinyModelSpec, build_tiny_model, load_tokenizer, save_pretrained
+    from etude.quickstart.prepare import prepare
+    from etude.trainer.run import train
+
+    folder = Path(tempfile.mkdtemp(prefix="etude-driver-"))
+    prepare(folder, 1)
+    (folder / "agent.py").write_text("")
+    (folder / "loops.py").write_text(LONG_LOOP)
+    tokenizer = load_tokenizer(folder / "model")
+    lengths = [int(length) for length in options.lengths.split(",")]
+    spec = TinyModelSpec(hidden_size=32, num_layers=1, intermediate_size=64, max_position_embeddings=max(lengths) + 256)
+    save_pretrained(build_tiny_model(spec, tokenizer), tokenizer, folder / "sft" / "huggingface")
+    print(f"{'tokens':>8}{'driver, bytes':>15}{'one int64 column':>18}")
+    for length in lengths:
+        name, run = f"long_{length}", folder / str(length)
+        (folder / "loops.yaml").write_text(f"- {{name: {name}, _target_: 'loops.py:LongAnswers', length: {length}}}")
+        config = Tiny(folder).config(
+            run,
+            f"{ROLLOUT}.agent={{default_agent_loop:{name},agent_loop_config_path:{folder}/loops.yaml}}",
+            f"{ROLLOUT}.multi_turn.format=hermes",
+            f"data.max_response_length={length}",
+            f"{ACTOR}.use_kl_loss=true",
+            f"{ACTOR}.ppo_mini_batch_size=1",
+            f"{ACTOR}.ppo_max_token_len_per_gpu={length + 128}",
+            "custom_reward_function.path=null",
+            "trainer.backend=ray",
+            f"trainer.n_gpus_per_node={options.ranks}",
+            "trainer.total_training_steps=1",
+        )
+        with counted_bytes() as counts:
+            train(config)
+        print(f"{length:8d}{sum(counts.values()):15,d}{8 * 8 * length:18,d}", flush=True)
+        if options.verbose:
+            print("   ", ", ".join(f"{method} {size:,d}" for method, size in sorted(counts.items())))
+    shutil.rmtree(folder)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=["proto", "plane"])
+    parser.add_argument("what", choices=["proto", "plane", "driver"])
     parser.add_argument("--mebibytes", type=int, default=64)
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--blocks", type=int, default=8)
     parser.add_argument("--queue", action="store_true", help="TransferQueue too")
+    parser.add_argument("--lengths", default="256,1024,4096,16384")
+    parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--verbose", action="store_true", help="by method, too")
     options = parser.parse_args()
     ray.init(
-        num_cpus=4,
+        address="local",
+        num_cpus=max(4, options.ranks),
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=3 * (options.mebibytes << 20) + (80 << 20),
+        object_store_memory=3 * (options.mebibytes << 20) + (160 << 20),
     )
     try:
-        {"proto": proto, "plane": plane}[options.what](options)
+        {"proto": proto, "plane": plane, "driver": driver}[options.what](options)
     finally:
         ray.shutdown()
 

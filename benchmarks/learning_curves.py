@@ -36,6 +36,14 @@ ALGORITHMS: dict[str, tuple[str, ...]] = {
         "critic.optim.lr=1e-3",
         "trainer.critic_warmup=2",
     ),
+    "gae_shared_trunk": (
+        f"{_ESTIMATOR}=gae",
+        _KEEP,
+        "algorithm.lam=0.95",
+        "critic.share_trunk=true",
+        "critic.optim.lr=1e-3",
+        "trainer.critic_warmup=2",
+    ),
     "gigpo": (f"{_ESTIMATOR}=gigpo", _KEEP, "algorithm.gamma=0.95"),
     "dapo": (
         "algorithm.zero_variance=refill",

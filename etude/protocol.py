@@ -119,6 +119,10 @@ class DataProto:
         batch = TensorDict(tensors, batch_size=data.batch_size) if tensors or not objects else None
         return cls(batch, objects, _copied(meta_info))
 
+    def fetch(self) -> DataProto:
+        """Itself: what a reference to a batch elsewhere gives (`etude.distributed.BatchRef`)."""
+        return self
+
     def to_tensordict(self) -> TensorDict:
         """The inverse of `from_tensordict`; raises ValueError if a key of `meta_info` is also a column."""
         data = TensorDict(self._tensors(), batch_size=[len(self)])

@@ -1,6 +1,7 @@
 """The stage of Ray: a small cluster of several raylets on this machine, and what to ask of its processes."""
 
 import contextlib
+import functools
 import os
 import tempfile
 import time
@@ -59,3 +60,61 @@ def until(condition, message):
         assert time.monotonic() < end, message
         time.sleep(0.02)
     return value
+
+
+LONG_LOOP = """
+from etude.agents import AgentLoopBase
+from etude.trajectory import Provenance, Trajectory
+
+
+class LongAnswers(AgentLoopBase):
+    def __init__(self, trainer_config, *, length, **kwargs):
+        super().__init__(trainer_config, **kwargs)
+        self.length = length
+
+    async def run(self, sampling_params, **row):
+        prompt = list(row["raw_prompt_ids"])
+        trajectory = Trajectory(row["request_id"], prompt, messages=list(row["raw_prompt"]))
+        few = {**sampling_params, "max_tokens": 8}
+        drawn = await self.server_manager.generate(prompt_ids=prompt, sampling_params=few)
+        trajectory.append(drawn.token_ids, Provenance.SAMPLED, log_probs=drawn.log_probs)
+        trajectory.assistant_turns = 1
+        trajectory.append([5] * (self.length - len(drawn.token_ids)), Provenance.TOOL)
+        return trajectory.to_output()
+"""
+"""An agent loop whose answers are `length` tokens long, few of them sampled: batches of any width in little time."""
+
+
+@contextlib.contextmanager
+def counted_bytes():
+    """Counts what crosses between this process and the ranks of its groups meanwhile: `counts[method]`, in bytes."""
+    from ray import cloudpickle
+
+    from etude.distributed.plane import BatchRef
+    from etude.distributed.ray_group import RayWorkerGroup
+
+    counts = {}
+
+    def add(name, value):
+        counts[name] = counts.get(name, 0) + len(cloudpickle.dumps(value))
+
+    run, fetch = RayWorkerGroup._run, BatchRef.fetch
+
+    def counting(self, name, parts, ranks):
+        add(name, parts)
+        futures = run(self, name, parts, ranks)
+        if name != "progress":  # as often as there is time
+            for future in futures:
+                future.add_done_callback(lambda done: done.exception() or add(name, done.result()))
+        return futures
+
+    def fetching(self):
+        data = fetch(self)
+        add("fetch", data)
+        return data
+
+    RayWorkerGroup._run, BatchRef.fetch = functools.wraps(run)(counting), fetching
+    try:
+        yield counts
+    finally:
+        RayWorkerGroup._run, BatchRef.fetch = run, fetch

@@ -42,6 +42,7 @@ FAULTS = (
     "aborts",  # ends every request as aborted
     "stale",  # takes new weights, says so, and keeps the old ones
     "refuses weights",
+    "forgets",  # wakes with other weights than it fell asleep with
     "unhealthy",
 )
 
@@ -125,6 +126,13 @@ class Network:
 
         with _LOADING:
             self.model = load_causal_lm(folder)
+
+    def forget(self):
+        import torch
+
+        with torch.no_grad():
+            for parameter in self.model.parameters():
+                parameter.mul_(0.5)
 
     def adapted(self, folder):
         """Another model: this one with the adapter of a folder merged into its weights."""
@@ -305,6 +313,8 @@ def build_app(state):
     @app.api_route("/resume_memory_occupation", methods=["GET", "POST"])
     async def occupy():
         state.asleep = False
+        if state.fault == "forgets":
+            state.model.forget()
 
     @app.get("/health_generate")
     async def health():

@@ -18,7 +18,7 @@ ROOT = PACKAGE.parent
 FLOORS = (
     {"protocol", "trajectory", "schemas", "errors", "registry", "trace", "jsonl", "bounded", "images", "algorithms"}
     | {"limits", "metrics", "model_folder", "options", "renamed", "routed_experts", "scratch"}
-    | {"events", "problems", "run_folder", "dumps", "seeds", "serving"},
+    | {"events", "problems", "run_folder", "dumps", "seeds", "serving", "json_service"},
     {"models", "chat", "sandbox", "retrieval", "distributed"},
     {"inference", "training", "rewards"},
     {"tools"},

@@ -7,6 +7,7 @@ with an empty response: its mask is all zeros, so that it affects no loss, no ad
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import chain
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from etude.distributed import DispatchMode
+from etude.distributed import BatchRef, DispatchMode
 from etude.distributed.dispatch import Arguments
 from etude.protocol import DataProto, object_array
 from etude.routed_experts import COLUMN as ROUTED_EXPERTS
@@ -93,20 +94,23 @@ def _divide_groups(shards: int, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return [((data.select_idxs(rows), *others), kwargs) for rows in _shards_of(data, shards)]
 
 
-def _concat_groups(results: list[DataProto], args: tuple[Any, ...], kwargs: dict[str, Any]) -> DataProto:
+def _concat_groups(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     filled = _shards_of(args[0], len(results))
     parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
-    whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
     order = [row for rows in filled for row in rows]
+    if isinstance(parts[0], BatchRef):  # joined, and so padded, where it is fetched
+        return replace(BatchRef.concat(parts), join=concat_batches).select_idxs(np.argsort(order))
+    whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
     if order != sorted(order):
         whole.reorder(torch.tensor(order).argsort())
     return whole
 
 
-def _shards_of(data: DataProto, shards: int) -> list[list[int]]:
+def _shards_of(data: DataProto | BatchRef, shards: int) -> list[list[int]]:
     """The rows of each shard: about equally many, in order where groups are."""
     groups: dict[Any, list[int]] = {}
-    for row, uid in enumerate(data.non_tensor_batch.get("uid", np.arange(len(data))).tolist()):
+    uids = data.ids if isinstance(data, BatchRef) else data.non_tensor_batch.get("uid", np.arange(len(data)))
+    for row, uid in enumerate(uids.tolist()):
         groups.setdefault(uid, []).append(row)
     filled: list[list[int]] = [[] for _ in range(shards)]
     done = 0

@@ -169,7 +169,7 @@ def off_policy_sequence_mask(
     mask = response_mask > 0
     gaps = torch.where(mask, (rollout_log_prob - log_prob).detach().double(), 0.0)
     far = gaps.sum(dim=1) / mask.sum(dim=1).clamp(min=1) > threshold
-    dropped = far[:, None] & (advantages < 0) & mask
+    dropped = far[:, None] & (advantages < -1e-9) & mask  # a group's mean is 0 but for rounding
     share = Mean(float(dropped.sum()), float(mask.sum()))
     return (~dropped).double(), {"rollout_corr/off_policy_masked_fraction": share}
 

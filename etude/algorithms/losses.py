@@ -337,9 +337,10 @@ def _covariance(old_log_probs: Tensor, advantages: Tensor, response_mask: Tensor
 
 
 def _by_covariance(covariance: Tensor, chosen: Tensor) -> Tensor:
-    """Flat places of the `chosen` tokens, largest covariance first."""
+    """Flat places of the `chosen` tokens, largest covariance first. Those of equal contexts and advantages are equal but for
+    rounding, which depends on how log-probs were batched: they stay in the order of their places."""
     places = chosen.flatten().nonzero().squeeze(1)
-    return places[covariance.flatten()[places].argsort(descending=True, stable=True)]
+    return places[covariance.flatten()[places].round(decimals=6).argsort(descending=True, stable=True)]
 
 
 def _marked(mask: Tensor, places: Tensor) -> Tensor:

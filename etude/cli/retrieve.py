@@ -170,7 +170,7 @@ def _local_rag(folder: Path) -> Any:
 
 
 def _remote_rag(url: str) -> Any:
-    from etude.tools.builtin.http import JsonService
+    from etude.json_service import JsonService
 
     service = JsonService(url)
 

@@ -232,13 +232,18 @@ def _try_one(console: Console, number: int, row: Mapping[str, Any], text: str, s
     from etude.errors import InfrastructureError, one_line
     from etude.rewards.default import score_row
     from etude.rewards.manager import BoundedScorer, read_score
+    from etude.rewards.scoring import scored_extra_info
+    from etude.rewards.view import TrajectoryView
+    from etude.trajectory import Trajectory
 
     truth = (row.get("reward_model") or {}).get("ground_truth")
     arguments = {"data_source": row.get("data_source"), "solution_str": text, "ground_truth": truth}
-    extra_info = dict(row.get("extra_info") or {})
+    typed = [*(row.get("prompt") or ()), {"role": "assistant", "content": text}]
+    trajectory = Trajectory("typed", [], messages=typed, assistant_turns=1)
+    arguments |= {"extra_info": scored_extra_info(trajectory, row), "trajectory": TrajectoryView.of(trajectory)}
     started = time.perf_counter()
     try:
-        result = asyncio.run(BoundedScorer(scorer or score_row, timeout)(**arguments, extra_info=extra_info))
+        result = asyncio.run(BoundedScorer(scorer or score_row, timeout)(**arguments))
         found = read_score(result, "the scorer")
     except InfrastructureError as error:
         console.print(Text(f"row {number}: {one_line(error)}", style="red"))

@@ -428,6 +428,21 @@ def _serving(run: TrainOptions) -> Iterator[Problem]:
         )
 
 
+def _shared_trunk(run: TrainOptions) -> Iterator[Problem]:
+    policy, key = run.actor_rollout_ref, "critic.share_trunk"
+    if not run.critic.share_trunk or not run.may_need("values"):
+        return
+    if policy.actor.strategy != "ddp":
+        yield key, f"needs actor.strategy=ddp, not {policy.actor.strategy}: the head is no part of a sharded model"
+    if policy.model.dtype in ("float16", "fp16"):
+        yield key, "needs model.dtype=float32 or bfloat16: the loss scale of float16 is the policy's own"
+    if policy.rollout.enable_rollout_routing_replay:
+        yield (
+            key,
+            "does not go with rollout.enable_rollout_routing_replay: old values are those of the model's own routers",
+        )
+
+
 _OF_RECORDS = (_groups, _components, _distillation, _own_options, _loss_options, _correction, _weighted_loss)
 """Checks that depend on records, and are repeated once plugins are imported."""
 _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
@@ -439,4 +454,5 @@ _RULES: tuple[Callable[[TrainOptions], Iterator[Problem]], ...] = (
     _folders,
     _resuming,
     _serving,
+    _shared_trunk,
 )

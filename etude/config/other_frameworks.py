@@ -52,9 +52,12 @@ INERT = {
         "one process on one device trains": """
             actor_rollout_ref.rollout.nnodes actor_rollout_ref.rollout.n_gpus_per_node actor_rollout_ref.hybrid_engine
             reward_model.n_gpus_per_node reward.*.n_gpus_per_node
-            *.nccl_timeout model_engine *.ulysses_sequence_parallel_size
+            *.nccl_timeout model_engine
             algorithm.filter_groups.max_inflight_gen_batches data.filter_overlong_prompts_workers
             data.dataloader_num_workers reward_model.nnodes
+        """,
+        "a sequence is not divided over ranks (fsdp_config.tensor_parallel_size divides layers)": """
+            *.ulysses_sequence_parallel_size
         """,
         "rollout.n is the number of answers per prompt": "*.rollout_n",
         "all trajectories run at once in one process; rollout.max_concurrent_trajectories bounds them": """

@@ -15,7 +15,8 @@ Meshes. Ranks of one tensor-parallel team need the same data. A method names a m
 shard of it a rank holds, and whether it has the output. "Each rank" in DP modes means each shard of the method's mesh: its
 ranks all get the shard's arguments, and one of them that has output answers for it.
 
-Columns. A method may declare the columns of a batch that it reads; no others are sent to it.
+Columns. A method may declare the columns of a batch that it reads; no others are sent to it. A `BatchRef` is divided, and
+results that are references gathered, as batches are, without being read.
 
 Invariant: how an argument is divided depends on the mode and its type, never on its length, and padding never reaches the
 caller. Only modes whose arguments are per-rank lists split lists; elsewhere a list is an ordinary argument.
@@ -43,6 +44,7 @@ from typing import Any, TypeVar
 
 from tensordict import TensorDict
 
+from etude.distributed.plane import BatchRef
 from etude.protocol import DataProto, DataProtoFuture, pad_dataproto_to_divisor, unpad_dataproto
 
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
@@ -127,12 +129,15 @@ class Registration:
         if isinstance(value, list):
             return [self.select(method, each) for each in value]
         value = _settled(value)
-        if self.columns is None or not isinstance(value, DataProto):
+        if self.columns is None or not isinstance(value, DataProto | BatchRef):
             return value
-        tensors = set() if value.batch is None else set(value.batch.keys())
-        if missing := self.columns - tensors - value.non_tensor_batch.keys():
+        tensors = set() if isinstance(value, BatchRef) or value.batch is None else set(value.batch.keys())
+        known = value.columns if isinstance(value, BatchRef) else tensors | value.non_tensor_batch.keys()
+        if missing := self.columns - known:
             raise ValueError(f"{method} needs the column '{min(missing)}', which the batch does not have")
         wanted = self.columns | self.optional
+        if isinstance(value, BatchRef):
+            return value.select(wanted)
         return value.select(sorted(tensors & wanted), sorted(value.non_tensor_batch.keys() & wanted))
 
 
@@ -228,9 +233,10 @@ def _divide_rows(mode: Dispatch, world_size: int, args: tuple[Any, ...], kwargs:
     removed = [rows if metric and not rank_idle else 0 for rows, rank_idle in zip(padding, idle)]
 
     def share(value: Any) -> list[Any]:
-        if not isinstance(value, DataProto):
+        if not isinstance(value, DataProto | BatchRef):
             return [value] * world_size
-        chunks = pad_dataproto_to_divisor(value, world_size)[0].chunk(world_size)
+        rows: Any = value  # a reference is padded and divided as a batch is
+        chunks = pad_dataproto_to_divisor(rows, world_size)[0].chunk(world_size)
         chunks = [unpad_dataproto(chunk, rows) for chunk, rows in zip(chunks, removed)]
         for rank, chunk in enumerate(chunks):
             chunk.meta_info[PADDING_ROWS] = padding[rank] - removed[rank]
@@ -249,7 +255,7 @@ def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
     """The common number of rows of all batches among `values`."""
     if any(isinstance(value, TensorDict) for value in values):
         raise TypeError(f"{mode.name} divides a DataProto: make one with DataProto.from_tensordict")
-    batches = [value for value in values if isinstance(value, DataProto)]
+    batches = [value for value in values if isinstance(value, DataProto | BatchRef)]
     sizes = {len(batch) for batch in batches}
     if len(sizes) != 1:
         raise ValueError(f"{mode.name} needs batches (DataProto) of one size, got sizes {sorted(sizes) or 'of none'}")
@@ -258,15 +264,15 @@ def _common_size(mode: Dispatch, values: Sequence[Any]) -> int:
     return sizes.pop()
 
 
-def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int]) -> DataProto | None:
+def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int]) -> Any:
     """Concatenates the outputs of the ranks in `results` without their padding rows."""
     if all(result is None for result in results.values()):
         return None
     parts = []
     for rank, result in results.items():
-        if not isinstance(result, DataProto):
+        if not isinstance(result, DataProto | BatchRef):
             raise TypeError(f"rank {rank} returned a {type(result).__name__} where a DataProto is gathered")
-        part = result[:]
+        part: Any = result[:]
         part.meta_info.pop(PADDING_ROWS, None)
         declared = part.meta_info.pop(OUTPUT_PADDING_ROWS, None)
         if declared is None and len(part) not in (0, chunk_size):
@@ -277,7 +283,7 @@ def _gather_rows(results: dict[int, Any], chunk_size: int, padding: Sequence[int
         if declared is None:
             declared = padding[rank] if len(part) else 0
         parts.append(unpad_dataproto(part, declared))
-    return DataProto.concat(parts)
+    return type(parts[0]).concat(parts)
 
 
 def _deal(

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
@@ -40,10 +40,12 @@ class PlaneFullError(InfrastructureError):
 
 @dataclass(frozen=True)
 class Block:
-    """Columns of some samples, written at once. `handles`: by column, what its store reads it by; `node`: who holds it."""
+    """Columns of some samples, written at once. `handles`: by column, what its store reads it by; `objects`: columns that
+    are no tensors; `node`: who holds it."""
 
     rows: int
     handles: Mapping[str, Any]
+    objects: frozenset[str]
     nbytes: int
     node: str
 
@@ -84,7 +86,7 @@ class InProcessStore(BlockStore):
 
     def write(self, data: DataProto) -> Block:
         columns = {**({} if data.batch is None else dict(data.batch.items())), **data.non_tensor_batch}
-        return Block(len(data), columns, tensor_bytes(data), "this process")
+        return Block(len(data), columns, frozenset(data.non_tensor_batch), tensor_bytes(data), "this process")
 
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
         found = []
@@ -123,6 +125,7 @@ class BatchRef:
     store: BlockStore
     timeout: float = SECONDS
     meta_info: dict[str, Any] = field(default_factory=dict)
+    join: Callable[[list[DataProto]], DataProto] = DataProto.concat  # of what several blocks hold
 
     @classmethod
     def of(cls, data: DataProto, store: BlockStore, timeout: float = SECONDS) -> BatchRef:
@@ -141,6 +144,12 @@ class BatchRef:
         """Names of tensors and objects."""
         return frozenset(name for layout in self.layouts for name in layout.names)
 
+    @property
+    def objects(self) -> frozenset[str]:
+        """Those that are no tensors."""
+        blocks = ((layout.names, block) for layout in self.layouts for block in layout.blocks)
+        return frozenset(name for names, block in blocks for name in names & block.objects)
+
     def select(self, columns: Iterable[str]) -> BatchRef:
         """Those of `columns` that there are."""
         wanted = frozenset(columns)
@@ -149,7 +158,8 @@ class BatchRef:
 
     def select_idxs(self, idxs: Any) -> BatchRef:
         """The rows of a boolean mask, or of integers in their order."""
-        places = np.arange(len(self))[np.asarray(idxs)]
+        chosen = np.asarray(idxs)
+        places = np.arange(len(self))[chosen if chosen.size else slice(0)]
         layouts = tuple(layout.take(places) for layout in self.layouts)
         return replace(self, ids=self.ids[places], layouts=layouts, meta_info=dict(self.meta_info))
 
@@ -233,7 +243,7 @@ class BatchRef:
             ids = self.ids[np.sort(np.concatenate([members[i] for i in lost]))]
             nodes = ", ".join(sorted({pieces[i].block.node for i in lost}))
             raise LostSamplesError(f"{_count(ids)}, held by {nodes}, cannot be read: {error}") from error
-        whole = parts[0] if len(parts) == 1 else DataProto.concat(parts)
+        whole = parts[0] if len(parts) == 1 else self.join(parts)
         places = np.concatenate(members)
         return whole if (places == np.arange(len(places))).all() else whole.select_idxs(np.argsort(places))
 
@@ -389,6 +399,44 @@ class DataPlane:
                 for number in numbers:
                     if again := new & self._blocks[number].block.handles.keys():
                         raise ValueError(f"sample '{sample}' has a column '{min(again)}' already")
+
+
+def keep_batches(value: Any, store: BlockStore) -> Any:
+    """A result with every batch in it that has rows written to `store`, and references in their place; lists, tuples,
+    dictionaries and iterators are looked through."""
+    if isinstance(value, DataProto):
+        return BatchRef.of(value, store) if len(value) else value
+    if isinstance(value, dict):
+        return {key: keep_batches(each, store) for key, each in value.items()}
+    if type(value) is tuple:
+        return tuple(keep_batches(each, store) for each in value)
+    return [keep_batches(each, store) for each in value] if isinstance(value, list | Iterator) else value
+
+
+Fetched = list[tuple[DataProto, dict[str, int]]]
+"""Batches with the versions that PyTorch counts of their tensors."""
+
+
+def fetch_batches(value: Any, fetched: Fetched) -> Any:
+    """An argument with every reference in it replaced by its batch, which is added to `fetched`."""
+    if isinstance(value, BatchRef):
+        data = value.fetch()
+        tensors = {} if data.batch is None else dict(data.batch.items())
+        fetched.append((data, {name: tensor._version for name, tensor in tensors.items()}))
+        return data[:]
+    if isinstance(value, dict):
+        return {key: fetch_batches(each, fetched) for key, each in value.items()}
+    if type(value) in (tuple, list):
+        return type(value)(fetch_batches(each, fetched) for each in value)
+    return value
+
+
+def check_unwritten(fetched: Fetched, method: str) -> None:
+    """Raises RuntimeError if a tensor of these batches was written to since: others read the same memory."""
+    for data, versions in fetched:
+        for name, version in versions.items():
+            if data.batch[name]._version != version:
+                raise RuntimeError(f"{method} wrote into the column '{name}', which it only may read")
 
 
 def select_rows(data: DataProto, rows: Sequence[int] | None) -> DataProto:

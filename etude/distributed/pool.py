@@ -31,6 +31,7 @@ class Slot:
 class ResourcePool:
     """A pool of processes, `process_on_nodes[i]` of them on node i, each with a CPU and, with `use_gpu`, a GPU; up to
     `max_colocate_count` groups share these. `label_selector`: labels of the nodes to choose from, as Ray writes selectors.
+    `each`: what each process takes in place of these.
 
     Raises:
         ValueError: no node, or a node with fewer than one process.
@@ -40,6 +41,7 @@ class ResourcePool:
     use_gpu: bool = False
     max_colocate_count: int = 1
     label_selector: Mapping[str, str] = field(default_factory=dict)
+    each: Mapping[str, float] | None = None
     _slots: list[Slot] = field(default_factory=list, init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -54,6 +56,8 @@ class ResourcePool:
     @property
     def resources(self) -> dict[str, float]:
         """What each process has."""
+        if self.each is not None:
+            return dict(self.each)
         return {"CPU": 1.0, "GPU": 1.0} if self.use_gpu else {"CPU": 1.0}
 
     @property

@@ -71,7 +71,9 @@ class QueueStore(BlockStore):
             fields[key] = NonTensorStack(*[NonTensorData(_Cell(column[row])) for row in range(rows)])
         if fields:
             _queue().kv_batch_put(_keys(name, range(rows)), _PARTITION, TensorDict(fields, batch_size=[rows]))
-        return Block(rows, handles, tensor_bytes(data), "a storage unit of TransferQueue")
+        return Block(
+            rows, handles, frozenset(data.non_tensor_batch), tensor_bytes(data), "a storage unit of TransferQueue"
+        )
 
     def read(self, pieces: Sequence[Piece], timeout: float) -> list[DataProto]:
         return [self._read(piece) for piece in pieces]

@@ -27,6 +27,7 @@ import torch
 import torch.distributed as dist
 
 from etude.distributed.dispatch import Arguments
+from etude.distributed.plane import BlockStore, Fetched, check_unwritten, fetch_batches, keep_batches
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import describe_error, user_place
 from etude.registry import share_folder
@@ -161,14 +162,20 @@ class RankProcess:
         args, kwargs = given
         self._worker = worker_cls(*args, rank=rank, world_size=world_size, **kwargs)
 
-    def call(self, method: str, given: Arguments) -> Reply:
-        """The worker's method; an `async` one runs in an event loop of its own."""
-        return self._reply(self._call, method, given)
+    def call(self, method: str, given: Arguments, store: BlockStore | None) -> Reply:
+        """The worker's method; an `async` one runs in an event loop of its own. Batches that it is given as references are
+        fetched first; those that it returns are kept in `store`, if there is one."""
+        return self._reply(self._call, method, given, store)
 
-    def _call(self, method: str, given: Arguments) -> Any:
-        args, kwargs = given
+    def _call(self, method: str, given: Arguments, store: BlockStore | None) -> Any:
+        fetched: Fetched = []
+        args, kwargs = fetch_batches(given, fetched)
         made = getattr(self._worker, method)(*args, **kwargs)
-        return asyncio.run(made) if inspect.iscoroutine(made) else made
+        if inspect.iscoroutine(made):
+            made = asyncio.run(made)
+        made = made if store is None else keep_batches(made, store)
+        check_unwritten(fetched, f"{type(self._worker).__name__}.{method}")
+        return made
 
     def mesh_place(self, mesh: str) -> MeshPlace:
         """The worker's."""

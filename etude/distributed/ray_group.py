@@ -31,7 +31,7 @@ from etude.errors import WorkerLost, one_line
 from etude.limits.cluster import require_ray
 
 CALL_SECONDS = 3600.0
-SILENT_SECONDS = 60.0  # of a process that does not answer; longer than any stall of a healthy one
+SILENT_SECONDS = 120.0  # of a process that does not answer; longer than any stall of a healthy one
 _START_SECONDS = 600.0  # of a process, which imports torch, perhaps from a slow file system
 _PING_SECONDS = 5.0
 _SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
@@ -99,8 +99,9 @@ class RayWorkerGroup(WorkerGroup):
         cls = ray.remote(concurrency_groups=_THREADS)(RankProcess)
         actors = [
             cls.options(
-                num_cpus=pool.share,
-                num_gpus=pool.share if pool.use_gpu else 0,
+                num_cpus=pool.share * pool.resources.get("CPU", 0.0),
+                num_gpus=pool.share * pool.resources.get("GPU", 0.0),
+                resources={kind: pool.share * n for kind, n in pool.resources.items() if kind not in ("CPU", "GPU")},
                 scheduling_strategy=PlacementGroupSchedulingStrategy(slot.placement_group, slot.bundle),
             ).remote(options)
             for slot in slots
@@ -180,7 +181,7 @@ class RayWorkerGroup(WorkerGroup):
             given = self._ray.put(part) if len(same) > 1 else part
             for number in same:
                 rank = self._ranks[number]
-                refs.append(rank.actor.call.options(**group).remote(method_name, given))
+                refs.append(rank.actor.call.options(**group).remote(method_name, given, self.store))
                 called.append(rank)
         return self._watch(method_name, refs, called)
 
@@ -266,6 +267,7 @@ class _Watch(threading.Thread):
         self._waiting = {ref: (rank, future) for ref, rank, future in zip(refs, ranks, self.futures)}
         self._failed: list[tuple[_Rank, Future[Any], BaseException | None]] = []  # None: given up because of another
         self._pings: dict[int, tuple[Any, float]] = {}
+        self._settling: float | None = None  # until when, after a first failure
 
     def start(self) -> None:
         """Starts the thread, which the group knows while it runs."""
@@ -284,7 +286,7 @@ class _Watch(threading.Thread):
 
     def _wait(self) -> None:
         now = time.monotonic()
-        deadline, next_ping, settled = now + self._seconds, now + _PING_SECONDS, None
+        deadline, next_ping = now + self._seconds, now + _PING_SECONDS
         while self._waiting:
             ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
             for ref in ready:
@@ -293,13 +295,13 @@ class _Watch(threading.Thread):
             if self._pinging and now >= next_ping:
                 next_ping = now + _PING_SECONDS
                 self._ping(now)
-            if self._failed and settled is None and self._waiting:
-                settled = now + _SETTLE_SECONDS
+            if self._failed and self._settling is None and self._waiting:
+                self._settling = now + _SETTLE_SECONDS
                 for rank, _ in self._waiting.values():
                     rank.actor.interrupt.options(concurrency_group="control").remote()
             if now >= deadline:
                 self._give_up(f"did not end within {self._seconds:g} s")
-            elif settled is not None and now >= settled:
+            elif self._settling is not None and now >= self._settling:
                 self._give_up(f"did not end within {_SETTLE_SECONDS:g} s after another rank had failed")
 
     def _take(self, ref: Any) -> None:
@@ -321,8 +323,8 @@ class _Watch(threading.Thread):
         self._group._log(reply.records, rank.rank)
         if reply.error is None:
             future.set_result(reply.value)
-        else:
-            self._failed.append((rank, future, unpack_error(reply.error)))
+        else:  # one that was asked to end did so
+            self._failed.append((rank, future, None if self._settling else unpack_error(reply.error)))
 
     def _ping(self, now: float) -> None:
         """Takes answers, notes silence, and asks again."""

@@ -27,6 +27,7 @@ from etude.distributed.dispatch import (
     divide,
     registered_methods,
 )
+from etude.distributed.plane import BlockStore
 from etude.distributed.worker import MeshPlace, Worker
 from etude.errors import EtudeError, one_line
 from etude.protocol import DataProto, DataProtoFuture
@@ -45,6 +46,7 @@ class WorkerGroup(ABC):
     def __init__(self, worker_cls: type[Worker], world_size: int) -> None:
         if world_size < 1:
             raise ValueError(f"world_size must be at least 1, is {world_size}")
+        self.store: BlockStore | None = None  # where ranks elsewhere keep the batches that they return
         self.worker_cls = worker_cls
         self.world_size = world_size
         self._methods = registered_methods(worker_cls)

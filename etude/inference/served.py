@@ -18,6 +18,7 @@ import math
 import secrets
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +142,8 @@ class ServedEngine(ABC):
             self._adapters.append(name)
             self._version = version
             while len(self._adapters) > source.versions:
-                await self._unload_adapter(self._adapters.pop(0))
+                with suppress(EngineError):  # a server that was started anew has none of the old ones
+                    await self._unload_adapter(self._adapters.pop(0))
             return
         if not self._paused:
             await self._pause()

@@ -28,11 +28,7 @@ class ValueModel(nn.Module):
         super().__init__()
         self.backbone = backbone
         self.config = backbone.config
-        kind = torch.promote_types(backbone.dtype, torch.float32)
-        self.head = nn.Linear(backbone.config.get_text_config().hidden_size, 1, dtype=kind)
-        nn.init.zeros_(self.head.weight)
-        nn.init.zeros_(self.head.bias)
-        self.head.to(backbone.device)
+        self.head = _new_head(backbone)
 
     def forward(self, input_ids: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
         """Values (batch, seq), at least float32; `kwargs` are the backbone's (attention_mask, position_ids …)."""
@@ -69,3 +65,29 @@ class ValueModel(nn.Module):
             self.head.load_state_dict(load_file(file))
         except (OSError, RuntimeError, SafetensorError) as error:
             raise ConfigError(f"{file}: not the value head of this model: {one_line(error)}") from error
+
+
+class SharedValueHead(nn.Module):
+    """A value head on the trunk of `policy`, which is no part of this module: its weights are the actor's."""
+
+    def __init__(self, policy: PreTrainedModel) -> None:
+        super().__init__()
+        self.head, self._policy, self.config = _new_head(policy), (policy,), policy.config
+
+    @property
+    def backbone(self) -> PreTrainedModel:
+        """The policy."""
+        return self._policy[0]
+
+    def values_of(self, hidden: torch.Tensor, *, to_trunk: bool = False) -> torch.Tensor:
+        """Values (...) of final hidden states (..., hidden), which get a gradient only with `to_trunk`."""
+        hidden = hidden if to_trunk else hidden.detach()
+        return self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+
+
+def _new_head(model: PreTrainedModel) -> nn.Linear:
+    kind = torch.promote_types(model.dtype, torch.float32)
+    head = nn.Linear(model.config.get_text_config().hidden_size, 1, dtype=kind, device=model.device)
+    nn.init.zeros_(head.weight)
+    nn.init.zeros_(head.bias)
+    return head

@@ -235,6 +235,11 @@ _STRATEGY = (
     "How several ranks hold the model. ddp: each has all of it, and gradients are summed; fsdp2: each has a part of its "
     "weights, gradients and optimizer state (fsdp is another name of it). Changes memory and speed, no result."
 )
+OWN_TRUNK = When("with critic.share_trunk=false", lambda own, run: not run.critic.share_trunk)
+LEARNS_ALONE = When(
+    "with critic.share_trunk=false, or while trainer.critic_warmup lasts",
+    lambda own, run: not own.share_trunk or run.trainer.critic_warmup > 0,
+)
 SHARDED = When("with strategy=fsdp2, on several ranks", lambda own, run: own.strategy != "ddp")
 
 
@@ -468,27 +473,47 @@ class ValueModelOptions(TrainedModelOptions):
 class CriticOptions:
     """The value model; built only where the advantage estimator needs values."""
 
-    model: ValueModelOptions = key("", default_factory=ValueModelOptions)
+    share_trunk: Flag = key(
+        "Values come from a head on the policy's hidden states, and their loss is part of the actor's update: one model, "
+        "one forward pass. `optim` is the head's; in critic_warmup the head learns alone.",
+        default=False,
+    )
+    vf_coef: NonNegative = key(
+        "Weight of the value loss in the actor's update: how much of the trunk's gradient is the values'.",
+        default=0.1,
+        when=When("with critic.share_trunk=true", lambda own, run: own.share_trunk),
+    )
+    model: ValueModelOptions = key("", default_factory=ValueModelOptions, when=OWN_TRUNK)
     optim: OptimOptions = key("", default_factory=CriticOptimOptions)
     ppo_mini_batch_size: Count = key(
         "Prompts (with all their answers) an optimizer step.",
         default=64,
         written="${actor_rollout_ref.actor.ppo_mini_batch_size}",
         unit="prompts",
+        when=LEARNS_ALONE,
         verl_default="256",
     )
-    ppo_epochs: Count = key("Passes over each batch.", default=1)
+    ppo_epochs: Count = key("Passes over each batch.", default=1, when=LEARNS_ALONE)
     ppo_max_token_len_per_gpu: Count = key(
         "Size of a micro-batch: bounds memory, changes no result.",
         default=16384,
         unit="tokens",
         verl_default="32768",
     )
-    cliprange_value: NonNegative = key("Clip range of a value around its old value.", default=0.5, when=SEVERAL_UPDATES)
+    cliprange_value: NonNegative = key(
+        "Clip range of a value around its old value.",
+        default=0.5,
+        when=When(
+            _SEVERAL,
+            lambda own, run: has_several_updates(
+                run.actor_rollout_ref.actor if own.share_trunk else own, run.data.train_batch_size
+            ),
+        ),
+    )
     loss_agg_mode: LossAggMode = key(
         "How token losses become one number (see actor.loss_agg_mode).", default="token-mean"
     )
     strategy: Strategy = key(
-        _STRATEGY, default="ddp", written="${actor_rollout_ref.actor.strategy}", verl_default="fsdp"
+        _STRATEGY, default="ddp", written="${actor_rollout_ref.actor.strategy}", when=OWN_TRUNK, verl_default="fsdp"
     )
     fsdp_config: FSDPOptions = key("", default_factory=FSDPOptions, when=SHARDED)

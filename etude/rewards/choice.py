@@ -10,8 +10,8 @@ import re
 
 MAX_CHARS = 20_000  # characters at the end of a solution, where the answer is
 _ANSWER = re.compile(r"<answer>((?:(?!</?answer>).)*)</answer>", re.DOTALL)
-_BOXED = re.compile(r"\\boxed\{\s*(?:\\text\{)?\s*\(?([A-Za-z])\)?\s*\}")
-_STATED = re.compile(r"\b(?i:answer|option|choice)\b\s*(?i:is\b)?\s*:?\s*[*(\[]{0,3}([A-Z])(?![A-Za-z'])")
+_BOXED = re.compile(r"\\boxed\{\s{0,9}(?:\\text\{)?\s{0,9}\(?([A-Za-z])\)?\s{0,9}\}")
+_STATED = re.compile(r"\b(?i:answer|option|choice)\b\s{0,9}(?i:is\b)?\s{0,9}:?\s{0,9}[*(\[]{0,3}([A-Z])(?![A-Za-z'])")
 _LEADING = re.compile(r"\s*[*(\[]{0,3}([A-Za-z])(?:[*)\]]{1,3}|[.:,;]|\s*$|\s*\n)")
 _LETTER = re.compile(r"[A-Z]", re.IGNORECASE)
 

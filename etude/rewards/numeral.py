@@ -57,9 +57,9 @@ class Numeral:
 def read_numeral(text: str) -> Numeral | None:
     """The number that `text` is, in any of the notations above; None if it is not exactly one."""
     body = text.strip()
-    percent = re.search(r"\s*(?:\\?%|(?i:percent|per cent))\Z", body)
+    percent = re.search(r"(?:\\?%|(?i:percent|per cent))\Z", body)
     if percent:
-        body = body[: percent.start()]
+        body = body[: percent.start()].rstrip()
     sign = -1 if body.startswith("-") else 1
     body = body[1:].lstrip() if body[:1] in ("+", "-") else body
     found = _unsigned(body)

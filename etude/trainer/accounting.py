@@ -13,18 +13,18 @@ from typing import Any, TypeAlias
 from etude.protocol import DataProto
 from etude.trainer.rollouts import rollouts_of
 from etude.trainer.tracking import JsonlTracker
-from etude.trajectory import Rollout
 
 PROMPTS_FILE = "prompts.jsonl"
-RolledOut: TypeAlias = tuple[str, Any, Rollout]
-"""A rollout with the `uid` of its prompt, and the row's own `index`."""
+RolledOut: TypeAlias = tuple[str, Any, str | None]
+"""Of a rollout the `uid` of its prompt, the row's own `index`, and why it was dropped, if it was."""
 
 
 def rolled_out(batch: DataProto) -> list[RolledOut]:
     """The rollouts of a batch."""
     columns = batch.non_tensor_batch
     indices = columns["index"].tolist() if "index" in columns else [None] * len(batch)
-    return list(zip(columns["uid"].tolist(), indices, rollouts_of(batch)))
+    causes = [None if rollout.dropped is None else rollout.dropped.value for rollout in rollouts_of(batch)]
+    return list(zip(columns["uid"].tolist(), indices, causes))
 
 
 class PromptAccounts(JsonlTracker):
@@ -35,32 +35,27 @@ class PromptAccounts(JsonlTracker):
 
 
 def account(
-    rolled: Iterable[RolledOut], batch: DataProto, learned: DataProto, stale: Collection[str] = ()
+    rolled: Iterable[RolledOut], usable: Collection[str], trained: Collection[str], stale: Collection[str] = ()
 ) -> dict[str, Any]:
     """`trained`: [uid, index] of the prompts that some rollout was learned from; `dropped`: the others, by cause.
 
     Args:
         rolled: all rollouts of the step.
-        batch: those that can be learned from.
-        learned: the part of `batch` that was.
+        usable: uids of those that can be learned from.
+        trained: uids of those that were.
         stale: uids that are too old.
     """
-    prompts: dict[str, tuple[Any, list[Rollout]]] = {}
-    for uid, index, rollout in rolled:
-        prompts.setdefault(uid, (index, []))[1].append(rollout)
-    usable, trained = ({*each.non_tensor_batch["uid"].tolist()} if len(each) else set() for each in (batch, learned))
+    prompts: dict[str, tuple[Any, list[str | None]]] = {}
+    for uid, index, reason in rolled:
+        prompts.setdefault(uid, (index, []))[1].append(reason)
     record: dict[str, Any] = {"trained": [[uid, index] for uid, (index, _) in prompts.items() if uid in trained]}
     dropped: dict[str, list[Any]] = {}
-    for uid, (index, rollouts) in prompts.items():
+    for uid, (index, reasons) in prompts.items():
         if uid not in trained:
-            cause = "too_stale" if uid in stale else "not_learned" if uid in usable else _cause(rollouts)
+            broken = next((reason for reason in reasons if reason is not None), "nothing_sampled")
+            cause = "too_stale" if uid in stale else "not_learned" if uid in usable else broken
             dropped.setdefault(cause, []).append([uid, index])
     return record | {"dropped": dropped}
-
-
-def _cause(rollouts: Iterable[Rollout]) -> str:
-    """Why no rollout of a prompt can be learned from."""
-    return next((each.dropped.value for each in rollouts if each.dropped is not None), "nothing_sampled")
 
 
 def accounting_metrics(record: dict[str, Any]) -> dict[str, float]:

@@ -10,11 +10,12 @@ from etude.protocol import DataProto
 from etude.trainer.metrics import Metrics
 from etude.trainer.rollouts import main_rows
 from etude.trainer.sequences import sequence_advantages, sequence_scores
-from etude.trainer.setup import RunSetup
+from etude.trainer.setup import PlainSetup
 
 
-def add_advantages(batch: DataProto, setup: RunSetup, kl_coef: float) -> tuple[float, Metrics]:
-    """Adds `token_level_rewards`, `advantages` and `returns` (rows, response_len).
+def add_advantages(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[float, Metrics]:
+    """Adds `token_level_rewards`, `advantages` and `returns` (rows, response_len) and, with a critic on the actor's trunk,
+    `old_values` and `value_targets`.
 
     Args:
         kl_coef: the coefficient of the KL in the reward, if there is one.
@@ -39,6 +40,8 @@ def add_advantages(batch: DataProto, setup: RunSetup, kl_coef: float) -> tuple[f
     columns["advantages"], columns["returns"] = sequence_advantages(
         algorithm.adv_estimator, batch, rewards, **algorithm.estimator_options()
     )
+    if setup.roles.value_head:  # the actor's update learns them, too
+        columns["old_values"], columns["value_targets"] = columns["values"], columns["returns"]
     if distillation.teachers:
         columns["advantages"], found = distill(
             columns["advantages"],

@@ -26,7 +26,7 @@ _CAUSES = (
 
 
 def correct_mismatch(
-    batch: DataProto, correction: RolloutCorrectionOptions, *, episodes: bool
+    batch: DataProto, correction: RolloutCorrectionOptions, episodes: bool
 ) -> tuple[DataProto, Metrics]:
     """`batch` with the column `rollout_is_weights` (rows, response_len), or with a smaller `response_mask` and without the
     rollouts that have nothing left; and the metrics `rollout_corr/rollout_*`. It needs both kinds of log-probs.

@@ -68,7 +68,7 @@ def add_teacher_columns(setup: RunSetup, batch: DataProto) -> None:
     for teacher, its_rows in rows.items():
         part, group = asked.select_idxs(its_rows), groups.actor if teacher == SELF else groups.teachers[teacher]
         _check_lengths(setup, batch, teacher, its_rows, part.batch["attention_mask"].sum(dim=1).tolist())
-        for name, scored in group.compute_teacher_log_prob(part).batch.items():
+        for name, scored in group.compute_teacher_log_prob(part).fetch().batch.items():
             column = batch.batch.get(name)
             if column is None:
                 column = scored.new_zeros(len(batch), *scored.shape[1:])

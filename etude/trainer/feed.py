@@ -13,7 +13,6 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from etude.agents.batch import concat_batches
 from etude.data import ResumableLoader
 from etude.data.files import Row
 from etude.data.samplers import ROW_COLUMN
@@ -21,16 +20,9 @@ from etude.metrics import Metrics as MetricParts
 from etude.protocol import DataProto
 from etude.trainer.accounting import RolledOut, rolled_out
 from etude.trainer.metrics import Metrics
-from etude.trainer.rollouts import (
-    Rollouts,
-    engine_metrics,
-    rollouts_of,
-    spread_groups,
-    survivors,
-)
-from etude.trainer.setup import RunSetup
+from etude.trainer.rollouts import Batch, Rollouts, engine_metrics, spread_groups, survivor_rows, survivors
+from etude.trainer.setup import PlainSetup, RunSetup
 from etude.trainer.window import Window
-from etude.trajectory import Rollout
 
 Place: TypeAlias = tuple[int, int, Row]  # a row's batch in the plan, its place there, and the row
 _POLL_SECONDS = 1.0  # between two looks at the rollout workers, where nothing has ended
@@ -43,9 +35,26 @@ class StepRollouts:
     learned from. `stale`: uids of those that are too old to train on."""
 
     rolled: list[RolledOut]
-    batch: DataProto
+    batch: Batch
     metrics: Metrics
     stale: frozenset[str] = frozenset()
+
+
+def inspect_rollouts(made: DataProto, setup: PlainSetup, counts: bool) -> tuple[list[RolledOut], list[int], int]:
+    """All rollouts of a batch, the rows that can be learned from, and, if that `counts`, of how many groups among these the
+    scores differ.
+
+    Raises:
+        TrainingStopped: infrastructure failures dropped too large a share.
+    """
+    rows = survivor_rows(made, setup.trainer.min_valid_fraction)
+    spread = spread_groups(made.select_idxs(rows), setup.algorithm.filter_groups.metric) if counts else []
+    return rolled_out(made), rows, len(spread)
+
+
+def has_spread(made: DataProto, setup: PlainSetup) -> bool:
+    """Whether some group's scores differ."""
+    return bool(spread_groups(survivors(made, 0.0), setup.algorithm.filter_groups.metric))
 
 
 class PromptQueue:
@@ -108,10 +117,11 @@ class DirectFeed:
         scores."""
         setup, algorithm = self._setup, self._setup.algorithm
         rolled: list[RolledOut] = []
-        parts: list[DataProto] = []
-        baselines: list[Rollout] = []
-        engine = []
-        metric, wanted = algorithm.filter_groups.metric, setup.data.train_batch_size
+        all_made: list[Batch] = []
+        parts: list[Batch] = []
+        baselines: list[Batch] = []
+        engine, spread = [], 0
+        wanted = setup.data.train_batch_size
         for attempt in range(algorithm.max_gen_batches):
             rows = [row for *_, row in self._prompts.take(wanted)]
             made, sampling = self._rollouts.generate(self._rollouts.training_prompts(rows, step, attempt))
@@ -120,18 +130,21 @@ class DirectFeed:
                 greedy, sampling = self._rollouts.generate(
                     self._rollouts.baseline_prompts(rows, step, attempt, len(rows) * setup.roles.rollout.n)
                 )
-                baselines += self._rollouts.place_baselines(made, greedy)
+                made = self._rollouts.with_baselines(made, greedy)
+                baselines.append(greedy)
                 engine.append(sampling)
-            rolled += rolled_out(made)
-            parts.append(survivors(made, setup.trainer.min_valid_fraction))
-            if attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted:
+            last = attempt + 1 == algorithm.max_gen_batches or self._prompts.exhausted
+            found, rows, groups = self._rollouts.run(inspect_rollouts, made, setup.plain, not last)
+            all_made.append(made)
+            rolled += found
+            parts.append(made.select_idxs(rows))
+            spread += groups
+            if last or spread >= wanted:
                 break
-            if sum(len(spread_groups(part, metric)) for part in parts) >= wanted:
-                break
-        metrics = self._rollouts.step_metrics([rollout for *_, rollout in rolled], baselines, engine)
+        metrics = self._rollouts.step_metrics(all_made, baselines, engine)
         if algorithm.drops_equal_groups:
             metrics["training/filter_groups/num_gen_batches"] = float(len(parts))
-        return StepRollouts(rolled, concat_batches(parts), metrics)
+        return StepRollouts(rolled, self._rollouts.join(parts), metrics)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """Nothing goes on between steps."""
@@ -154,7 +167,7 @@ class _Group:
     asked: dict[str, DataProto]
     rank: int
     deadline: int = 0
-    rolled: dict[str, DataProto] = field(default_factory=dict)
+    rolled: dict[str, Batch] = field(default_factory=dict)
 
     @property
     def finished(self) -> bool:
@@ -182,14 +195,14 @@ class StreamingFeed:
             self.end_step(step - 1, total_steps)
         groups, self._evicted = [*chosen, *self._evicted], []
         made = [next(iter(group.rolled.values())) for group in groups]
-        baselines = [r for group in groups for part in [*group.rolled.values()][1:] for r in rollouts_of(part)]
-        rolled, engine, self._engine = concat_batches(made), self._engine, []
+        baselines = [part for group in groups for part in [*group.rolled.values()][1:]]
+        rolled, engine, self._engine = self._rollouts.join(made), self._engine, []
         stale = frozenset(next(iter(group.asked)) for group in groups if group.deadline < step)
-        metrics = self._rollouts.step_metrics(rollouts_of(rolled), baselines, engine)
+        metrics = self._rollouts.step_metrics([rolled], baselines, engine)
         metrics["rollout/prompts_in_flight"] = float(len(self._window.groups))
-        batch = survivors(rolled, self._setup.trainer.min_valid_fraction)
-        fresh = [row for row, uid in enumerate(batch.non_tensor_batch["uid"].tolist()) if uid not in stale]
-        return StepRollouts(rolled_out(rolled), batch.select_idxs(fresh) if stale else batch, metrics, stale)
+        found, rows, _ = self._rollouts.run(inspect_rollouts, rolled, self._setup.plain, False)
+        fresh = [row for row in rows if found[row][0] not in stale]
+        return StepRollouts(found, rolled.select_idxs(fresh), metrics, stale)
 
     def end_step(self, version: int, total_steps: int) -> None:
         """The workers have the weights of `version`: further prompts may begin."""
@@ -233,9 +246,8 @@ class StreamingFeed:
         group.rolled = {key: group.rolled[key] for key in group.asked}
         made, *greedy = group.rolled.values()
         for each in greedy:
-            self._rollouts.place_baselines(made, each)
-        algorithm = self._setup.algorithm
-        if algorithm.max_gen_batches > 1 and not spread_groups(survivors(made, 0.0), algorithm.filter_groups.metric):
+            made = group.rolled[next(iter(group.asked))] = self._rollouts.with_baselines(made, each)
+        if self._setup.algorithm.max_gen_batches > 1 and not self._rollouts.run(has_spread, made, self._setup.plain):
             self._window.take([group])
             self._evicted.append(group)
 

@@ -10,15 +10,25 @@ import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
+from etude.distributed.ray_store import RayStore
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
 from etude.options import SFTOptions, TrainOptions
 from etude.options.distillation import SELF
-from etude.workers import ActorRolloutRefWorker, CriticWorker, RewardWorker, RoleOptions, RolloutWorker, TeacherWorker
+from etude.workers import (
+    ActorRolloutRefWorker,
+    BatchWorker,
+    CriticWorker,
+    RewardWorker,
+    RoleOptions,
+    RolloutWorker,
+    TeacherWorker,
+)
 
 _POLL_SECONDS = 0.5  # between two progress reports
 
@@ -27,10 +37,15 @@ _POLL_SECONDS = 0.5  # between two progress reports
 class Groups:
     """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
     `reward` scores whole batches, unless `rollout` scores each trajectory as it ends; `teachers` are by folder or server
-    address."""
+    address; `batches` runs the trainer's functions on batches.
+
+    Where a policy is trained on Ray, batches stay in the object stores of the nodes that made them: the driver has a
+    `BatchRef` of each, and `batches` is a process of its own on the driver's node.
+    """
 
     rollout: WorkerGroup
     actor: WorkerGroup
+    batches: WorkerGroup
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
@@ -85,9 +100,11 @@ def open_groups(
     *,
     trains: bool = True,
     critic: bool = False,
+    keeps_batches: bool = False,
 ) -> Groups:
     """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
-    whether there is an actor, a critic. If one cannot start, the others are closed.
+    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches. If one cannot
+    start, the others are closed.
 
     Raises:
         ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
@@ -96,6 +113,7 @@ def open_groups(
     teachers = dict.fromkeys(each for each in options.distillation.teachers.values() if trains and each != SELF)
     with ExitStack() as stack:
         start: Callable[[type[Worker], RoleOptions], WorkerGroup] = _in_process
+        keeps_batches = keeps_batches and run is not None and run.trainer.backend == "ray"
         if run is not None and run.trainer.backend == "ray":
             roles = 1 + critic + scores_batches + len(teachers)
             options, start = _on_ray(options, run, roles, stack)
@@ -106,18 +124,33 @@ def open_groups(
             return group
 
         rollout = opened(ActorRolloutRefWorker if trains else RolloutWorker)
-        return Groups(
-            rollout,
-            actor=rollout,
-            critic=opened(CriticWorker) if critic else None,
-            reward=opened(RewardWorker) if scores_batches else None,
-            teachers={teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
-            resources=stack.pop_all(),
-        )
+        found: dict[str, Any] = {
+            "critic": opened(CriticWorker) if critic else None,
+            "reward": opened(RewardWorker) if scores_batches else None,
+            "teachers": {teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
+        }
+        batches = _batch_process(options, stack) if keeps_batches else _in_process(BatchWorker, options)
+        if keeps_batches:
+            for group in (rollout, batches, found["critic"], found["reward"], *found["teachers"].values()):
+                if group is not None:
+                    group.store = RayStore()
+        return Groups(rollout, actor=rollout, batches=batches, **found, resources=stack.pop_all())
 
 
 def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
     return InProcessWorkerGroup(worker, 1, options)
+
+
+def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
+    """On the driver's node, whose files it writes; it takes none of its CPUs."""
+    import ray
+
+    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}  # Ray has one such resource per node
+    pool = ResourcePool([1], each=here)
+    stack.callback(pool.close)
+    group = RayWorkerGroup(BatchWorker, pool, replace(options, device="cpu"))
+    stack.callback(group.close)
+    return group
 
 
 def _on_ray(

@@ -11,11 +11,13 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
 
 from etude.data import ResumableLoader, RLDataset, open_sampler
+from etude.distributed import WorkerGroup
 from etude.errors import CheckpointError, ConfigError, WorkerLost, one_line
 from etude.events import EventSink, Notice, RunEnded, RunStarted, StepFinished, ignore_event
 from etude.metrics import add_metrics, finish_metrics
@@ -23,24 +25,26 @@ from etude.options import has_several_updates
 from etude.protocol import DataProto
 from etude.run_folder import run_record
 from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
-from etude.trainer.advantages import add_advantages
+from etude.trainer.batch_functions import (
+    added_sequences,
+    choose_groups,
+    count_batch,
+    count_rollouts,
+    cut_updates,
+    engine_log_probs,
+    judge_batch,
+    uids_of,
+    without_log_probs,
+    without_objects,
+)
 from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.correction import MismatchAlarm, correct_mismatch
 from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import (
-    Metrics,
-    SkippedSteps,
-    Timings,
-    data_metrics,
-    staleness_metrics,
-    timing_metrics,
-)
-from etude.trainer.minibatches import update_batches
+from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
-from etude.trainer.rollouts import Rollouts, dump, rollouts_of, spread_groups
-from etude.trainer.sequences import expand_sequences
+from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
 from etude.trainer.tracking import Tracking
 
@@ -108,6 +112,11 @@ class PPOTrainer:
         several, needs = has_several_updates(self.setup.roles.actor, self.setup.data.train_batch_size), self.setup.needs
         own = not self.algorithm.rollout_correction.bypass_mode and (several or "old_log_probs" in needs)
         return own or bool(needs & {"entropys", "sum_pi_squared"})
+
+    @property
+    def _critic(self) -> WorkerGroup | None:
+        """What has values, if anything: a critic, or the actor with a head for them."""
+        return self.groups.actor if self.setup.roles.value_head else self.groups.critic
 
     # -- the run -------------------------------------------------------------------------------------------------
 
@@ -200,13 +209,11 @@ class PPOTrainer:
             with timings("gen"), interrupts.abandonable():
                 taken = self.feed.take(self.global_step + 1, self.total_steps)
             rollouts, metrics = taken.batch, taken.metrics
-            self.loader.update(rollouts)
-            batch = expand_sequences(rollouts, self.setup.tokenizer.pad_token_id or 0)
+            if self.loader.sampler is not None:
+                self.loader.update(rollouts.fetch())  # the user's, on the driver
+            batch = self._expand(rollouts)
             if len(batch):
-                batch.meta_info |= {
-                    "temperature": self.setup.roles.rollout.temperature,
-                    "global_step": self.global_step,
-                }
+                batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
                 with timings("old_log_prob"):
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
@@ -216,25 +223,19 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
-                    self.kl_coef, found = add_advantages(batch, self.setup, self.kl_coef)
-                    metrics |= found
-                metrics |= data_metrics(batch, self.setup.data.max_response_length, self.setup.longest_sequence)
-                if self.options.max_staleness:
-                    metrics |= staleness_metrics(rollouts_of(rollouts), self.global_step)
-            learned, filtered = self._learned(batch)
-            learned, corrections = correct_mismatch(
-                learned,
-                self.algorithm.rollout_correction,
-                episodes=bool(self.setup.estimator.episodes),
-            )
-            metrics |= filtered | corrections
-            kept = len({id(rollout) for rollout in rollouts_of(learned)})
+                    found, self.kl_coef, measured = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
+                    batch = batch.union(found)
+                    metrics |= measured
+            learned, chosen = self._learned(batch)
+            metrics |= chosen
+            tokens, response_tokens = self._run(count_batch, without_objects(batch)) if len(batch) else (0, 0)
+            kept = self._run(count_rollouts, without_objects(learned)) if len(learned) else 0
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
                 self._updating = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
-                if self.groups.critic is None or self.global_step >= self.options.critic_warmup:
+                if self._critic is None or self.global_step >= self.options.critic_warmup:
                     with timings("update_actor"):
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
@@ -243,72 +244,88 @@ class PPOTrainer:
         self._updating, self._state = False, self._loop_state()
         self._end_with_the_passes()
         self.feed.end_step(self.global_step, self.total_steps)
-        self._prompts_of_step = account(taken.rolled, rollouts, learned, taken.stale)
+        self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
-        mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
-        tokens, response_tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
         metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            dump(self.options.rollout_data_dir, self.global_step, rollouts, self.setup.chat, self.setup.roles.reward)
+            self._dump(self.options.rollout_data_dir, rollouts)
         return metrics
+
+    def _run(self, function: Callable[..., Any], *args: Any) -> Any:
+        """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
+        return self.groups.batches.run(function, *args)
+
+    def _expand(self, rollouts: Batch) -> Batch:
+        expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
+        return rollouts if expanded is None else expanded
+
+    def _dump(self, folder: str, rollouts: Batch) -> None:
+        self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward)
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
         if self.feed.exhausted:
             self.total_steps = self.global_step
 
-    def _with_old_log_probs(self, batch: DataProto) -> DataProto:
+    def _with_old_log_probs(self, batch: Batch) -> Batch:
         """Adds `old_log_probs`: the actor's own, or in bypass mode the engine's. A batch with a single update, where nothing
         else needs them, has none: the update's own values are the old ones."""
         bypass, computes = self.algorithm.rollout_correction.bypass_mode, self._computes_log_probs
         if computes:
             batch.meta_info["sum_pi_squared"] = "sum_pi_squared" in self.setup.needs
-            batch = batch.union(self.groups.actor.compute_log_prob(batch))
+            found = self.groups.actor.compute_log_prob(batch)
+            batch = batch.union(self._run(without_log_probs, found) if bypass else found)
         if bypass:
-            batch.batch["old_log_probs"] = batch.batch["rollout_log_probs"]
+            batch = batch.union(self._run(engine_log_probs, batch))
         batch.meta_info["compare_rollout"] = bypass or not computes
         return batch
 
-    def _with_ref_log_probs(self, batch: DataProto) -> DataProto:
+    def _with_ref_log_probs(self, batch: Batch) -> Batch:
         return batch.union(self.groups.actor.compute_ref_log_prob(batch)) if self.setup.roles.needs_ref else batch
 
-    def _with_teacher_log_probs(self, batch: DataProto) -> DataProto:
-        if self.setup.roles.distillation.teachers:
-            add_teacher_columns(self.setup, batch)
-        return batch
+    def _with_teacher_log_probs(self, batch: Batch) -> Batch:
+        if not self.setup.roles.distillation.teachers:
+            return batch
+        whole = batch.fetch()  # the driver asks the teachers
+        known = set(whole.batch.keys())
+        add_teacher_columns(self.setup, whole)
+        if batch is whole:
+            return batch
+        added = whole.select([name for name in whole.batch.keys() if name not in known], [], [])  # noqa: SIM118
+        return batch.union(self._run(DataProto.fetch, added))
 
-    def _with_values(self, batch: DataProto) -> DataProto:
-        critic = self.groups.critic
-        return batch if critic is None else batch.union(critic.compute_values(batch))
+    def _with_values(self, batch: Batch) -> Batch:
+        return batch if self._critic is None else batch.union(self._critic.compute_values(batch))
 
-    def _learned(self, batch: DataProto) -> tuple[DataProto, Metrics]:
-        """The part of the batch to train on; with group filtering, at most `train_batch_size` groups whose scores differ,
-        and how many prompts were left out for equal scores or as surplus, and how many are missing."""
-        if not self.algorithm.drops_equal_groups:
-            return batch, {}
-        spread, wanted = spread_groups(batch, self.algorithm.filter_groups.metric), self.setup.data.train_batch_size
-        name, groups = "training/filter_groups", len(set(batch.non_tensor_batch["uid"].tolist()))
-        return batch.select_idxs([row for rows in spread[:wanted] for row in rows]), {
-            f"{name}/evicted_samples": float(groups - len(spread)),
-            f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),
-            f"{name}/missing_samples": float(max(wanted - len(spread), 0)),
-        }
+    def _learned(self, batch: Batch) -> tuple[Batch, Metrics]:
+        """The part of the batch to train on, corrected for what the engine sampled."""
+        metrics = Metrics()
+        if self.algorithm.drops_equal_groups:
+            rows, metrics = self._run(choose_groups, batch, self.setup.plain)
+            batch = batch.select_idxs(rows)
+        correction = self.algorithm.rollout_correction
+        if correction.corrects and not correction.bypass_mode and len(batch):
+            episodes = bool(self.setup.estimator.episodes)
+            batch, corrections = self._run(correct_mismatch, batch, correction, episodes)
+            metrics |= corrections
+        return batch, metrics
 
-    def _update_critic(self, batch: DataProto) -> Metrics:
-        """Epochs of mini-batches towards the returns."""
-        critic, roles = self.groups.critic, self.setup.roles
-        if critic is None:
+    def _update_critic(self, batch: Batch) -> Metrics:
+        """Epochs of mini-batches towards the returns; a critic on the actor's trunk has them only while it warms up."""
+        critic, roles = self._critic, self.setup.roles
+        if critic is None or (roles.value_head and self.global_step >= self.options.critic_warmup):
             return {}
         actor, ranks = roles.actor, critic.dp_size
-        minis = update_batches(batch, roles.critic, shuffle=actor.shuffle, seed=actor.data_loader_seed, ranks=ranks)
+        cut = without_objects(batch), roles.critic, actor.shuffle, actor.data_loader_seed, ranks
+        minis = self._run(cut_updates, *cut)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in critic.update_critic(parts)))
 
-    def _update_actor(self, batch: DataProto) -> Metrics:
+    def _update_actor(self, batch: Batch) -> Metrics:
         """Epochs of mini-batches along the advantages."""
         actor, options = self.groups.actor, self.setup.roles.actor
-        seed, ranks = options.data_loader_seed, actor.dp_size
-        minis = update_batches(batch, options, shuffle=options.shuffle, seed=seed, ranks=ranks)
+        cut = without_objects(batch), options, options.shuffle, options.data_loader_seed, actor.dp_size
+        minis = self._run(cut_updates, *cut)
         return finish_metrics(add_metrics(metrics for parts in minis for metrics in actor.update_actor(parts)))
 
     def _update_weights(self) -> Metrics:
@@ -319,7 +336,7 @@ class PPOTrainer:
         with interrupts.abandonable():
             batch, metrics = self.rollouts.validate(validation)
         if self.options.validation_data_dir:
-            dump(self.options.validation_data_dir, self.global_step, batch, self.setup.chat, self.setup.roles.reward)
+            self._dump(self.options.validation_data_dir, batch)
         return metrics
 
     # -- checkpoints ---------------------------------------------------------------------------------------------

@@ -78,6 +78,7 @@ RULES = (
     Rule("trainer.experiment_name", Effect.UNCOMPARED),
     Rule("critic.model.path", Effect.NONE, "the critic's weights come from the checkpoint"),
     Rule("*model.path", Effect.REFUSED, "the checkpoint's weights were trained from the other model"),
+    Rule("critic.share_trunk", Effect.REFUSED, "other weights were trained", _has_critic),
     Rule("critic.*", Effect.HONOURED, when=lambda then, now: not _has_critic(then, now)),
     Rule(_LORA_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_LORA_RANK)),
     Rule(_CRITICS_RANK, Effect.REFUSED, "other weights were trained", _other_rank(_CRITICS_RANK)),

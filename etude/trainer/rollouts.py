@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import numpy as np
 import torch
@@ -19,7 +19,7 @@ from etude.agents.batch import concat_batches, rows_of
 from etude.algorithms import equal_scores
 from etude.chat import ChatTemplate
 from etude.data import RLDataset
-from etude.distributed import WorkerGroup
+from etude.distributed import BatchRef, WorkerGroup
 from etude.dumps import rollout_record, sequence_record, write_rollouts
 from etude.errors import DataError, TrainingStopped
 from etude.metrics import Metrics, add_metrics, finish_metrics
@@ -31,6 +31,7 @@ from etude.trainer.setup import RunSetup
 from etude.trainer.signal import loss_metrics
 from etude.trajectory import Rollout, StopReason, Trajectory
 
+Batch: TypeAlias = DataProto | BatchRef
 MAX_REWARD = 1e30  # larger rewards overflow when squared for a standard deviation
 _TOTALS = ("reward", "seq_reward", "seq_final_reward")  # names of a rollout's total reward
 MAIN_SEQUENCE = "main_sequence"  # the column of a batch that `etude.trainer.sequences` expanded
@@ -42,6 +43,7 @@ class Rollouts:
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
         """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
+        self.run: Callable[..., Any] = setup.groups.batches.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
         """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""
@@ -59,17 +61,18 @@ class Rollouts:
         prompts.meta_info |= {"step": step, "greedy": True}
         return prompts
 
-    def place_baselines(self, batch: DataProto, greedy: DataProto) -> list[Rollout]:
-        """Adds the object column `reward_baselines` to `batch`: the total score of the one `greedy` rollout per row, None
-        where that was dropped. Returns those rollouts."""
-        n, reward = self._setup.roles.rollout.n, self._setup.roles.reward
-        results = rollouts_of(greedy)
-        rewards = [None if result.trajectory is None else result.trajectory.rewards for result in results]
-        totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
-        batch.non_tensor_batch["reward_baselines"] = object_array([total for total in totals for _ in range(n)])
-        return results
+    def join(self, parts: Sequence[Batch]) -> Batch:
+        """Batches of different widths as one."""
+        filled = [part for part in parts if len(part) or isinstance(part, DataProto)] or list(parts[:1])
+        return self.run(concat_batches, filled) if len(filled) > 1 else filled[0]
 
-    def validation(self, dataset: RLDataset) -> DataProto:
+    def with_baselines(self, batch: Batch, greedy: Batch) -> Batch:
+        """`batch` with the object column `reward_baselines`: the total score of the one `greedy` rollout per row, None where
+        that was dropped."""
+        found = self.run(baseline_column, greedy, self._setup.roles.rollout.n, self._setup.roles.reward)
+        return batch.union(found)
+
+    def validation(self, dataset: RLDataset) -> Batch:
         """All rows of `dataset`, `val_kwargs.n` times each, in batches of `data.val_batch_size`; seeds do not depend on the
         batches."""
         size = self._setup.data.val_batch_size or len(dataset)
@@ -80,64 +83,102 @@ class Rollouts:
             rows = [dataset[i] for i in range(start, min(start + size, len(dataset)))]
             prompts = rollout_batch(rows, n=n, label="val", seed=seed, validate=True, first=start * n)
             parts.append(self.generate(prompts)[0])
-        return concat_batches(parts)
+        return self.join(parts)
 
-    def validate(self, dataset: RLDataset) -> tuple[DataProto, dict[str, float]]:
+    def validate(self, dataset: RLDataset) -> tuple[Batch, dict[str, float]]:
         """The validation rollouts and their metrics, named `val-core/*` and `val/*`."""
         timings = Timings()
         with timings("testing"):
             batch = self.validation(dataset)
-        results = rollouts_of(batch)
-        totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
-        metrics = validation_metrics(
-            batch.non_tensor_batch["data_source"].tolist(),
-            batch.non_tensor_batch["uid"].tolist(),
-            [None if result.trajectory is None else total for result, total in zip(results, totals)],
-        )
-        return batch, metrics | self.rollout_metrics(results, "val") | {"timing_s/testing": timings.seconds["testing"]}
+        metrics = self.run(metrics_of_validation, batch, self._setup.roles.reward)
+        return batch, metrics | {"timing_s/testing": timings.seconds["testing"]}
 
-    def generate(self, prompts: DataProto) -> tuple[DataProto, Metrics]:
+    def generate(self, prompts: DataProto) -> tuple[Batch, Metrics]:
         """Rolls out and scores; rewards are in `token_level_scores` (batch, response_len). Also returns the engine's
         metrics."""
-        rolled: DataProto = self._policy.generate_sequences(prompts)
+        rolled: Batch = self._policy.generate_sequences(prompts)
         gathered = rolled.meta_info.pop("metrics", {})  # over ranks: a list per name
         engine = add_metrics(engine_metrics({name: metric}) for name, found in gathered.items() for metric in found)
         return self.score(prompts, rolled), engine
 
-    def score(self, prompts: DataProto, rolled: DataProto) -> DataProto:
+    def score(self, prompts: DataProto, rolled: Batch) -> Batch:
         """`prompts` with their rollouts, and the rewards of these in `token_level_scores` (batch, response_len)."""
-        batch = prompts.union(rolled)
+        scored = None
         if self._reward is not None:  # lock-step: the whole batch first, then its scores
-            scored = self._reward.compute_scores(batch.select(batch_keys=()))
-            batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
-        place_scores(batch, self._setup.roles.reward)
-        batch.meta_info = {}  # the request's settings (seed, validate) differ between batches that are concatenated later
-        return batch
+            scored = self._reward.compute_scores(self.run(objects_of, prompts, rolled))
+        return self.run(scored_batch, prompts, rolled, scored, self._setup.roles.reward)
 
     def step_metrics(
-        self, results: Sequence[Rollout], baselines: Sequence[Rollout], engine: Sequence[Metrics]
+        self, made: Sequence[Batch], baselines: Sequence[Batch], engine: Sequence[Metrics]
     ) -> dict[str, float]:
         """The metrics of all rollouts of a training step, and of its greedy ones.
 
         Raises:
             TrainingStopped: infrastructure failures dropped too large a share of the greedy ones.
         """
-        check_survivors(baselines, self._setup.trainer.min_valid_fraction)
-        metrics = self.rollout_metrics(results) | finish_metrics(add_metrics(engine))
-        return metrics | (self.rollout_metrics(baselines, "baseline") if baselines else {})
+        fraction, reward = self._setup.trainer.min_valid_fraction, self._setup.roles.reward
+        found: dict[str, float] = self.run(metrics_of_rollouts, list(made), list(baselines), reward, fraction)
+        return found | finish_metrics(add_metrics(engine))
 
-    def rollout_metrics(self, results: Sequence[Rollout], prefix: str = "") -> dict[str, float]:
-        """The metrics of rollouts, of one batch or several: counts and means over all. With a `prefix`, tool metrics are
-        left out."""
-        reward = self._setup.roles.reward
-        trajectories = [result.trajectory for result in results if result.trajectory is not None]
-        broken = [call for result in results for call in result.broken_calls]
-        metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
-        metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
-        metrics |= loss_metrics(results)
-        if not prefix:
-            return metrics
-        return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
+
+# -- what runs where the batches are -------------------------------------------------------------------------------------
+
+
+def objects_of(prompts: DataProto, rolled: DataProto) -> DataProto:
+    """The object columns of both."""
+    return prompts.union(rolled).select(batch_keys=())
+
+
+def scored_batch(prompts: DataProto, rolled: DataProto, scored: DataProto | None, options: RewardOptions) -> DataProto:
+    """`prompts` with their rollouts, those of `scored` if given, and `token_level_scores`."""
+    batch = prompts.union(rolled)
+    if scored is not None:
+        batch.non_tensor_batch["rollout"] = scored.non_tensor_batch["rollout"]
+    place_scores(batch, options)
+    batch.meta_info = {}  # the request's settings (seed, validate) differ between batches that are concatenated later
+    return batch
+
+
+def baseline_column(greedy: DataProto, n: int, reward: RewardOptions) -> DataProto:
+    """`reward_baselines` for each row's `n` rollouts."""
+    rewards = [None if result.trajectory is None else result.trajectory.rewards for result in rollouts_of(greedy)]
+    totals = [each and each.total(reward.tool_reward_weight, reward.score_weight) for each in rewards]
+    return DataProto.from_dict(non_tensors={"reward_baselines": [total for total in totals for _ in range(n)]})
+
+
+def metrics_of_rollouts(
+    made: Sequence[DataProto], baselines: Sequence[DataProto], reward: RewardOptions, min_fraction: float
+) -> dict[str, float]:
+    """Of all rollouts of a step; see `Rollouts.step_metrics`."""
+    greedy = [rollout for batch in baselines for rollout in rollouts_of(batch)]
+    check_survivors(greedy, min_fraction)
+    metrics = rollout_metrics([rollout for batch in made for rollout in rollouts_of(batch)], reward)
+    return metrics | (rollout_metrics(greedy, reward, "baseline") if greedy else {})
+
+
+def metrics_of_validation(batch: DataProto, reward: RewardOptions) -> dict[str, float]:
+    """Named `val-core/*` and `val/*`."""
+    results = rollouts_of(batch)
+    totals = batch.batch["token_level_scores"].sum(dim=1).tolist()
+    metrics = validation_metrics(
+        batch.non_tensor_batch["data_source"].tolist(),
+        batch.non_tensor_batch["uid"].tolist(),
+        [None if result.trajectory is None else total for result, total in zip(results, totals)],
+    )
+    return metrics | rollout_metrics(results, reward, "val")
+
+
+def rollout_metrics(results: Sequence[Rollout], reward: RewardOptions, prefix: str = "") -> dict[str, float]:
+    """The metrics of rollouts, of one batch or several: counts and means over all. With a `prefix`, tool metrics are left
+    out."""
+    trajectories = [result.trajectory for result in results if result.trajectory is not None]
+    broken = [call for result in results for call in result.broken_calls]
+    metrics = failure_metrics(results) | sequence_metrics(results) | tool_metrics(trajectories, broken)
+    metrics |= reward_source_metrics(trajectories, reward.tool_reward_weight, reward.score_weight)
+    metrics |= loss_metrics(results)
+    if not prefix:
+        return metrics
+    return {f"{prefix}/{name}": value for name, value in metrics.items() if not name.startswith("tool/")}
 
 
 def rollout_batch(
@@ -195,6 +236,11 @@ def sequence_metrics(results: Sequence[Rollout]) -> dict[str, float]:
 
 
 def survivors(batch: DataProto, min_fraction: float) -> DataProto:
+    """The part of `batch` that can be trained on; see `survivor_rows`."""
+    return batch.select_idxs(survivor_rows(batch, min_fraction))
+
+
+def survivor_rows(batch: DataProto, min_fraction: float) -> list[int]:
     """The rows that can be trained on: not dropped, with at least one sampled token in the main sequence, and with a
     baseline where the others have one.
 
@@ -207,7 +253,7 @@ def survivors(batch: DataProto, min_fraction: float) -> DataProto:
     usable &= torch.tensor([result.trajectory is not None for result in results])
     if (baselines := batch.non_tensor_batch.get("reward_baselines")) is not None:
         usable &= torch.tensor([baseline is not None for baseline in baselines.tolist()])
-    return batch.select_idxs(usable)
+    return [row for row, kept in enumerate(usable.tolist()) if kept]
 
 
 def check_survivors(results: Sequence[Rollout], min_fraction: float) -> None:
@@ -283,11 +329,11 @@ def _reported(rollout: Rollout, metric: str) -> float:
     )
 
 
-def dump(folder: str | Path, step: int, batch: DataProto, chat: ChatTemplate, options: RewardOptions) -> None:
+def dump(chat: ChatTemplate, folder: str | Path, step: int, batch: DataProto, options: RewardOptions) -> None:
     """Writes every trajectory of the batch to `{folder}/{step}.jsonl`."""
     records = []
     decode = chat.tokenizer.decode
-    for row, result in zip(rows_of(batch), rollouts_of(batch)):
+    for row, result in zip(rows_of(batch), rollouts_of(batch) if len(batch) else ()):
         trajectory = result.trajectory
         if trajectory is None:
             continue

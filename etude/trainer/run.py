@@ -84,11 +84,12 @@ def evaluate(
         emit(RunStarted("evaluating", 0, setup.trainer))
         try:
             with groups.report_progress(emit):
-                batch, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
+                rolled, metrics = Rollouts(setup, groups.rollout, groups.reward).validate(dataset)
         finally:
             emit(RunEnded())
+    batch = rolled.fetch()
     if dump_folder is not None:
-        dump(dump_folder, step, batch, setup.chat, setup.roles.reward)
+        dump(setup.chat, dump_folder, step, batch, setup.roles.reward)
     survivors(batch, setup.trainer.min_valid_fraction)
     result = evaluation_metrics(batch, setup.roles.reward) | {"metrics": metrics}
     if not result["samples"]:

@@ -40,19 +40,15 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class RunSetup:
-    """The checked options of a run, its tokenizer and chat template, its groups and the tools they loaded. `needs` are the
-    columns that estimator, loss and KL terms need beyond those of a rollout."""
+class PlainSetup:
+    """The checked options of a run, which any process can be sent. `needs` are the columns that estimator, loss and KL terms
+    need beyond those of a rollout."""
 
     data: DataOptions
     algorithm: AlgorithmOptions
     needs: frozenset[str]
     trainer: TrainerOptions
     roles: RoleOptions
-    bundle: TokenizerBundle
-    config: DictConfig
-    groups: Groups
-    catalogue: ToolCatalogue
 
     @property
     def estimator(self) -> Estimator:
@@ -63,6 +59,27 @@ class RunSetup:
     def min_group(self) -> int:
         """Surviving answers per prompt below which the prompt is not trained on."""
         return 1 if self.roles.distillation.alone else self.algorithm.min_group
+
+    @property
+    def longest_sequence(self) -> int | None:
+        """Maximum tokens of prompt plus response; None where only their own limits count."""
+        folder = local_folder(str(self.roles.model.path))
+        return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
+
+
+@dataclass(frozen=True)
+class RunSetup(PlainSetup):
+    """With the tokenizer and chat template of the run, its groups and the tools that they loaded."""
+
+    bundle: TokenizerBundle
+    config: DictConfig
+    groups: Groups
+    catalogue: ToolCatalogue
+
+    @property
+    def plain(self) -> PlainSetup:
+        """The options alone."""
+        return PlainSetup(self.data, self.algorithm, self.needs, self.trainer, self.roles)
 
     @property
     def tokenizer(self) -> Any:
@@ -78,12 +95,6 @@ class RunSetup:
     def schemas(self) -> Mapping[str, dict[str, Any]] | None:
         """The configured tools' schemas by name; None when `multi_turn.enable=false`."""
         return self.catalogue.schemas if self.roles.rollout.multi_turn.enable else None
-
-    @property
-    def longest_sequence(self) -> int | None:
-        """Maximum tokens of prompt plus response; None where only their own limits count."""
-        folder = local_folder(str(self.roles.model.path))
-        return self.roles.rollout.max_model_len or (longest_context(read_config(folder)) if folder else None)
 
     def dataset(self, files: Sequence[str], max_samples: int = -1) -> RLDataset:
         """The rows of `files`, checked against the tools and the scorers.
@@ -134,8 +145,9 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     """
     options, roles, bundle = check(config)
     if not trains:
-        roles = replace(roles, needs_ref=False, streams=False)
-    groups = open_groups(roles, options, trains=trains, critic=trains and "values" in options.needs)
+        roles = replace(roles, needs_ref=False, streams=False, value_head=False)
+    critic = trains and "values" in options.needs and not roles.value_head
+    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(
@@ -182,6 +194,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         distillation=options.distillation,
         chat_template_kwargs=data.apply_chat_template_kwargs,
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
+        value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,

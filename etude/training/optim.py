@@ -54,10 +54,6 @@ class OptimizerSet:
         self.options, self.total_steps, self.first_step = options, total_steps or 0, first_step
         self.training_step = first_step
         self.rank, self.world_size, self._sharded = rank, world_size, is_sharded(model)
-        if self._sharded and options.name == "adamw_8bit":
-            raise ConfigError(
-                "optim.name=adamw_8bit cannot update a sharded model: write strategy=ddp, or another optimizer"
-            )
         self._model_parameters = [p for p in model.parameters() if p.requires_grad]
         self._masters, self._loss_scale = MasterWeights(model, exact), DynamicLossScale.for_model(model, dtype)
         self._parameters = [self._masters.of(p) for p in self._model_parameters]

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -31,6 +31,9 @@ from etude.training.microbatches import filler, micro_batches
 from etude.training.optim import OptimizerSet
 from etude.training.packing import PackedRows, pack
 from etude.training.sharding import compute_device, count_passes, run_forward
+
+if TYPE_CHECKING:
+    from etude.training.value import ValueEngine
 
 
 @dataclass(frozen=True)
@@ -79,7 +82,7 @@ def count_scored(batch: DataProto, main_rows: Tensor | None = None) -> dict[str,
 
 # (log_probs, entropy, micro-batch, scale) → loss to add up over micro-batches, and metrics (bare numbers: means over the
 # micro-batch's scored tokens). A micro-batch with `teacher_topk_ids` has the column `topk_log_probs`, too: the log-probs of
-# these ids (rows, response_len, k), with a gradient.
+# these ids (rows, response_len, k), with a gradient; so has one with a critic on the trunk `vpreds` (rows, response_len).
 MicroLoss = Callable[[Tensor, Tensor, DataProto, LossScale], "tuple[Tensor, Mapping[str, Metric]]"]
 
 
@@ -124,6 +127,7 @@ class PolicyEngine:
         enable_packing(model)
         self.model, self.optimizer, self._max_tokens = model, optimizer, max_tokens
         self._device, self._vision = compute_device(model), Vision.of(model.config)
+        self.critic: ValueEngine | None = None  # on this model's trunk, trained with it
 
     def _forward(
         self,
@@ -133,12 +137,15 @@ class PolicyEngine:
         squares: Tensor | None = None,
         likeliest: tuple[Tensor, Tensor] | None = None,
         labels: Tensor | None = None,
-    ) -> tuple[Tensor, Tensor]:
+        values: bool = False,
+    ) -> tuple[Tensor, ...]:
+        """Log-probs and entropies of the scored tokens and, with `values`, their values (scored,) by the critic."""
         head = self.model.get_output_embeddings()
-        return run_forward(
-            self.model,
-            lambda: token_log_probs(
-                packed.hidden(self.model),
+
+        def compute() -> tuple[Tensor, ...]:
+            hidden = packed.hidden(self.model)
+            found = token_log_probs(
+                hidden,
                 head.weight,
                 packed.labels if labels is None else labels,
                 bias=head.bias,
@@ -148,8 +155,10 @@ class PolicyEngine:
                 sum_pi_squared=squares,
                 likeliest=likeliest,
                 support=packed.support,
-            ),
-        )
+            )
+            return (*found, self.critic.model.values_of(hidden, to_trunk=True)) if values and self.critic else found
+
+        return run_forward(self.model, compute)
 
     def _idle(self) -> Tensor:
         """0 with a gradient of 0: a pass of a sharded model for which this rank has no rows, and another one has."""
@@ -195,14 +204,14 @@ class PolicyEngine:
     ) -> Metrics:
         """One optimizer step on this rank's part of a mini-batch, which may be empty (see `LossScale.of` for the counts that
         come with it); returns the loss's metrics, `loss`, and those of `step_metrics`."""
-        optimizer = self.optimizer
+        optimizer, critic = self.optimizer, self.critic
         assert optimizer is not None
         check_images(batch, self.model.config)
         self.model.train()
         scale, parts = LossScale.of(batch, loss_agg_mode), []
         micros = micro_batches(batch, self._max_tokens, self._vision)
         idle = count_passes(self.model, len(micros)) - len(micros)
-        with optimizer.training():
+        with optimizer.training(), critic.optimizer.training() if critic else nullcontext():
             whole = self._balance(batch, micros, idle, optimizer.world_size) if self._router_aux_loss_coef else None
             for rows in micros:
                 packed = pack(batch, rows, self._device, self._vision)
@@ -214,11 +223,15 @@ class PolicyEngine:
                 recorded = balance.recording(self.model, packed.shared) if whole else nullcontext()
                 # Both hold in the backward pass, too, where checkpointed layers are computed again.
                 with replay_experts(self.model, packed.experts), recorded:
-                    values, entropies = self._forward(packed, temperature, entropy_grad, labels=labels)
+                    log_probs, entropies, *values = self._forward(
+                        packed, temperature, entropy_grad, labels=labels, values=critic is not None
+                    )
                     if taught is not None:
-                        micro.batch["topk_log_probs"] = packed.scatter(values[:, 1:])
-                        values = values[:, 0]
-                    loss, metrics = loss_of(packed.scatter(values), packed.scatter(entropies), micro, scale)
+                        micro.batch["topk_log_probs"] = packed.scatter(log_probs[:, 1:])
+                        log_probs = log_probs[:, 0]
+                    if values:
+                        micro.batch["vpreds"] = packed.scatter(values[0])
+                    loss, metrics = loss_of(packed.scatter(log_probs), packed.scatter(entropies), micro, scale)
                     if whole is not None:
                         uneven = balance.loss(whole)
                         loss = loss + self._router_aux_loss_coef * uneven
@@ -228,7 +241,8 @@ class PolicyEngine:
                 parts.append(weigh({**metrics, "loss": scale.as_mean(loss, mask)}, mask))
             for _ in range(idle):
                 optimizer.backward(self._idle())
-            return add_metrics(parts) | step_metrics(optimizer)
+            found = add_metrics(parts) | step_metrics(optimizer)
+            return found if critic is None else found | critic.step()
 
     @torch.no_grad()
     def _balance(self, batch: DataProto, micros: Sequence[list[int]], idle: int, ranks: int) -> Balance:

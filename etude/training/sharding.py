@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
@@ -28,6 +28,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._pytree import tree_map_only
 
 from etude.errors import ConfigError
 from etude.models.lora import has_adapters
@@ -113,7 +114,9 @@ def shard_model(model: Any, options: FSDPOptions, mesh: DeviceMesh, dtype: torch
 
 
 def _run(model: Any, compute: Callable[[], T]) -> T:
-    return compute()
+    """FSDP's hooks are lost by in-place operations on views, so none leaves the pass."""
+    found: T = tree_map_only(Tensor, lambda tensor: tensor.clone() if tensor._is_view() else tensor, compute())
+    return found
 
 
 def is_sharded(model: Any) -> bool:

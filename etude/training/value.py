@@ -21,7 +21,7 @@ from etude.training.sharding import compute_device, count_passes, run_forward
 
 
 class ValueEngine:
-    """A `ValueModel` with its optimizer. A token's value is that of the context before it."""
+    """A `ValueModel`, or a policy's `SharedValueHead`, with its optimizer. A token's value is that of its context."""
 
     def __init__(self, model: Any, *, max_tokens: int, optimizer: OptimizerSet) -> None:
         enable_packing(model.backbone)
@@ -83,5 +83,8 @@ class ValueEngine:
                 parts.append(weigh({**metrics, "critic/vf_loss": scale.as_mean(loss, mask)}, mask))
             for _ in range(idle):
                 self.optimizer.backward(self._idle())
-            stepped = {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}
-        return add_metrics(parts) | stepped
+            return add_metrics(parts) | self.step()
+
+    def step(self) -> Metrics:
+        """Takes the optimizer step: the metrics of `step_metrics`, named `critic/*`."""
+        return {f"critic/{name}": metric for name, metric in step_metrics(self.optimizer).items()}

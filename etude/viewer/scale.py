@@ -9,8 +9,9 @@ An engine takes t₀ + t₁·b seconds to decode a token for each of b running s
 which they stand still. Training takes c₀ + c₁·tokens/ranks, plus a ring all-reduce of the gradients, 2·bytes·(ranks-1)/ranks
 / bandwidth; handing over the weights takes what it took, plus bytes / bandwidth.
 
-Invariant: a prompt of batch k begins when the weights are at most `staleness` versions behind it, and version k + 1 is made
-from the first `train_batch_size` groups that were finished and not trained on. Staleness 0 is the synchronous loop.
+Invariant: groups begin and are trained on by the rules of `trainer.max_staleness` (docs/async.md): 1 + ⌈staleness / 2⌉
+batches are in flight, a step takes the groups that finished, in the order in which they began, and waits for one that would
+be too old for a later step. Staleness 0 is the synchronous loop.
 
 Left out: memory, failures, network contention, and the driver's own time beyond what the run measured.
 """
@@ -251,12 +252,8 @@ class Engine:
         self._order = itertools.count()
         self._woken = env.event()
         self.busy = 0.0
+        self.groups = 0  # that its rank rolls out
         env.process(self._run())
-
-    @property
-    def load(self) -> int:
-        """Sequences that run or wait."""
-        return len(self._running) + len(self._waiting)
 
     def generate(self, prefilled: int, sampled: int) -> Any:
         """An event that occurs when `sampled` tokens have followed a context with `prefilled` new ones."""
@@ -299,6 +296,14 @@ class Engine:
                 heapq.heappop(self._running)[2].succeed()
 
 
+@dataclass
+class _Group:
+    """A prompt in flight: the last step that may train it, and its tokens once it has finished."""
+
+    deadline: int
+    tokens: int | None = None
+
+
 class _Run:
     """One simulated run."""
 
@@ -312,8 +317,7 @@ class _Run:
         self.engines = [Engine(self.env, measured.costs, measured.slots) for _ in range(placement.rolls_out)]
         self.draw = random.Random(seed)
         self.version = 0
-        self.new_version = self.env.event()
-        self.finished: deque[int] = deque()  # groups that can be trained on, by their tokens
+        self.groups: list[_Group] = []  # in flight, in the order in which they began
         self.group_ended = self.env.event()
         self.trained = 0.0  # busy seconds
         self.ends: list[
@@ -321,24 +325,40 @@ class _Run:
         ] = []  # of each step: now, and how long engines and trainers were busy
 
     def run(self) -> None:
-        self.env.process(self._feed())
         self.env.run(self.env.process(self._train()))
 
-    def _feed(self) -> Generator[Any, Any, None]:
-        for batch in range(self.steps + self.placement.staleness):
-            while self.version < batch - self.placement.staleness:
-                yield self.new_version
-            for group in range(self.measured.prompts):
-                self.env.process(self._group(group))
+    def _begin_groups(self) -> None:
+        staleness, batch = self.placement.staleness, self.measured.prompts
+        batches = min(1 + -(-staleness // 2), self.steps - self.version)
+        for number in range(batches * batch - len(self.groups)):
+            group = _Group(self.version + 1 + staleness)
+            self.groups.append(group)
+            self.env.process(self._roll_out(group, number))
 
-    def _group(self, group: int) -> Generator[Any, Any, None]:
+    def _choose(self) -> list[_Group] | None:
+        """The groups that the next step trains on; None: it must wait."""
+        batch, step = self.measured.prompts, self.version + 1
+        chosen = [group for group in self.groups if group.tokens is not None][:batch]
+        if len(chosen) < batch:
+            return None
+        taken = set(map(id, chosen))
+        left = [group for group in self.groups if id(group) not in taken]
+        for place, group in enumerate(left, start=1):
+            if group.tokens is None and place > (group.deadline - step) * batch:
+                return None  # it would miss its last step
+        self.groups = left
+        return chosen
+
+    def _roll_out(self, group: _Group, number: int) -> Generator[Any, Any, None]:
         drawn = [self.draw.choice(self.measured.trajectories) for _ in range(self.measured.n)]
         if self.placement.staleness:
-            engine = min(self.engines, key=lambda engine: engine.load)
+            engine = min(self.engines, key=lambda engine: engine.groups)
         else:  # whole groups, in order, as a batch is divided among ranks
-            engine = self.engines[group * len(self.engines) // self.measured.prompts]
+            engine = self.engines[number * len(self.engines) // self.measured.prompts]
+        engine.groups += 1
         yield self.env.all_of([self.env.process(self._trajectory(engine, each)) for each in drawn])
-        self.finished.append(sum(each.tokens for each in drawn))
+        engine.groups -= 1
+        group.tokens = sum(each.tokens for each in drawn)
         self.group_ended.succeed()
         self.group_ended = self.env.event()
 
@@ -352,9 +372,10 @@ class _Run:
 
     def _train(self) -> Generator[Any, Any, None]:
         for _ in range(self.steps):
-            while len(self.finished) < self.measured.prompts:
+            self._begin_groups()
+            while (chosen := self._choose()) is None:
                 yield self.group_ended
-            tokens = sum(self.finished.popleft() for _ in range(self.measured.prompts))
+            tokens = sum(group.tokens or 0 for group in chosen)
             seconds = self.costs.training(tokens, self.placement.trains)
             self.trained += seconds
             yield self.env.timeout(seconds + self.costs.driver)
@@ -363,8 +384,6 @@ class _Run:
             yield self.env.timeout(self.costs.syncing())
             self.ends.append((self.env.now, sum(engine.busy for engine in self.engines), self.trained))
             self.version += 1
-            self.new_version.succeed()
-            self.new_version = self.env.event()
 
 
 def predict(measured: Measured, placement: Placement, *, steps: int = 6, seed: int = 0) -> Prediction:

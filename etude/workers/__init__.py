@@ -1,8 +1,10 @@
-"""The roles as workers: rollout, actor with its reference, critic, reward, teacher; and rollout and actor in one."""
+"""The roles as workers: rollout, actor with its reference, critic, reward, teacher; rollout and actor in one; and what runs
+the trainer's functions on batches."""
 
 from etude.models.named_weights import full_state
 from etude.options import ActorOptions, CriticOptions, CustomRewardOptions, ModelOptions, RefOptions, RewardOptions
 from etude.workers.actor import TrainWorker
+from etude.workers.batches import BatchWorker
 from etude.workers.critic import CriticWorker
 from etude.workers.options import RoleOptions
 from etude.workers.policy import ActorRolloutRefWorker
@@ -13,6 +15,7 @@ from etude.workers.teacher import TeacherWorker
 __all__ = [
     "ActorOptions",
     "ActorRolloutRefWorker",
+    "BatchWorker",
     "CriticOptions",
     "CriticWorker",
     "CustomRewardOptions",

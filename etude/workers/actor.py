@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor
@@ -21,15 +23,18 @@ from etude.algorithms import (
     policy_loss,
     rejection_mask,
     rollout_mismatch,
+    value_loss,
 )
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
 from etude.metrics import Metrics
 from etude.models.lora import without_adapters
+from etude.models.value import SharedValueHead
 from etude.protocol import DataProto
-from etude.training import LossScale, PolicyEngine, sft_step
+from etude.training import LossScale, OptimizerSet, PolicyEngine, ValueEngine, sft_step
 from etude.trajectory import KEPT_IDS
-from etude.workers.checkpoint import TrainedWorker
+from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
+from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
 from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
 
@@ -38,6 +43,7 @@ class TrainWorker(TrainedWorker):
     """Computes log-probs and trains, on demonstrations or advantages."""
 
     role = "actor"
+    _copied_critic: dict[str, Tensor] | None = None
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def init_model(self, total_steps: int | None = None) -> None:
@@ -48,8 +54,8 @@ class TrainWorker(TrainedWorker):
             ConfigError: the model's folder or an optimizer setting is wrong.
         """
         options, actor = self.options, self.options.actor
-        self.is_spread(actor)  # or refuses, before a model is loaded
-        self.model = self.load_policy("float32")
+        device = "cpu" if self.is_spread(actor) else None
+        self.model = self.load_policy("float32", device)
         self.prepare_training(self.model, options.model)
         self._optimizer = self.build_optimizer(actor, total_steps, options.actor_first_step)
         self._actor = PolicyEngine(
@@ -58,11 +64,13 @@ class TrainWorker(TrainedWorker):
             optimizer=self._optimizer,
             router_aux_loss_coef=actor.router_aux_loss_coef,
         )
+        if options.value_head:
+            self._add_critic(total_steps)
         self._ref: PolicyEngine | None = None
         if options.needs_ref:
             network = self.model
             if not options.model.lora_rank:
-                network = self.load_policy(options.model.dtype).requires_grad_(False)
+                network = self.load_policy(options.model.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
         self.prepare_saves()
@@ -75,6 +83,25 @@ class TrainWorker(TrainedWorker):
         with self._optimizer.training() if meta.get("in_update") else nullcontext():
             found = self._actor.log_probs(data, meta["temperature"], sum_pi_squared=squares)
         return DataProto.from_single_dict(dict(zip(("old_log_probs", "entropys", "sum_pi_squared"), found)))
+
+    def _add_critic(self, total_steps: int | None) -> None:
+        """A value head on the policy's trunk, with an optimizer of its own."""
+        critic, head = self.options.critic, SharedValueHead(self.model)
+        optimizer = OptimizerSet(head, critic.optim, total_steps, rank=self.rank, world_size=self.world_size)
+        self._actor.critic = ValueEngine(head, max_tokens=critic.ppo_max_token_len_per_gpu, optimizer=optimizer)
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=(IMAGES,))
+    def compute_values(self, data: DataProto) -> DataProto:
+        """As `CriticWorker`'s, by the head on the policy's trunk."""
+        assert self._actor.critic is not None
+        return DataProto.from_single_dict({"values": self._actor.critic.values(data)})
+
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=CRITIC_COLUMNS, optional=("rollout_tokens", IMAGES))
+    def update_critic(self, data: DataProto) -> Metrics:
+        """As `CriticWorker`'s, of the head alone: before the actor's updates begin, which move both."""
+        assert self._actor.critic is not None
+        self._actor.critic.optimizer.training_step = data.meta_info["global_step"]
+        return self._actor.critic.update(data, **value_options(self.options))
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
     def compute_teacher_log_prob(self, data: DataProto) -> DataProto:
@@ -97,6 +124,8 @@ class TrainWorker(TrainedWorker):
         optional=(
             *PolicyLoss.columns,
             *TOPK_COLUMNS,
+            "old_values",
+            "value_targets",
             "rollout_tokens",
             "selected_tokens",
             "rollout_is_weights",
@@ -109,6 +138,8 @@ class TrainWorker(TrainedWorker):
         changed yet, are compared with the engine's. Returns metrics named `actor/*`."""
         actor, meta = self.options.actor, data.meta_info
         self._optimizer.training_step = meta["global_step"]
+        if self._actor.critic is not None:
+            self._actor.critic.optimizer.training_step = meta["global_step"]
         compares = meta.get("compare_rollout") and not actor.optim.steps_apart  # then these weights did not sample
         loss = self._compared_loss if compares else self._loss
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
@@ -170,7 +201,49 @@ class TrainWorker(TrainedWorker):
             distances, found = forward_kl_topk(ours, columns["teacher_topk_log_probs"], mask)
             loss = loss + self.options.distillation.coef * agg_loss(distances, mask, **scaling)
             metrics |= found
+        if "vpreds" in columns:
+            added, of_values = self._value_loss(micro, scale)
+            loss, metrics = loss + added, metrics | of_values
         return loss, metrics
+
+    def _value_loss(self, micro: DataProto, scale: LossScale) -> tuple[Tensor, Metrics]:
+        """The critic's part of the objective, where it shares the trunk."""
+        columns, options = micro.batch, value_options(self.options)
+        loss, found = value_loss(
+            vpreds=columns["vpreds"],
+            values=columns["old_values"],
+            returns=columns["value_targets"],
+            response_mask=columns["response_mask"],
+            **options,
+            **scale.counts(micro),
+        )
+        own = replace(scale, loss_agg_mode=options["loss_agg_mode"])
+        metrics: Metrics = {**found, "critic/vf_loss": own.as_mean(loss, columns["response_mask"])}
+        return self.options.critic.vf_coef * loss, metrics
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def copy_state(self) -> None:
+        """As for any trained role; the critic's with it."""
+        super().copy_state()
+        if self._actor.critic is not None:
+            state = self._actor.critic.optimizer.state_dict()
+            self._copied_critic = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def save_checkpoint(self, folder: str) -> None:
+        """As for any trained role; the state of a critic on the trunk goes to `critic/state`."""
+        super().save_checkpoint(folder)
+        if self._actor.critic is not None and (self._group is not None or self.rank == 0):
+            state = self._copied_critic or self._actor.critic.optimizer.state_dict()
+            self._copied_critic = None
+            write_state(state, Path(folder) / CriticWorker.role / STATE, self._group)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def load_checkpoint(self, folder: str) -> None:
+        """As for any trained role."""
+        super().load_checkpoint(folder)
+        if self._actor.critic is not None:
+            self._actor.critic.optimizer.load_state_dict(read_state(Path(folder) / CriticWorker.role / STATE))
 
     def _loss_weights(self, log_probs: Tensor, micro: DataProto) -> tuple[Tensor | None, Metrics]:
         """What multiplies the loss of each token, if anything: the driver's importance weights; with `bypass_mode`, weights

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
+
 from etude.agents.batch import IMAGES
 from etude.distributed import Dispatch, register
 from etude.errors import ConfigError
@@ -10,7 +14,10 @@ from etude.models import load_value_model
 from etude.protocol import DataProto
 from etude.training import ValueEngine
 from etude.workers.checkpoint import TrainedWorker
+from etude.workers.options import RoleOptions
 from etude.workers.role import TOKENS
+
+CRITIC_COLUMNS = (*TOKENS, "values", "returns")
 
 
 class CriticWorker(TrainedWorker):
@@ -23,13 +30,13 @@ class CriticWorker(TrainedWorker):
         """Loads the model and builds the optimizer, whose learning-rate schedule ends after `total_steps` training steps."""
         critic, model = self.options.critic, self.options.model
         path = critic.model.path or model.path
-        self.is_spread(critic)  # or refuses, before a model is loaded
+        device = torch.device("cpu") if self.is_spread(critic) else self.device
         if path is None:
             raise ConfigError("critic.model.path is not set: give the folder of a Hugging Face model")
         self.model = load_value_model(
             path,
             dtype=model.dtype if critic.model.quantization else "float32",
-            device=self.device,
+            device=device,
             trust_remote_code=model.trust_remote_code,
             quantization=critic.model.quantization,
         )
@@ -43,17 +50,19 @@ class CriticWorker(TrainedWorker):
         """`values` (batch, response_len): the value of the context before each sampled token."""
         return DataProto.from_single_dict({"values": self._engine.values(data)})
 
-    @register(
-        dispatch_mode=Dispatch.DP_COMPUTE, columns=(*TOKENS, "values", "returns"), optional=("rollout_tokens", IMAGES)
-    )
+    @register(dispatch_mode=Dispatch.DP_COMPUTE, columns=CRITIC_COLUMNS, optional=("rollout_tokens", IMAGES))
     def update_critic(self, data: DataProto) -> Metrics:
         """One optimizer step towards `returns` on this rank's part of a mini-batch; meta_info: `global_step`, and the counts
         of `etude.training.count_scored`. Metrics are named `critic/*`."""
-        critic = self.options.critic
         self._optimizer.training_step = data.meta_info["global_step"]
-        return self._engine.update(
-            data,
-            cliprange_value=critic.cliprange_value,
-            loss_agg_mode=critic.loss_agg_mode,
-            loss_scale_factor=self.options.rollout.response_length,
-        )
+        return self._engine.update(data, **value_options(self.options))
+
+
+def value_options(options: RoleOptions) -> dict[str, Any]:
+    """What the value loss is called with beside columns and counts."""
+    critic, scale = options.critic, options.rollout.response_length
+    return {
+        "cliprange_value": critic.cliprange_value,
+        "loss_agg_mode": critic.loss_agg_mode,
+        "loss_scale_factor": scale,
+    }

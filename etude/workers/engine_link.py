@@ -130,6 +130,7 @@ class EngineLink:
         self._shares = getattr(engine, "shares_weights", True)
         self.is_current = actor is None  # whether the engine has the current weights
         self._asleep = False
+        self._version = 0
         self._folder: Scratch | None = None
         self._written: list[Path] = []
         self._adapter_versions = adapter_versions
@@ -151,14 +152,18 @@ class EngineLink:
         )
 
     async def ready(self) -> None:
-        """Wakes the engine.
+        """Wakes the engine, and probes one that slept.
 
         Raises:
             EtudeError: the weights have changed since they were handed over.
+            WeightMismatch: it lost them in its sleep.
         """
         if not self.is_current:
             raise EtudeError("the engine does not have the current weights: call update_weights(version) first")
+        slept = self._asleep
         await self._wake()
+        if slept and self._actor is not None and not is_sharded(self._actor.model):
+            await within(self._rollout.weight_sync_timeout, self._run_probe, self._version)
 
     async def push(self, version: int) -> Metrics:
         """Hands over the current weights as `version`, and probes.
@@ -185,7 +190,7 @@ class EngineLink:
                 f"the engine '{self._rollout.name}' did not take the weights of version {version}: {one_line(error)}; "
                 "fix it and start again: the run resumes from its last checkpoint"
             ) from error
-        self.is_current = True
+        self.is_current, self._version = True, version
         return {"weight_sync/seconds": Max(time.perf_counter() - started)} | metrics
 
     async def _run_probe(self, version: int) -> Metrics:

@@ -29,11 +29,11 @@ class RoleOptions:
     """Everything the workers of one run are built from: frozen options, dictionaries and strings, so that it pickles.
 
     `actor_first_step`: the training step at which the actor's learning-rate schedule begins (after a critic's warm-up).
-    `needs_ref`: some loss or reward uses the reference policy. `teacher`: the folder or server that a `TeacherWorker`
-    scores with. `streams`: rollouts go on while the policy learns, on weights of up to `adapter_versions` steps.
-    `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`, `seed` (None: left alone) and `deterministic` are
-    for the worker's process. `config` is the whole resolved configuration as plain containers, passed to users' agent loops
-    and reward managers.
+    `needs_ref`: some loss or reward uses the reference policy. `value_head`: the critic is a head on the actor's trunk.
+    `teacher`: the folder or server that a `TeacherWorker` scores with. `streams`: rollouts go on while the policy learns,
+    on weights of up to `adapter_versions` steps. `stall_timeout`: see `etude.agents.stalls`. `plugins`, `num_threads`,
+    `seed` (None: left alone) and `deterministic` are for the worker's process. `config` is the whole resolved configuration
+    as plain containers, passed to users' agent loops and reward managers.
 
     Raises:
         ConfigError: the rollout section does not fit its engine or the device; names the key.
@@ -54,6 +54,7 @@ class RoleOptions:
     plugins: tuple[str, ...] = ()
     actor_first_step: int = 0
     needs_ref: bool = False
+    value_head: bool = False
     streams: bool = False
     adapter_versions: int = 1
     stall_timeout: float | None = None

@@ -15,7 +15,7 @@ import torch
 
 from etude.agents.base import register_agent_loops
 from etude.distributed import Worker
-from etude.errors import MissingExtraError
+from etude.errors import ConfigError, MissingExtraError
 from etude.models import check_vocabulary, load_causal_lm, torch_dtype
 from etude.models.lora import add_adapters
 from etude.models.packable import enable_packing
@@ -83,25 +83,34 @@ class RoleWorker(Worker):
         return self.bundle.tokenizer
 
     def is_spread(self, options: ActorOptions | CriticOptions) -> bool:
-        """Whether this role's model is to be spread over the ranks.
+        """Whether this role's model is to be spread over the ranks. It is loaded on the CPU then, and its parts move.
 
         Raises:
-            ConfigError: the ranks cannot be divided as `options` say.
+            ConfigError: the ranks cannot be divided as `options` say, or something else of them cannot be divided.
         """
         if self.world_size == 1 or options.strategy == "ddp":
             return False
         mesh_shape(options.fsdp_config, self.world_size)
+        model = options.model if isinstance(options, CriticOptions) else self.options.model
+        for refused, key in (
+            (options.optim.name == "adamw_8bit", "optim.name=adamw_8bit"),
+            (model.quantization is not None, f"model.quantization={model.quantization}"),
+        ):
+            if refused:
+                raise ConfigError(
+                    f"{key} does not go with strategy={options.strategy}: write strategy=ddp, or change it"
+                )
         return True
 
-    def load_policy(self, dtype: str) -> Any:
-        """The policy's network as `model.path` has it; a quantised one, whose own weights are never trained, in
-        `model.dtype`."""
+    def load_policy(self, dtype: str, device: torch.device | str | None = None) -> Any:
+        """The policy's network as `model.path` has it, on the worker's device or `device`; a quantised one, whose own
+        weights are never trained, in `model.dtype`."""
         tokenizer, model = self.tokenizer, self.options.model
         assert model.path is not None
         network = load_causal_lm(
             model.path,
             dtype=model.dtype if model.quantization else dtype,
-            device=self.device,
+            device=device or self.device,
             trust_remote_code=model.trust_remote_code,
             quantization=model.quantization,
         )

@@ -143,6 +143,8 @@ def test_the_off_policy_mask_spares_what_should_become_likelier():
     first_alone = torch.tensor([[0, 0, 1.0]] * 3)  # its mean counts sampled tokens only
     policy[:, 2] = -1.0
     assert off_policy_sequence_mask(policy, engine, -advantages.abs(), first_alone, 0.5)[0].all()
+    rounding = torch.full((3, 3), -1e-17, dtype=torch.float64)
+    assert off_policy_sequence_mask(policy, engine, rounding, torch.ones(3, 3), 0.5)[0].all()
 
 
 OF_SEQUENCES = {"geo_mean", "vespo"}  # a token's weight reaches the others' gradients

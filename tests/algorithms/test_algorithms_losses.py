@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from etude.algorithms import LOSS_AGG_MODES, policy_loss, value_loss
+from etude.algorithms import LOSS_AGG_MODES, POLICY_LOSSES, policy_loss, value_loss
 from etude.errors import ConfigError
 
 F64 = torch.float64
@@ -210,3 +210,20 @@ def test_nothing_masked_reaches_the_value_loss(junk, column):
     assert torch.equal(changed[1], gradient)
     assert changed[2] == metrics
     assert not gradient[masked].any()
+
+
+@pytest.mark.parametrize("equal_advantages", [False, True])
+def test_tokens_that_only_rounding_tells_apart_are_selected_in_their_order(equal_advantages):
+    """Those of two rows with one beginning; and all where no advantage differs. Which ones is not up to how log-probs were
+    batched."""
+    select = POLICY_LOSSES.get("kl_cov").select_tokens
+    old = torch.tensor([[-0.5, -2.0, -1.0]] * 2, dtype=F64)
+    advantages = torch.full((2, 3), 0.1, dtype=F64)  # whose mean is another number
+    if not equal_advantages:
+        old, advantages = old.repeat(2, 1), torch.cat([advantages, -advantages])
+    columns = {"advantages": advantages, "response_mask": torch.ones_like(old)}
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(10):
+        noise = 1e-12 * torch.randn(old.shape, generator=generator, dtype=F64)
+        chosen = select(old_log_probs=old + noise, kl_cov_ratio=1.5 / old.numel(), **columns).flatten().nonzero()
+        assert chosen.tolist() == [[0 if equal_advantages else 7]]

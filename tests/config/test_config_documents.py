@@ -46,6 +46,19 @@ def test_the_first_command_of_the_source_reading():
     assert config.actor_rollout_ref.rollout.response_length == 2048
 
 
+def test_a_cluster_in_the_documents_words():
+    """The source reading's `run_ppo` starts Ray from `ray_init` (later `ray_kwargs.ray_init`)."""
+    config = compose_command(
+        r"""python3 -m etude.trainer.main_ppo trainer.backend=ray trainer.nnodes=2 trainer.n_gpus_per_node=8 \
+            ray_init.num_cpus=64 ray_kwargs.ray_init.address=10.0.0.1:6379 +ray_kwargs.ray_init.runtime_env.working_dir=. \
+            ray_kwargs.timeline_json_file=null trainer.ray_wait_register_center_timeout=300
+        """
+    )
+    assert (config.trainer.backend, config.trainer.nnodes, config.trainer.n_gpus_per_node) == ("ray", 2, 8)
+    assert config.ray.address == "10.0.0.1:6379"
+    assert config.ray.init_kwargs == {"num_cpus": 64, "runtime_env": {"working_dir": "."}}
+
+
 def test_the_agent_command_of_the_source_reading():
     config = compose_command(
         r"""python3 -m etude.trainer.main_ppo \

@@ -15,8 +15,8 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from etude.distributed import DataPlane, InProcessStore, LostSamplesError, PlaneFullError
-from etude.distributed.plane import Block, tensor_bytes
+from etude.distributed import BatchRef, DataPlane, InProcessStore, LostSamplesError, PlaneFullError
+from etude.distributed.plane import Block, check_unwritten, fetch_batches, keep_batches, tensor_bytes
 from etude.errors import ConfigError, MissingExtraError
 from etude.protocol import DataProto, byte_view
 
@@ -29,6 +29,7 @@ def cluster(tmp_path_factory):
     ray = pytest.importorskip("ray")
     ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])  # workers cannot import tests
     ray.init(
+        address="local",
         num_cpus=8,
         include_dashboard=False,
         log_to_driver=False,
@@ -290,3 +291,96 @@ def test_samples_of_a_killed_holder_are_named_with_its_node(cluster, stores, wor
     assert plane.get("gh").batch["x"].shape == (2, 3)  # the others are there
     plane.evict("abcdefghijkl")
     assert plane.nbytes == 0
+
+
+# References
+
+
+@st.composite
+def operations(draw):
+    """Selections, joins and unions, as pairs of an operation's name and its argument."""
+    found = []
+    for _ in range(draw(st.integers(0, 5))):
+        name = draw(st.sampled_from(["rows", "mask", "slice", "concat", "union", "chunk"]))
+        found.append((name, draw(st.integers(0, 2**30))))
+    return found
+
+
+def apply(data, name, seed, made):
+    """An operation on a batch or on a reference; `made` gives a fresh batch of as many rows, in the same form."""
+    pick = np.random.default_rng(seed)
+    if name == "rows":
+        return data.select_idxs(pick.integers(0, len(data), size=len(data) + 1).tolist())
+    if name == "mask":
+        return data.select_idxs(torch.from_numpy(pick.random(len(data)) < 0.8))
+    if name == "slice":
+        return data[: max(1, len(data) - 1)]
+    if name == "concat":
+        return type(data).concat([data, data.select_idxs(pick.permutation(len(data)).tolist())])
+    if name == "chunk":
+        return type(data).concat(data.chunk(2)[::-1]) if len(data) % 2 == 0 else data
+    return data.union(made(len(data), f"u{seed}"))
+
+
+@given(history=operations(), rows=st.integers(1, 5))
+@settings(max_examples=60, deadline=None)
+def test_references_are_selected_joined_and_united_as_batches_are(history, rows):
+    store = InProcessStore()
+
+    def plain(count, name):
+        ids = torch.arange(count) + len(name)
+        return DataProto.from_dict(
+            {name: ids, f"{name} wide": ids[:, None] * torch.ones(2)}, {f"{name} o": list(range(count))}
+        )
+
+    def referred(count, name):
+        return BatchRef.of(plain(count, name), store)
+
+    data, ref = plain(rows, "x"), referred(rows, "x")
+    for name, seed in history:
+        if name == "union" and f"u{seed}" in columns_of(data):
+            continue
+        data, ref = apply(data, name, seed, plain), apply(ref, name, seed, referred)
+        assert len(ref) == len(data)
+        if not len(data):
+            return
+    assert rows_of(ref.fetch()) == rows_of(data)
+    assert (ref.columns, ref.objects) == (set(columns_of(data)), set(data.non_tensor_batch))
+    some_names = sorted(ref.columns)[::2]
+    assert set(columns_of(ref.select(some_names).fetch())) == set(some_names)
+
+
+def test_references_that_do_not_fit_together_are_refused():
+    store = InProcessStore()
+    one, other = BatchRef.of(some(), store), BatchRef.of(some(name="y"), store)
+    with pytest.raises(ValueError, match="column 'x' is in both"):
+        one.union(one)
+    with pytest.raises(ValueError, match="cannot unite 4 rows with 2"):
+        one.union(other[:2])
+    with pytest.raises(ValueError, match="parts with the same columns"):
+        BatchRef.concat([one, other])
+    with pytest.raises(ValueError, match="4 rows cannot be divided into 3"):
+        one.chunk(3)
+
+
+def test_batches_in_a_result_are_kept_and_in_an_argument_fetched():
+    result = {"metrics": 1.0, "parts": [some(), some(2)], "empty": DataProto(meta_info={"a": 1})}
+    kept = keep_batches((iter([some()]), result), InProcessStore())
+    assert isinstance(kept[0][0], BatchRef)
+    assert [len(part) for part in kept[1]["parts"]] == [4, 2]
+    assert kept[1]["empty"].meta_info == {"a": 1}
+    fetched = []
+    back = fetch_batches(kept, fetched)
+    assert torch.equal(back[1]["parts"][1].batch["x"], some(2).batch["x"])
+    assert (back[1]["metrics"], len(fetched)) == (1.0, 3)
+
+
+def test_a_method_that_writes_into_what_it_may_only_read_is_named():
+    ref, fetched = BatchRef.of(some(), InProcessStore()), []
+    data = fetch_batches(ref, fetched)
+    data.batch["more"] = data.batch["x"] + 1
+    data.batch["more"].add_(1)
+    check_unwritten(fetched, "Actor.update")
+    data[1:].batch["x"].mul_(2)
+    with pytest.raises(RuntimeError, match=r"Actor\.update wrote into the column 'x'"):
+        check_unwritten(fetched, "Actor.update")

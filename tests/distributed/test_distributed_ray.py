@@ -277,7 +277,9 @@ def test_a_rank_that_stops_answering_is_an_error(cluster, quick):
 def test_a_call_has_a_deadline_and_nobody_waits_for_a_rank_that_failed(cluster, quick):
     pool = ResourcePool([2])
     group = RayWorkerGroup(Prober, pool)
-    with pytest.raises(Odd):  # of the second rank; the first waits for it in vain
+    with pytest.raises(Odd):  # of the second rank; the first is asked to end, and says so
+        group.wait(["go", "fail"])
+    with pytest.raises(Odd):  # and now it waits for the second in vain
         group.wait(["meet", "fail"])
     group.close()
     other = RayWorkerGroup(Prober, pool)

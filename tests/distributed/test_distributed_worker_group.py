@@ -14,8 +14,10 @@ from etude.distributed import (
     OUTPUT_PADDING_ROWS,
     PADDING_ROWS,
     Dispatch,
+    DispatchMode,
     Execute,
     InProcessWorkerGroup,
+    MeshPlace,
     ResourcePool,
     Worker,
     WorkerGroup,
@@ -414,3 +416,64 @@ def test_only_declared_columns_are_sent():
     assert group.tell_rows([batch, batch[:0]]) == [(3, ["x"]), (0, ["x"])]
     with pytest.raises(ValueError, match=r"^Doubler\.tell_columns needs the column 'x', which the batch does not have"):
         group.tell_columns(DataProto.from_dict({"y": torch.arange(3)}))
+
+
+def every_other(shards, args, kwargs):
+    return [((args[0][shard::shards],), kwargs) for shard in range(shards)]
+
+
+class Teams(Worker):
+    """Ranks in teams of two, the second of which has the output; `broken`: one says otherwise."""
+
+    def __init__(self, broken: bool = False, **place: Any) -> None:
+        super().__init__(**place)
+        self.broken, self.seen = broken, []
+
+    def mesh_place(self, mesh: str) -> MeshPlace:
+        if mesh != "teams":
+            return super().mesh_place(mesh)
+        wrong = self.broken and self.rank == 0
+        return MeshPlace(self.rank // 2, self.world_size // 2 + wrong, collects=self.rank % 2 == 1)
+
+    @register(DispatchMode(every_other, lambda results, args, kwargs: [*results, args[0]]), mesh="teams")
+    def words(self, words: list[str]) -> str:
+        return "".join(words)
+
+    @register(DispatchMode(lambda shards, args, kwargs: [], lambda results, args, kwargs: results))
+    def nothing(self) -> None: ...
+
+    @register(Dispatch.DP_COMPUTE, mesh="teams")
+    def label(self, data: DataProto) -> int:
+        data.meta_info["label"] = self.rank
+        self.seen.append(data)
+        return self.rank
+
+    @register(Dispatch.ALL_TO_ALL)
+    def each(self, value: int) -> int:
+        return value
+
+
+def test_a_mode_of_ones_own_divides_among_the_shards_of_a_mesh():
+    group = InProcessWorkerGroup(Teams, 4)
+    assert group.words(["a", "b", "c"]) == ["ac", "b", ["a", "b", "c"]]
+    assert group.each([1, 2, 3, 4]) == [1, 2, 3, 4]
+    with pytest.raises(ValueError, match="0 parts for 4 shards"):
+        group.nothing()
+    with pytest.raises(ValueError, match="RANK_ZERO does not go with a mode of one's own"):
+        register(DispatchMode(every_other, every_other), Execute.RANK_ZERO)
+
+
+def test_ranks_of_a_team_have_copies_of_one_part_and_one_answers():
+    group = InProcessWorkerGroup(Teams, 4)
+    assert group.label([batch(2), batch(1)]) == [1, 3]
+    assert [len(worker.seen[0]) for worker in group._workers] == [2, 2, 1, 1]
+    assert [worker.seen[0].meta_info["label"] for worker in group._workers] == [0, 1, 2, 3]
+    assert group.dp_size == 4  # of the training mesh, which has no teams here
+    with pytest.raises(ValueError, match="one entry for each of 2"):
+        group.label([batch(1)] * 4)
+
+
+def test_ranks_that_contradict_one_another_are_refused():
+    group = InProcessWorkerGroup(Teams, 4, broken=True)
+    with pytest.raises(ValueError, match="the mesh 'teams' of Teams has shards that no rank holds"):
+        group.words(["a"])

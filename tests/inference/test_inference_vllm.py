@@ -91,6 +91,8 @@ def imitation(
 
         @app.post("/v1/unload_lora_adapter")
         async def unload(body: dict):
+            if body["lora_name"] not in adapters:
+                return JSONResponse({"error": {"message": "cannot be found"}}, status_code=404)
             adapters.remove(body["lora_name"])
             return PlainTextResponse("Success")
 
@@ -242,6 +244,22 @@ def test_an_adapter_is_loaded_without_a_pause_and_named_by_requests_from_then_on
     named = [call.split()[1] for call in calls if call.startswith(("complete ", "generate "))]
     assert named[1:] == kept
     assert not any(call.startswith(("pause", "resume", "reset")) for call in calls)
+
+
+def test_a_server_that_was_started_anew_takes_the_next_adapter():
+    """It has none of the old ones, and cannot unload them."""
+    kept = []
+    app, _ = imitation(adapters=kept)
+
+    async def scenario(engine):
+        for version in (1, 2):
+            await engine.update_weights(AdapterFolder(f"/adapters/{version}", 1), version)
+            kept.clear()
+        await engine.update_weights(AdapterFolder("/adapters/3", 1), 3)
+        return (await ask(engine)).weight_versions
+
+    assert against(app, scenario) == [3, 3]
+    assert [name.split("-")[2] for name in kept] == ["3"]
 
 
 def test_a_server_without_adapters_at_run_time_is_refused_with_what_to_do():

@@ -110,6 +110,8 @@ CHOICES = {
     f"{LOSS}.ppo_kl_coef": [0.2],
     f"{LOSS}.dro_beta": [0.7],
     **_optimizer(f"{ACTOR}.optim"),
+    "critic.share_trunk": ["true"],
+    "critic.vf_coef": [0.7],
     "critic.model.path": ["{folder}/other"],
     "critic.ppo_mini_batch_size": [1],
     "critic.ppo_epochs": [2],
@@ -210,7 +212,13 @@ NEEDS = {
     f"{ACTOR}.shuffle": ORDERED | {f"{ACTOR}.data_loader_seed": None},
     f"{ACTOR}.data_loader_seed": ORDERED | {f"{ACTOR}.shuffle": None},
     **{key: CRITIC for key in CHOICES if key.startswith("critic.")},
-    "critic.cliprange_value": CRITIC | {"critic.ppo_epochs": 2, "critic.optim.lr": 1e-2},
+    "critic.cliprange_value": CRITIC | {"critic.ppo_epochs": 2, "critic.optim.lr": 1e-2, "critic.share_trunk": None},
+    "critic.share_trunk": CRITIC,
+    "critic.vf_coef": CRITIC | {"critic.share_trunk": "true"},
+    **{
+        f"critic.{name}": CRITIC | {"critic.share_trunk": None}
+        for name in ("model.path", "ppo_mini_batch_size", "ppo_epochs")
+    },
     "trainer.critic_warmup": CRITIC,
     "trainer.total_training_steps": _schedule(f"{ACTOR}.optim"),
     **{

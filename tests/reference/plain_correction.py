@@ -142,7 +142,7 @@ def listed(given):
 def off_policy_kept(log_probs, row, threshold):
     """(T,) whether a token's loss counts: unless its advantage is negative and the engine liked the row much better."""
     far = mean((row.engine - log_probs.detach()).tolist()) > threshold
-    return [not (far and a < 0) for a in row.advantages.tolist()]
+    return [not (far and a < -1e-9) for a in row.advantages.tolist()]  # less is rounding
 
 
 def correct(rows, options, together):

@@ -201,7 +201,7 @@ def select(actor, rows):
     count = max(math.floor(share * len(tokens)), 1)
     if name == "clip_cov":
         tokens = [token for token in tokens if o["clip_cov_lb"] < token[0] < o["clip_cov_ub"]]
-    tokens.sort(key=lambda token: -token[0])
+    tokens.sort(key=lambda token: -round(token[0], 6))  # ties, which rounding tells apart, in their order
     count = min(count, len(tokens))
     spread = len(tokens) / count if count and name == "clip_cov" else 1
     for number in range(count):

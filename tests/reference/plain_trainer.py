@@ -107,6 +107,21 @@ class Critic(nn.Module):
         return self.head(hidden[row.sampled - 1]).squeeze(-1)
 
 
+class SharedCritic(nn.Module):
+    """A scalar head, 0 at the start, on the last hidden states of a policy whose weights are not its own."""
+
+    def __init__(self, policy):
+        super().__init__()
+        self.body = [policy.model]
+        self.head = nn.Linear(policy.config.hidden_size, 1, dtype=torch.float64)
+        self.head.load_state_dict({name: torch.zeros_like(each) for name, each in self.head.state_dict().items()})
+
+    def values(self, row, to_policy=False):
+        """(T,) the value of the context before each sampled token, with a gradient to the policy or to the head alone."""
+        hidden = self.body[0](input_ids=row.ids, use_cache=False).last_hidden_state[0][row.sampled - 1]
+        return self.head(hidden if to_policy else hidden.detach()).squeeze(-1)
+
+
 def log_distributions(model, row, temperature):
     """(T, vocabulary) log-probs where each sampled token was drawn, -inf of what it was not drawn from."""
     logits = model(input_ids=row.ids, use_cache=False).logits[0].double()[row.sampled - 1] / temperature
@@ -147,8 +162,10 @@ class PlainTrainer:
         loss = self.distillation["distillation_loss"]
         self.topk = loss["topk"] if teacher and loss["loss_mode"] == "forward_kl_topk" else 0
         self.has_critic = self.algorithm["adv_estimator"] == "gae"
+        self.shares_trunk = self.has_critic and self.critic_options["share_trunk"]
         if self.has_critic:
-            self.critic = Critic(self.critic_options["model"]["path"])
+            shares, path = self.shares_trunk, self.critic_options["model"]["path"]
+            self.critic = SharedCritic(self.policy) if shares else Critic(path)
             self.critic_optimizer = Optimizer(self.critic, self.critic_options["optim"])
         self.kl_coef = self.algorithm["kl_ctrl"]["kl_coef"]
         self.steps = 0  # finished
@@ -182,7 +199,7 @@ class PlainTrainer:
                 learned, corrected = correct(learned, self.correction, together=not self.has_critic)
                 figures |= corrected
         figures["training/filter_groups/kept"] = len({id(row.rollout) for row in learned}) / max(len(rollouts), 1)
-        if learned and self.has_critic:
+        if learned and self.has_critic and (warming_up or not self.shares_trunk):
             figures |= self.update_critic(learned)
         if learned and not warming_up:
             figures |= self.update_actor(learned)
@@ -336,13 +353,17 @@ class PlainTrainer:
     def update_actor(self, rows):
         """The policy's epochs."""
         actor, meter, taught, mode, seen = self.actor, Meter(), Meter(), aggregation_of(self.actor), []
+        valued = Meter()
         scale = actor["loss_scale_factor"] or self.config["data"]["max_response_length"]
         lr = self.rate(actor["optim"], self.config["trainer"]["critic_warmup"] if self.has_critic else 0)
         for batch in self.mini_batches(rows, actor):
-            total = pg_total = 0.0
+            total = pg_total = vf_total = 0.0
             self.policy_optimizer.begin()
+            if self.shares_trunk:
+                self.critic_optimizer.begin()
             select(actor, batch)
-            for row, weight in zip(batch, token_weights(mode, batch, scale)):
+            weighed = zip(batch, token_weights(mode, batch, scale), self.value_weights(batch))
+            for row, weight, value_weight in weighed:
                 log_probs, entropy = log_probs_and_entropy(self.policy, row, self.temperature)
                 losses, flags = plain_policy_loss(actor, log_probs, row)
                 weights, snapshot = loss_weights(log_probs, row, self.correction)
@@ -360,33 +381,53 @@ class PlainTrainer:
                     distance, masses = forward_kl(row.taught, ours, self.topk)
                     losses = losses + self.distillation["coef"] * distance
                     taught.add(forward_kl=distance, **masses)
-                (weight * losses.sum()).backward()
-                total += weight * float(losses.detach().sum())
+                loss = weight * losses.sum()
+                if self.shares_trunk:
+                    of_values = value_weight * self.value_losses(row, self.critic.values(row, True), valued).sum()
+                    loss = loss + self.critic_options["vf_coef"] * of_values
+                    vf_total += float(of_values.detach())
+                loss.backward()
+                total += float(loss.detach())
                 meter.add(entropy=entropy, **flags)
                 meter.add(ppo_kl=(row.old - log_probs).clamp(-20, 20))
             meter.add(grad_norm=self.policy_optimizer.step(lr), lr=lr)
             meter.add(counted_by(mode, batch), loss=total, pg_loss=pg_total)
-        return meter.means("actor") | taught.means("distillation") | figures_of(seen, self.correction)
+            if self.shares_trunk:
+                self.step_critic(batch, valued, vf_total)
+        valued = valued.means("critic") if self.shares_trunk else {}
+        return meter.means("actor") | valued | taught.means("distillation") | figures_of(seen, self.correction)
 
     def update_critic(self, rows):
-        """0.5 · max((v − R)², (clip(v, v_old ± c) − R)²), in its own epochs and mini-batches."""
-        options, meter = self.critic_options, Meter()
-        reach, scale = options["cliprange_value"], self.config["data"]["max_response_length"]
-        for batch in self.mini_batches(rows, options):
+        """In its own epochs and mini-batches; a head on the policy's trunk alone, while it warms up."""
+        meter = Meter()
+        for batch in self.mini_batches(rows, self.critic_options):
             total = 0.0
             self.critic_optimizer.begin()
-            for row, weight in zip(batch, token_weights(options["loss_agg_mode"], batch, scale)):
-                values = self.critic.values(row)
-                near = torch.clamp(values, row.values - reach, row.values + reach)
-                plain, bounded = (values - row.returns) ** 2, (near - row.returns) ** 2
-                loss = weight * 0.5 * torch.maximum(plain, bounded).sum()
+            for row, weight in zip(batch, self.value_weights(batch)):
+                loss = weight * self.value_losses(row, self.critic.values(row), meter).sum()
                 loss.backward()
                 total += float(loss.detach())
-                meter.add(vf_clipfrac=bounded > plain, vpred_mean=values)
-            lr = self.rate(options["optim"], 0)
-            meter.add(grad_norm=self.critic_optimizer.step(lr), lr=lr)
-            meter.add(counted_by(options["loss_agg_mode"], batch), vf_loss=total)
+            self.step_critic(batch, meter, total)
         return meter.means("critic")
+
+    def value_weights(self, batch):
+        """The weight of each row's value losses."""
+        return token_weights(self.critic_options["loss_agg_mode"], batch, self.config["data"]["max_response_length"])
+
+    def value_losses(self, row, values, meter):
+        """(T,) 0.5 · max((v − R)², (clip(v, v_old ± c) − R)²)."""
+        reach = self.critic_options["cliprange_value"]
+        near = torch.clamp(values, row.values - reach, row.values + reach)
+        plain, bounded = (values - row.returns) ** 2, (near - row.returns) ** 2
+        meter.add(vf_clipfrac=bounded > plain, vpred_mean=values)
+        return 0.5 * torch.maximum(plain, bounded)
+
+    def step_critic(self, batch, meter, total):
+        """The critic's step, and its figures."""
+        options = self.critic_options
+        lr = self.rate(options["optim"], 0)
+        meter.add(grad_norm=self.critic_optimizer.step(lr), lr=lr)
+        meter.add(counted_by(options["loss_agg_mode"], batch), vf_loss=total)
 
     # -- figures -------------------------------------------------------------------------------------------------
 

@@ -27,6 +27,7 @@ from etude.errors import InfrastructureError, TrainingStopped
 from etude.models import TinyModelSpec, build_tiny_model, build_tiny_tokenizer, loading, save_pretrained
 from etude.trainer.run import train
 from etude.trajectory import Provenance, Trajectory
+from etude.workers.checkpoint import read_state
 
 WIDTH = 20  # data.max_response_length
 VOCABULARY = 265
@@ -235,7 +236,7 @@ def run_product(folder, run, shape, overrides):
     figures = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     steps = [each["step"] for each in figures if each["step"]]
     last = run / f"global_step_{steps[-1]}"
-    weights = {part.name: load_weights(part / "huggingface") for part in last.iterdir() if part.is_dir()}
+    weights = {part.name: load_weights(part) for part in last.iterdir() if part.is_dir()}
     resolved = OmegaConf.to_container(config, resolve=True)
     return Outcome(
         resolved, [rollouts_of(step, resolved) for step in steps], figures, LEDGER.advantages, weights, stopped
@@ -290,8 +291,11 @@ def fill(rollout, sequences):
         rollout.num_turns = main.user_turns + main.assistant_turns + 1
 
 
-def load_weights(folder):
-    """The tensors of a saved model, those of a value head beside it included."""
+def load_weights(part):
+    """The tensors of a role's model, those of a value head beside it included; a head alone has no model."""
+    folder = part / "huggingface"
+    if not folder.is_dir():
+        return {name.removeprefix("model."): tensor for name, tensor in read_state(part / "state", "model.").items()}
     head = folder / "value_head.safetensors"
     tensors = load_file(folder / "model.safetensors")
     return tensors | ({f"head.{name}": t for name, t in load_file(head).items()} if head.is_file() else {})

@@ -73,7 +73,7 @@ WITNESSES = {
     "trainer/test_trainer_ray.py": {
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
-        "trainer.n_gpus_per_node": "test_several_processes_on_a_node_and_too_many",
+        "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
         "ray.call_timeout": "test_a_call_has_the_configured_time",

@@ -6,6 +6,8 @@ import threading
 
 import psutil
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from retrieval_stage import PASSAGES
 from server_stage import ServerProcess, in_background
 from starlette.testclient import TestClient
@@ -71,6 +73,39 @@ def test_an_invalid_request_is_told_what_is_wrong(index, body, said):
         assert (
             'etude_retrieval_requests_total{endpoint="retrieve",outcome="refused"} 1.0' in client.get("/metrics").text
         )
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=30),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+REQUESTS = st.fixed_dictionaries(
+    {}, optional={"queries": st.lists(st.text(max_size=40)) | JSON, "topk": JSON, "x": JSON}
+)
+
+
+def test_whatever_is_sent_is_answered_or_refused(index):
+    with app_client(index) as client:
+
+        @settings(max_examples=150, deadline=None)
+        @given(st.binary(max_size=60) | REQUESTS.map(lambda request: json.dumps(request).encode()))
+        def check(content):
+            answer = client.post("/retrieve", content=content)
+            assert answer.status_code in (200, 422), answer.text
+            if answer.status_code == 200:
+                assert len(answer.json()["result"]) == len(json.loads(content)["queries"])
+
+        check()
+        for path in (
+            "/search",
+            "/search?q=",
+            "/search?q=tea&num=0",
+            "/search?q=tea&num=99999999999",
+            "/search?q=%ff%00",
+        ):
+            assert client.get(path).status_code in (200, 422), path
+        assert client.get("/search?q=tea&num=2").json()["results"][0]["title"] == "Tea"
 
 
 def test_a_large_request_is_not_read(index):

@@ -61,6 +61,8 @@ def megabytes():
         yield repr(unit), unit * (1_000_000 // len(unit))
     for opening, closing in (("{", "}"), ("[", "]"), ("(", ")"), (r"\boxed{", "}"), (r"\frac{", "}"), ('{"a":', "}")):
         yield f"nested {opening}", opening * 100_000 + closing * 100_000
+    for head in ("answer", "answer is", "Answer:", "####", "<answer>", r"\boxed{", "score", "1"):
+        yield f"{head} and blanks", head + " " * 19_000 + "x"
     yield "nested call", "[f(a=" + "[" * 50_000 + "]" * 50_000 + ")]"
     yield "unary", "[f(a=" + "-" * 90_000 + "1)]"
     yield "attributes", "[f" + ".a" * 40_000 + "(b=1)]"

@@ -403,13 +403,13 @@ def greedy(*, token_level_rewards, response_mask, reward_baselines, scale=1.0):
 
 def test_an_estimator_of_ones_own_gets_a_greedy_rollout_of_each_prompt(tiny, tmp_path, monkeypatch):
     greedy = []
-    add = Rollouts.add_baselines
-    monkeypatch.setattr(Rollouts, "add_baselines", lambda *given: greedy.append(add(*given)) or greedy[-1])
+    add = Rollouts.with_baselines
+    monkeypatch.setattr(Rollouts, "with_baselines", lambda *given: greedy.append(given[2]) or add(*given))
     own = ("algorithm.adv_estimator=objective_greedy", "algorithm.adv_estimator_kwargs={scale:2.5}")
     step = Step(tiny, tmp_path, of_ones_own(tiny, tmp_path, GREEDY), *own)
-    ((results, _),), (batch,) = greedy, step.actor_batches
+    (made,), (batch,) = greedy, step.actor_batches
     decode, baselines = step.trainer.setup.tokenizer.decode, []
-    for result in results:
+    for result in rollouts_of(made):
         made = result.trajectory
         sampled = torch.tensor(made.response_mask).bool()
         with torch.no_grad():

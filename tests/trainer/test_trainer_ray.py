@@ -3,6 +3,9 @@
 import json
 import os
 import signal
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from async_stage import ASYNC, plan, trained
@@ -10,8 +13,10 @@ from house_stage import ACTOR, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
+import etude
 from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
+from etude.dumps import read_rollouts
 from etude.errors import ConfigError, WorkerLost
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -45,13 +50,17 @@ def sampled(folder, step):
     return [(record["response_ids"], record["score"]) for record in map(json.loads, lines)]
 
 
-def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster):
-    trainer = PPOTrainer(
-        prepare(tiny.config(tmp_path, *CRITIC, *cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1"))
-    )
+TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2")  # and a sharded critic
+
+
+@pytest.mark.parametrize("held", [(), TEAM], ids=["replicated", "in parts"])
+def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
+        assert (groups.actor.dp_size, groups.critic.dp_size) == ((1 if held else 2), 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
         trainer.init_workers()
@@ -78,11 +87,7 @@ def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cl
     assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2
 
 
-def test_several_processes_on_a_node_and_too_many(tiny, tmp_path, cluster):
-    setup = prepare(tiny.config(tmp_path, *cluster, "trainer.n_gpus_per_node=2"), trains=False)
-    with setup.groups.resources:
-        assert setup.groups.rollout.world_size == 2
-        assert len({rank.place.node_id for rank in setup.groups.rollout._ranks}) == 1
+def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster):
     wish = "trainer.nnodes=3, trainer.n_gpus_per_node=2: 6 processes"
     with pytest.raises(ConfigError, match=rf"{wish}.*the cluster has 2 nodes \(4 CPU; 4 CPU\)"):
         prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=3", "trainer.n_gpus_per_node=2"))
@@ -139,6 +144,55 @@ def test_the_second_signal_abandons_a_rollout_on_all_ranks(tiny, tmp_path, nodes
     assert launched.wait() == 128 + signal.SIGINT
     assert "Traceback" not in launched.text()
     assert launched.text().splitlines()[-1].startswith("error: stopped after step 1 of 5000;")
-    assert tool.count("release") == tool.count("create") == 16
+    assert tool.count("release") == tool.count("create") == 16  # of both ranks
     assert steps(tmp_path / "run") == [1]
     until(lambda: not rank_processes(nodes), "ranks are left")
+
+
+EXAMPLE = Path(etude.__file__).parents[1] / "examples" / "gsm8k_sandbox"
+CODER = '''
+"""A model that knows no tools, read as if it asked for a program in its first turn."""
+
+import json
+
+from etude.chat import ParsedResponse, ToolParser
+from etude.schemas import FunctionCall
+
+
+@ToolParser.register("coder")
+class Coder(ToolParser):
+    stop_token_ids = tuple(range(10, 4000, 7))  # a turn is a few tokens
+
+    def parse(self, text, tools=None):
+        return ParsedResponse(text, [FunctionCall(name="code_interpreter", arguments=json.dumps({"code": "print(6 * 7)"}))])
+'''
+
+
+@pytest.mark.slow
+def test_gsm8k_with_a_code_interpreter_on_sharded_workers(tiny, tmp_path, cluster, isolation):
+    """The script of the example: several turns, programs that run, a sharded step, a checkpoint."""
+    (tmp_path / "coder.py").write_text(CODER)
+    settings = [
+        f"plugins=[{tmp_path}/coder.py]",
+        "actor_rollout_ref.rollout.multi_turn.format=coder",
+        "actor_rollout_ref.rollout.multi_turn.max_assistant_turns=2",
+        "actor_rollout_ref.rollout.n=2",
+        "data.max_prompt_length=2048",
+        "data.max_response_length=256",
+        "trainer.total_training_steps=1",
+        "trainer.logger=[jsonl]",
+        "trainer.report=false",
+        f"trainer.default_local_dir={tmp_path}/run",
+        f"trainer.rollout_data_dir={tmp_path}/rollouts",
+        *cluster[1:],
+    ]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(EXAMPLE / "run.sh"), str(tiny.model), *settings]
+    done = subprocess.run(command, cwd=tmp_path, env=os.environ | {"PATH": path}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    rollouts = list(read_rollouts(tmp_path / "rollouts" / "1.jsonl"))
+    assert len(rollouts) == 8
+    assert all("42" in rollout["output"] for rollout in rollouts)  # what the programs printed
+    (figures,) = metrics(tmp_path / "run")
+    assert figures["actor/optimizer_steps"] == 1
+    assert weights(tmp_path / "run", 1)

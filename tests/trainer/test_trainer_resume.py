@@ -12,7 +12,7 @@ from trainer_tools import Moody
 
 from etude.data.files import read_rows, write_parquet
 from etude.dumps import read_rollouts
-from etude.errors import CheckpointError
+from etude.errors import CheckpointError, ConfigError
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.resume import Effect, compare
 from etude.trainer.run import train
@@ -219,6 +219,31 @@ def test_what_a_resumed_run_may_not_change_is_one_line(tiny, half, tmp_path, cap
     assert "data.train_batch_size" in both
     assert (half / "config.yaml").read_bytes() == kept
     assert steps(half) == [1, 2]
+
+
+def test_a_critic_on_the_policys_trunk_resumes_with_the_same_bits(tiny, tmp_path):
+    """In and after its warm-up; and it is no critic of its own."""
+    common = (
+        "algorithm.adv_estimator=gae",
+        "critic.share_trunk=true",
+        "trainer.critic_warmup=1",
+        "critic.optim.lr=1e-2",
+    )
+    common += (f"{ACTOR}.ppo_epochs=2", f"{ACTOR}.optim.lr=1e-3", "trainer.max_actor_ckpt_to_keep=null")
+    train(tiny.config(tmp_path / "whole", *common, "trainer.total_training_steps=3"))
+    for step in (1, 2, 3):
+        train(tiny.config(tmp_path / "parts", *common, f"trainer.total_training_steps={step}"))
+    assert same(weights(tmp_path / "whole", 3), weights(tmp_path / "parts", 3))
+    heads = [read_state(tmp_path / each / "global_step_3" / "critic" / "state") for each in ("whole", "parts")]
+    assert heads[0]["model.head.weight"].any()
+    assert same(*heads)
+    first, second, third = (line for line in metrics(tmp_path / "whole") if line["step"])
+    assert first["critic/optimizer_steps"] > 0
+    assert "actor/optimizer_steps" not in first
+    assert second["critic/optimizer_steps"] == second["actor/optimizer_steps"]
+    assert third["critic/values/max"] != 0
+    with pytest.raises(ConfigError, match=r"critic.share_trunk: true → false"):
+        train(tiny.config(tmp_path / "parts", *common, "critic.share_trunk=false", "trainer.total_training_steps=4"))
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])

@@ -1,11 +1,16 @@
 """Samplers and dataset classes in a run: what they are told, and that a resumed run draws the same."""
 
+import json
+
 import pytest
 from house_stage import metrics, same, weights
 
+from etude.data import DataOptions, ResumableLoader, open_sampler
 from etude.data.files import read_rows
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, DataError
+from etude.options.data import SamplerOptions
+from etude.trainer.feed import PromptQueue
 from etude.trainer.run import train
 
 SAMPLER = """
@@ -141,3 +146,28 @@ def test_a_class_derived_from_rlhf_dataset_makes_the_rows(tiny, own, tmp_path):
 def test_a_class_whose_items_are_no_rows_is_named(tiny, own, tmp_path):
     with pytest.raises(DataError, match=r"data\.custom_cls: item 0 must be a row, got int"):
         train(tiny.config(tmp_path, f"data.custom_cls.path={own}", "data.custom_cls.name=Numbers"))
+
+
+def test_prompts_that_a_sampler_drew_ahead_are_drawn_again_on_resume():
+    """Rows in flight when a checkpoint is written: their batch follows from no plan, so that each says its own row."""
+    options = DataOptions(sampler=SamplerOptions(class_name="curriculum"))
+
+    def queue():
+        rows = Rows({"n": number} for number in range(9))
+        loader = ResumableLoader(rows, 3, sampler=open_sampler(options, rows))
+        return loader, PromptQueue(loader, None)
+
+    _, whole = queue()
+    expected = [(number, place, row["n"]) for number, place, row in whole.take(12)]
+    _, prompts = queue()
+    taken = prompts.take(5)  # two batches drawn, one row of them waits
+    state = json.loads(json.dumps(prompts.state_dict(taken[2:])))
+    loader, resumed = queue()
+    loader.load_state_dict(state["loader"])
+    resumed.restore(state)
+    assert [(number, place, row["n"]) for number, place, row in resumed.take(10)] == expected[2:]
+
+
+class Rows(list):
+    fingerprint = "rows"
+    sources = ["one"] * 9

@@ -246,3 +246,11 @@ def test_the_command_prints_a_row_for_each_number_of_ranks(tmp_path):
     bad = CliRunner().invoke(scale, [str(run), "--ranks", "0,x"])
     assert bad.exit_code == 2
     assert "whole numbers of at least 1, comma-separated, not '0,x'" in bad.output
+
+
+def test_rollouts_that_do_not_wait_spread_over_all_engines():
+    """Half the ranks roll out as fast as half the ranks can, whatever number of groups is in flight."""
+    slow_rollout = fixed(costs=replace(COSTS, row=1.0), prompts=16, slots=1000)
+    found = predict(slow_rollout, Placement(4, 4, colocated=False, staleness=1))
+    assert found.engines_busy > 0.9
+    assert found.step_seconds == pytest.approx(20 * 16 * 4 / 4, rel=0.1)

@@ -94,7 +94,7 @@ class World:
         self.workers = [worker_cls(options, rank=rank, world_size=ranks) for rank in range(ranks)]
         for worker in self.workers:
             worker.init_model()
-            worker.model.double()
+            doubled(worker.model)
         self.options = options
         self.start = {name: tensor.clone() for name, tensor in self.workers[0].model.state_dict().items()}
 
@@ -139,9 +139,12 @@ class Case:
     correction: dict | None = None
     taught: bool = False
     sharded: bool = True
+    broken: bool = False
 
     def batch(self):
         batch = uneven_batch(self.seed)
+        if self.broken:
+            batch.batch["advantages"][0] = float("nan")  # of the only row of its prompt
         if self.correction is not None:
             mask = batch.batch["response_mask"]
             batch.batch["rollout_log_probs"] += 0.5 * mask  # about what the policy's are
@@ -162,12 +165,19 @@ class Case:
         return replace(options, **{self.role: replace(getattr(options, self.role), **self.changed)})
 
 
+def doubled(model):
+    """`model` in float64, which the grouped product of a mixture's experts does not take."""
+    if model.config.model_type == "qwen3_moe":
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
 def in_double():
     """Of this process: all models compute in float64."""
     for module in (role, checkpoint):
         module.torch_dtype = lambda name: torch.float64
-    role.load_causal_lm = lambda *given, **named: load_causal_lm(*given, **named).double()
-    critic.load_value_model = lambda *given, **named: load_value_model(*given, **named).double()
+    role.load_causal_lm = lambda *given, **named: doubled(load_causal_lm(*given, **named))
+    critic.load_value_model = lambda *given, **named: doubled(load_value_model(*given, **named))
 
 
 def kept_gradients():

@@ -81,7 +81,9 @@ def test_only_adapters_learn(path):
 def test_the_reference_is_the_base_bit_for_bit_and_no_second_model(path, monkeypatch):
     loaded = []
     load = TrainWorker.load_policy
-    monkeypatch.setattr(TrainWorker, "load_policy", lambda self, dtype: loaded.append(dtype) or load(self, dtype))
+    monkeypatch.setattr(
+        TrainWorker, "load_policy", lambda self, dtype, *place: loaded.append(dtype) or load(self, dtype)
+    )
     group, worker = adapted(path, needs_ref=True, ref=RefOptions())
     assert loaded == ["float32"]
     learn_a_little(group)

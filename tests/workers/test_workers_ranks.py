@@ -27,6 +27,7 @@ def losing(loss, mode):
 
 
 CASES = {
+    "broken": Case({"ppo_mini_batch_size": 1}, broken=True),
     # With one prompt a mini-batch, some have fewer rows than there are ranks.
     **{
         f"{mode}, {size}": Case(
@@ -75,7 +76,7 @@ CASES |= {
 }
 SHARDED = {
     2: {name: case for name, case in CASES.items() if case.sharded},
-    3: {name: CASES[name] for name in ("token-mean, 1", "loss vanilla, None", "critic token-mean")},
+    3: {name: CASES[name] for name in ("broken", "token-mean, 1", "loss vanilla, None", "critic token-mean")},
 }
 
 
@@ -146,6 +147,28 @@ def test_ranks_make_one_update_of_the_critic(monkeypatch, worlds, shards, name):
     assert figures["critic/vf_loss"] > 0
 
 
+def test_ranks_make_one_update_of_actor_and_critic_on_one_trunk(monkeypatch, model_path):
+    options = roles(model_path)
+    batch, found = uneven_batch(5), {}
+    batch.batch["old_values"], batch.batch["value_targets"] = batch.batch["values"], batch.batch["returns"]
+    for ranks, weight in ((1, 0.5), (2, 0.5), (3, 0.5), (1, 0.0)):
+        critic = replace(options.critic, share_trunk=True, vf_coef=weight)
+        world = World(TrainWorker, replace(options, value_head=True, critic=critic), ranks)
+        heads = [worker._actor.critic.model.double() for worker in world.workers]
+        made = world.learn(monkeypatch, Case({"ppo_mini_batch_size": 2, "ppo_epochs": 2}), batch)
+        assert all(torch.equal(heads[0].head.weight, head.head.weight) for head in heads)
+        found[ranks, weight] = made, heads[0].head.weight.detach()
+    alone, head = found.pop((1, 0.5))
+    unvalued, unmoved = found.pop((1, 0.0))
+    assert alone[0]["critic/optimizer_steps"] == alone[0]["actor/optimizer_steps"] == 6
+    assert head.any()
+    assert not unmoved.any()
+    assert not all(torch.allclose(one, other) for one, other in zip(alone[1][-1], unvalued[1][-1]) if one is not None)
+    for each, its_head in found.values():
+        assert_alike(alone, each)
+        torch.testing.assert_close(its_head, head, rtol=0, atol=1e-9)
+
+
 @cases("correction")
 def test_ranks_make_one_update_with_every_correction(monkeypatch, worlds, shards, name):
     figures, _, _ = agree(monkeypatch, worlds, shards, name)
@@ -156,12 +179,12 @@ def test_ranks_make_one_update_with_every_correction(monkeypatch, worlds, shards
         assert 0 < figures[f"rollout_corr/{share or 'rollout_is_oob_ratio'}"] < 1
 
 
-def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, worlds):
-    batch = uneven_batch()
-    batch.batch["advantages"][0] = float("nan")  # of the only row of its prompt
-    for world in worlds["actor"]:
-        figures, _, _ = world.learn(monkeypatch, Case({"ppo_mini_batch_size": 1}), batch)
+def test_a_gradient_that_is_not_finite_on_one_rank_is_skipped_by_all(monkeypatch, worlds, shards):
+    made = [world.learn(monkeypatch, CASES["broken"]) for world in worlds["actor"]]
+    (_, _, weights), *others = [*made, *(each["broken"] for each in shards)]
+    for figures, _, theirs in others:
         assert (figures["actor/skipped_steps"], figures["actor/optimizer_steps"]) == (1, 5)
+        assert all(torch.allclose(weights[name], tensor, rtol=0, atol=1e-6) for name, tensor in theirs.items())
 
 
 def test_ranks_that_cannot_reach_each_other_refuse_to_learn(worlds):
