@@ -8,9 +8,8 @@ import time
 from contextlib import suppress
 
 import pytest
-from async_stage import ASYNC, accounts, dropped, plan, slow_tool, trained
+from async_stage import ASYNC, accounts, dropped, kill_and_resume, plan, slow_tool, trained
 from house_stage import ROLLOUT, Launched, metrics, one_line_error, same, steps, weights
-from kills_stage import DIES, SAVES
 from trainer_tools import Moody
 
 from etude.dumps import read_rollouts
@@ -201,19 +200,6 @@ def test_the_second_signal_abandons_the_wait_and_releases_every_tool(tiny, tmp_p
     assert launched.wait() == 128 + signal.SIGINT
     assert "Traceback" not in launched.text()
     assert tool.count("release") == tool.count("create") > 8
-
-
-def kill_and_resume(tiny, folder, kills, *settings):
-    """A run that dies after so many processor seconds, again and again, and then goes through."""
-    run = folder / "run"
-    for number, seconds in enumerate(kills):
-        dies = folder / f"dies-{number}.py"
-        dies.write_text(DIES.format(seconds=seconds))
-        arguments = tiny.arguments(run, *SAVES, *settings, f"plugins=[{tiny.folder}/agent.py,{dies}]")
-        launched = Launched(["train", *arguments], folder / "log")
-        assert launched.wait() in (-signal.SIGPROF, 0), launched.text()
-    train(tiny.config(run, *SAVES, *settings))
-    return run
 
 
 @pytest.mark.slow

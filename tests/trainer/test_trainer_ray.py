@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
@@ -77,6 +78,13 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
     for role in ("actor", "critic"):
         here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
+
+
+def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
+    assert sorted(trained(tmp_path)) == plan(6)
+    assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2
 
 
 def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster):

@@ -1,5 +1,6 @@
 """Which prompts are in flight and which groups a step takes, over simulated runs of any latencies."""
 
+import json
 import random
 from dataclasses import dataclass
 
@@ -7,6 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from etude.data import ResumableLoader
+from etude.trainer.feed import PromptQueue
 from etude.trainer.window import Window
 
 
@@ -17,6 +20,7 @@ class Group:
     version: int
     ends: float
     deadline: int = 0
+    place: tuple = ()
     clock: list = None
 
     @property
@@ -99,3 +103,60 @@ def test_a_group_too_late_to_be_saved_by_waiting_is_no_deadlock():
         window.admit(Group(number, 1.0, 0, float(number), clock=clock), version=0)
     clock[0] = 2.0
     assert [window.choose(step)[0].number for step in (3, 4, 5)] == [0, 1, 2]
+
+
+# -- kills ------------------------------------------------------------------------------------------------------------
+
+
+class Numbers:
+    def __len__(self):
+        return 12
+
+    def __getitem__(self, number):
+        return {"index": number}
+
+
+@given(
+    st.integers(1, 4),
+    st.integers(0, 4),
+    st.lists(latencies, min_size=24, max_size=24),
+    st.lists(st.integers(1, 5), max_size=4),
+    st.integers(1, 3),
+)
+def test_a_plan_that_is_killed_again_and_again_is_trained_on_once(batch_size, level, durations, kills, save_freq):
+    """The run dies some steps after it began or went on, wherever its groups are then, and goes on from its last
+    checkpoint: what it had trained since is trained again, and nothing else twice or never."""
+    epochs, trained, saved, step = 2, [], None, 0
+    kills = [*kills, None]
+    for lives in kills:
+        loader = ResumableLoader(Numbers(), batch_size)
+        prompts, window, clock = PromptQueue(loader, epochs), Window(batch_size, level), [0.0]
+        total, step = epochs * len(loader), 0
+        if saved is not None:
+            loader.load_state_dict(saved["loader"])
+            prompts.restore(saved)
+            step = saved["step"]
+        trained, alive = trained[:step], 0
+        while step < total and (lives is None or alive < lives):
+            for place in prompts.take(window.room(step, total)):
+                group = Group(place[0], durations[(place[0] + place[1]) % 24], step, 0.0, clock=clock)
+                group.ends, group.place = clock[0] + group.duration, place
+                window.admit(group, step)
+            while (chosen := window.choose(step + 1)) is None:
+                clock[0] = min(group.ends for group in window.groups if not group.finished)
+            step, alive = step + 1, alive + 1
+            trained.append([group.place[:2] for group in chosen])
+            clock[0] += 0.5
+            if step % save_freq == 0:
+                state = prompts.state_dict(group.place for group in window.groups)
+                saved = json.loads(json.dumps(state | {"step": step}))
+    planned = [(number, place) for number in range(1, total + 1) for place in range(batch_size)]
+    assert sorted(place for groups in trained for place in groups) == planned
+
+
+@pytest.mark.parametrize("given", [[[0, 0]], [[1, 9]], [[5, 0]], [["a", 0]], [[1]]])
+def test_a_checkpoint_that_names_no_row_of_the_plan_is_refused(given):
+    loader = ResumableLoader(Numbers(), 4)
+    next(loader.endless())
+    with pytest.raises((ValueError, TypeError)):
+        PromptQueue(loader, None).restore({"untrained": given})

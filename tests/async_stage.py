@@ -1,8 +1,12 @@
 """What asynchronous runs are judged by: the account of every prompt, and a calculator whose answers take their time."""
 
 import json
+import signal
 
-from house_stage import ROLLOUT
+from house_stage import ROLLOUT, Launched
+from kills_stage import DIES, SAVES
+
+from etude.trainer.run import train
 
 ASYNC = ("trainer.deterministic=false", "trainer.num_threads=1")
 SLOW = '''
@@ -61,3 +65,16 @@ def dropped(run):
 def plan(steps, batch_size=2):
     """The uids of what is planned."""
     return sorted(f"{step}.0-{place}" for step in range(1, steps + 1) for place in range(batch_size))
+
+
+def kill_and_resume(tiny, folder, kills, *settings):
+    """A run that dies after so many processor seconds, again and again, and then goes through."""
+    run = folder / "run"
+    for number, seconds in enumerate(kills):
+        dies = folder / f"dies-{number}.py"
+        dies.write_text(DIES.format(seconds=seconds))
+        arguments = tiny.arguments(run, *SAVES, *settings, f"plugins=[{tiny.folder}/agent.py,{dies}]")
+        launched = Launched(["train", *arguments], folder / "log")
+        assert launched.wait() in (-signal.SIGPROF, 0), launched.text()
+    train(tiny.config(run, *SAVES, *settings))
+    return run
