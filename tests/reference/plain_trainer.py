@@ -193,7 +193,7 @@ class PlainTrainer:
             figures |= self.judge(rows) | self.describe(rows)
             if self.needs_old_log_probs:
                 figures |= mismatch(rows)
-            elif learned and not warming_up:
+            elif learned and not warming_up and self.actor["optim"]["name"] != "adamw_schedule_free":
                 figures |= mismatch(next(self.mini_batches(learned, self.actor)))
             if learned and not self.correction["bypass_mode"]:
                 learned, corrected = correct(learned, self.correction, together=not self.has_critic)
