@@ -1,7 +1,7 @@
 """`ScorerProcesses`: scorers in child processes that can be killed, for functions that compute.
 
 Invariant: an answer or an exception within the time limit; a child that exceeds it, dies or runs out of memory is killed and
-replaced, so that there are never more than `count`. Children load the scorer themselves, plugins first, and end with their
+replaced, so that there are never more than `count`. Children load the scorer themselves, its file first, and end with their
 parent (their pipe closes). Waiting for a free child does not count against the limit.
 """
 
@@ -42,7 +42,8 @@ class _Child:
             raise InfrastructureError(f"cannot start a scorer's process: {error}") from error
         finally:
             theirs.close()
-        plugins = [module.__file__ for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE)]
+        files = ((name, module.__file__) for name, module in list(sys.modules.items()) if name.startswith(USER_MODULE))
+        plugins = [file for name, file in files if name.encode() in scorer]  # those that the pickle refers to
         try:
             self.ask((plugins, scorer, memory_mb), START_SECONDS)
         except BaseException:

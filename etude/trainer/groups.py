@@ -130,6 +130,7 @@ def open_groups(
             "teachers": {teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
         }
         batches = _batch_process(options, stack) if keeps_batches else _in_process(BatchWorker, options)
+        stack.callback(batches.close)
         if keeps_batches:
             for group in (rollout, batches, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
@@ -148,9 +149,7 @@ def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
     here = {f"node:{ray.util.get_node_ip_address()}": 0.001}  # Ray has one such resource per node
     pool = ResourcePool([1], each=here)
     stack.callback(pool.close)
-    group = RayWorkerGroup(BatchWorker, pool, replace(options, device="cpu"))
-    stack.callback(group.close)
-    return group
+    return RayWorkerGroup(BatchWorker, pool, replace(options, device="cpu"))
 
 
 def _on_ray(

@@ -168,6 +168,7 @@ def test_made_data_is_shown(tmp_path, capsys):
     shown = capsys.readouterr().out
     assert "the first row of train:" in shown
     assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "README.md",
         "demonstrations.parquet",
         "test.parquet",
         "train.parquet",

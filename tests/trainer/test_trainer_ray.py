@@ -5,15 +5,17 @@ import os
 import signal
 import subprocess
 import sys
+from contextlib import closing
 from pathlib import Path
 
 import pytest
 from async_stage import ASYNC, plan, trained
-from house_stage import ACTOR, Launched, metrics, steps, weights
+from house_stage import ACTOR, TOOLS, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
 import etude
+from etude.config import compose
 from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
 from etude.dumps import read_rollouts
@@ -21,6 +23,7 @@ from etude.errors import ConfigError, WorkerLost
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import check, prepare
+from etude.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
 CRITIC = ("algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=3")
@@ -78,6 +81,25 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
     for role in ("actor", "critic"):
         here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
+
+
+def test_demonstrations_are_learned_on_two_nodes_as_in_one_process(tiny, tmp_path, cluster):
+    def losses(folder, ranks, *held):
+        settings = [
+            f"data.train_files={tiny.folder}/by_heart.parquet",
+            f"model.path={tiny.model}",
+            "data.train_batch_size=4",
+        ]
+        settings += [f"multi_turn.tool_config_path={TOOLS}", "trainer.total_training_steps=3", "trainer.num_threads=1"]
+        settings += [f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]", *held]
+        trainer = SFTTrainer(compose("sft", settings, root="sft"))
+        with closing(trainer.groups):
+            assert trainer.groups.actor.world_size == ranks
+            trainer.fit()
+        return [record["sft/loss"] for record in metrics(folder)]
+
+    two = losses(tmp_path / "two", 2, *cluster, "trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    assert two == pytest.approx(losses(tmp_path / "one", 1), rel=1e-5)
 
 
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):

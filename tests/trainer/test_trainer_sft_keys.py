@@ -184,6 +184,7 @@ def test_a_key_that_both_kinds_of_run_share_is_handed_on(stage, key):
 
 
 SFT = "trainer/test_trainer_sft.py"
+RAY = ("trainer/test_trainer_ray.py", "test_demonstrations_are_learned_on_two_nodes_as_in_one_process")
 WITNESSED = {
     "multi_turn.interaction_config_path": (SFT, "test_trials_talk_to_the_configured_user"),
     "target_success.low": (SFT, "test_a_window_that_is_entered_leaves_a_model"),
@@ -193,6 +194,8 @@ WITNESSED = {
     "trainer.resume_from_path": (SFT, "test_a_fresh_start_or_a_named_checkpoint_is_what_was_asked_for"),
     "trainer.max_skipped_steps": (SFT, "test_a_model_whose_gradients_are_never_finite_ends_the_run"),
     "plugins": (SFT, "test_a_plugin_is_imported"),
+    "trainer.backend": RAY,
+    "trainer.nnodes": RAY,
 }
 UNSEEN = {
     "trainer.default_local_dir": "every run of the tests sets it, and reads what the run left there",
@@ -200,6 +203,10 @@ UNSEEN = {
     "trainer.experiment_name": "a name: of the folder by default, and of pages at trackers",
     "trainer.num_threads": "changes speed alone",
     "trainer.device": "there is one device where the tests run",
+    "trainer.n_gpus_per_node": "groups are opened as for rollouts, whose tests see it",
+    "ray.address": "groups are opened as for rollouts, whose tests see it",
+    "ray.init_kwargs": "groups are opened as for rollouts, whose tests see it",
+    "ray.call_timeout": "groups are opened as for rollouts, whose tests see it",
     "model.use_liger": "needs a GPU: the workers' tests see it refused",
 }
 

@@ -27,7 +27,7 @@ TRL = json.loads((Path(__file__).parent / "data" / "trl_dpo.json").read_text())
 class Frozen(TrainWorker):
     """A policy and a reference whose weights are given by formula; `gradients` are those of the last step."""
 
-    def load_policy(self, dtype):
+    def load_policy(self, dtype, device=None):
         self.loaded = getattr(self, "loaded", -0.5) + 0.5
         return fill(Qwen3ForCausalLM(Qwen3Config(**CONFIG)).eval(), self.loaded)
 
