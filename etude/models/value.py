@@ -79,6 +79,11 @@ class SharedValueHead(nn.Module):
         """The policy."""
         return self._policy[0]
 
+    def train(self, mode: bool = True) -> SharedValueHead:
+        """Of the policy, too: values are those of all its weights, without dropout."""
+        self.backbone.train(mode)
+        return super().train(mode)
+
     def values_of(self, hidden: torch.Tensor, *, to_trunk: bool = False) -> torch.Tensor:
         """Values (...) of final hidden states (..., hidden), which get a gradient only with `to_trunk`."""
         hidden = hidden if to_trunk else hidden.detach()

@@ -83,9 +83,9 @@ class PromptQueue:
 
     def state_dict(self, taken: Iterable[Place] = ()) -> dict[str, Any]:
         """The state for `restore`, by which those of `taken` come first."""
+        drawn = self._loader.sampler is not None  # the rows may have a column of that name themselves
         untrained = [
-            [number, place, *([row[ROW_COLUMN]] if ROW_COLUMN in row else [])]
-            for number, place, row in (*taken, *self._next)
+            [number, place, *([row[ROW_COLUMN]] if drawn else [])] for number, place, row in (*taken, *self._next)
         ]
         return {"loader": self._loader.state_dict()} | ({UNTRAINED: untrained} if untrained else {})
 

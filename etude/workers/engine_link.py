@@ -124,8 +124,10 @@ class EngineLink:
         actor: PolicyEngine | None,
         dtype: str,
         adapter_versions: int = 1,
+        streams: bool = False,
     ) -> None:
-        """`dtype`: the trainer's; `adapter_versions`: of LoRA adapters, so many are kept at a server."""
+        """`dtype`: the trainer's; `adapter_versions`: of LoRA adapters, so many are kept at a server; `streams`: whether the
+        engine is in use while `actor` learns."""
         self.engine, self._rollout, self._actor, self._dtype = engine, rollout, actor, dtype
         self._shares = getattr(engine, "shares_weights", True)
         self.is_current = actor is None  # whether the engine has the current weights
@@ -135,8 +137,9 @@ class EngineLink:
         self._written: list[Path] = []
         self._adapter_versions = adapter_versions
         self._probe = self._build_probe(chat, dtype) if actor is not None and rollout.weight_probe else None
-        if isinstance(engine, Router) and actor is not None and self._probe is not None and not is_sharded(actor.model):
-            engine.admit = self._probe.check  # of a sharded actor all ranks would have to score
+        scores = actor is not None and not streams and not is_sharded(actor.model)
+        if isinstance(engine, Router) and self._probe is not None and scores:
+            engine.admit = self._probe.check  # not by an actor that learns meanwhile, nor by one rank of a sharded one
 
     def _build_probe(self, chat: ChatTemplate, dtype: str) -> WeightProbe:
         rollout = self._rollout

@@ -88,7 +88,13 @@ class RolloutWorker(RoleWorker):
         engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)
         self._link = EngineLink(
-            engine, options.rollout, context.chat, actor, options.model.dtype, options.adapter_versions
+            engine,
+            options.rollout,
+            context.chat,
+            actor,
+            options.model.dtype,
+            options.adapter_versions,
+            streams=options.streams,
         )
         if options.stall_timeout is not None:
             self._watch = StallWatch(self._manager, self._loop, options.stall_timeout)

@@ -13,6 +13,7 @@ from etude.cli.main import run as run_command
 from etude.distributed import InProcessWorkerGroup
 from etude.dumps import read_rollouts, trajectory_from_record
 from etude.errors import DataError
+from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
 from etude.trainer.interrupts import Interrupts
 from etude.trainer.ppo import PPOTrainer
@@ -211,6 +212,20 @@ def test_the_critic_schedule_is_as_long_as_its_own_updates(tiny, tmp_path):
     train(tiny.config(tmp_path, *TWO_STEPS, *settings, "critic.optim.lr_scheduler_type=linear", "critic.optim.lr=1e-3"))
     rates = [record["critic/lr"] for record in metrics(tmp_path)]
     assert rates[0] > rates[1] > 0
+
+
+def test_a_critic_on_the_policys_trunk_learns_where_batches_are_in_another_process(tiny, tmp_path, monkeypatch):
+    """What a function on a batch does not return is lost there, as on Ray."""
+    keys = ("algorithm.adv_estimator=gae", "critic.share_trunk=true", "trainer.total_training_steps=1")
+    train(tiny.config(tmp_path / "here", *keys))
+
+    def run(self, function, *args):
+        sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
+        return self.groups.batches.run(function, *sent)
+
+    monkeypatch.setattr(PPOTrainer, "_run", run)
+    train(tiny.config(tmp_path / "there", *keys))
+    assert same(weights(tmp_path / "here", 1), weights(tmp_path / "there", 1))
 
 
 def test_filtered_groups_are_refilled_and_never_more_than_a_batch(tiny, tmp_path, monkeypatch):

@@ -160,3 +160,15 @@ def test_a_checkpoint_that_names_no_row_of_the_plan_is_refused(given):
     next(loader.endless())
     with pytest.raises((ValueError, TypeError)):
         PromptQueue(loader, None).restore({"untrained": given})
+
+
+def test_rows_with_a_column_named_as_that_of_samplers_are_the_same_again():
+    rows = [{"index": number, "dataset_row": 3 - number} for number in range(4)]
+    prompts = PromptQueue(ResumableLoader(rows, 4, shuffle=False), 1)
+    taken = prompts.take(4)
+    state = prompts.state_dict(taken[1:])
+    loader = ResumableLoader(rows, 4, shuffle=False)
+    loader.load_state_dict(state["loader"])
+    resumed = PromptQueue(loader, 1)
+    resumed.restore(state)
+    assert resumed.take(4) == taken[1:]

@@ -8,6 +8,7 @@ import torch
 from etude.algorithms import LOSS_AGG_MODES, value_loss
 from etude.metrics import finish_metrics
 from etude.models import ValueModel
+from etude.models.value import SharedValueHead
 from etude.training import OptimizerSet, OptimOptions, ValueEngine
 
 
@@ -45,6 +46,13 @@ def test_values_are_those_of_unpadded_rows(critic, batch, row_ids, max_tokens):
     torch.testing.assert_close(values, expected, rtol=1e-5, atol=1e-5)
     assert values.unique().numel() > 5
     assert not values[batch.batch["response_mask"] == 0].any()
+
+
+def test_values_by_a_head_on_the_policys_trunk_are_computed_without_dropout(model, batch):
+    head = SharedValueHead(model)
+    head.backbone.train()  # as an update leaves it
+    engine_of(head).values(batch)
+    assert not any(module.training for module in model.modules())
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

@@ -14,7 +14,8 @@ from vision_stage import build_vision_stage
 from workers_stage import learnable, policy, prompts, roles, started, update
 
 from etude.errors import ConfigError, EngineError, EtudeError
-from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, WeightMismatch
+from etude.inference import ENGINES, NativeEngine, NativeEngineOptions, OpenAIEngine, Router, WeightMismatch
+from etude.models import load_causal_lm
 from etude.options import ActorOptions, OptimOptions
 from etude.options.training import ModelOptions
 from etude.scratch import Scratch
@@ -133,6 +134,23 @@ def test_an_engine_with_its_own_weights_gets_the_actors_by_name(model_path, dtyp
     assert all(kept[name] != value for name, value in engine.checksums().items() if "layernorm" in name)
     same = NativeEngine(load_policy_copy(worker), NativeEngineOptions(dtype=dtype))
     assert engine.checksums() == same.checksums()
+
+
+@pytest.mark.parametrize("streams", [False, True])
+def test_a_replica_that_comes_back_is_not_probed_by_an_actor_that_learns_meanwhile(model_path, monkeypatch, streams):
+    """Its weights are those of the last sync, and the actor's are in motion."""
+
+    def build(options, _, tokenizer):
+        return Router({"one": build_engine(options, load_causal_lm(model_path, dtype="float32"), tokenizer)})
+
+    monkeypatch.setattr("etude.workers.rollout.build_engine", build)
+    _, worker = policy(model_path, streams=streams)
+    worker._actor.model.train()  # as in an update
+    router = worker._link.engine
+    if router.admit is not None:
+        worker._run(router.admit(router.replicas["one"], 0))
+    assert worker._actor.model.training == streams
+    worker.close()
 
 
 def load_policy_copy(worker):
