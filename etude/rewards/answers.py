@@ -29,6 +29,7 @@ _SPELLINGS = [  # as models write them → as LaTeX does
     (re.compile(r"\\gt(?![a-z])"), ">"),
     (re.compile(r"\\lt(?![a-z])"), "<"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\degree(?![a-z])"), r"^\\circ"),
     (re.compile(r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\\?\$?[\d.\\])"), "-"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
@@ -38,7 +39,8 @@ _SPELLINGS = [  # as models write them → as LaTeX does
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(  # after a number or a closing bracket, at the end
-    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
+    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?"
+    r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
 _CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
