@@ -7,7 +7,7 @@
 
 The folder holds corpus.jsonl {id, title, text} and qa.jsonl {question, passage_id}.
 
-    python benchmarks/retrieval.py ../shared/data/squad_search [--queries 50000] [--concurrency 32]
+    python benchmarks/retrieval.py FOLDER [--queries 50000] [--concurrency 32]
 """
 
 from __future__ import annotations

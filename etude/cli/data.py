@@ -97,7 +97,7 @@ def math(inputs: tuple[str, ...], output_dir: Path, code: bool) -> None:
 
     \b
     Example:
-      etude data math --input MATH/test.jsonl --out data/math
+      etude data math --input MATH/test.jsonl --output-dir data/math
     """
     from etude.data.prepare import math as task
 

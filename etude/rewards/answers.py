@@ -29,6 +29,8 @@ _SPELLINGS = [  # as models write them → as LaTeX does
     (re.compile(r"\\gt(?![a-z])"), ">"),
     (re.compile(r"\\lt(?![a-z])"), "<"),
     (re.compile(r"\\varnothing"), r"\\emptyset"),
+    (re.compile(r"\\degree(?![a-z])"), r"^\\circ"),
+    (re.compile(r"\b(?:[Nn]egative|[Mm]inus)\s+(?=\\?\$?[\d.\\])"), "-"),
     (re.compile(r"\*\*"), "^"),
     (re.compile(r"(?<![\\a-zA-Z])pi(?![a-zA-Z])"), r"\\pi "),
     (re.compile(r"(?<![\\a-zA-Z])sqrt\(([^()]*)\)"), r"\\sqrt{\1}"),
@@ -37,19 +39,34 @@ _SPELLINGS = [  # as models write them → as LaTeX does
 _DELIMITED = re.compile(r"(?<!\\)\$|\\[(\[]|\\boxed|\\fbox")
 _WRAPPED = re.compile(r"\\(?:text(?:bf|it|rm|sf)?|math(?:rm|bf|it|sf)|mbox|operatorname)\s*\{([^{}]*)\}")
 _UNIT = re.compile(  # after a number or a closing bracket, at the end
-    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
+    r"(?<=[\d)}])\s*(?:\\(?:text|mathrm|mbox|textrm)\s*\{[^{}]*\}|\^\s*\{?\\circ\}?"
+    r"|\s(?:[ckm]?m|ft|mi)/(?:s|h|hr|min)|(?:\s[a-zA-Z]{2,20}){1,3}|[€£¥₹])"
     r"(?:\s*\^\s*\{?\d\}?)?\s*\Z"
 )
 _CURRENCY = re.compile(r"(?:\\\$|\$|[€£¥₹])\s*(?=[\d.])")
-_NOT_UNITS = re.compile(
-    r"\b(?:and|or|is|are|was|not|no|nor|never|but|if|than|to|mod|wrong|false|percent|choose)\b", re.I
+_NOT_UNITS = re.compile(  # nor two letters that may be two variables
+    r"\b(?:and|or|is|are|was|not|no|nor|never|but|if|than|to|mod|wrong|false|percent|choose|thirds?|fifths?|sixths?|sevenths?|eighths?|ninths?|tenths?"
+    r"|hundredths?|thousandths?|millionths?|sqrt|sin|cos|tan|log)\b|\A\s*(?:squared|cubed|factorial|ln)\b"
+    r"|\b(?!(?:cm|mm|km|nm|dm|ft|in|kg|mg|ml|cl|dl|lb|oz|mi|yd|hr|ms|ns|us|hz|kw|kj|pa|kb|mb|gb|tb|am|pm|of|at|by|an|on)\b)"
+    r"[a-z]{2}\b",
+    re.I,
+)
+_MAGNITUDES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
+_MAGNITUDE = re.compile(
+    rf"(?<=\d)\s*(\\(?:text|mathrm|mbox|textrm)\s*\{{)?\s*({'|'.join(_MAGNITUDES)})(?![a-zA-Z])(?(1)(\s*\}})?)", re.I
 )
 _SEVERAL = re.compile(r"(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z])", re.I)
 _DENIED = re.compile(r"\b(?:not|never|wrong|false|incorrect)\b|n['’]t\b", re.I)
+_COMPARED = re.compile(  # the number that follows is not the answer
+    r"\b(?:than|least|most|twice|thrice|double|half(?:\s+of)?|(?:opposite|reciprocal|inverse|root|square|cube)\s+of)"
+    r"\s+(?:\\?\$|\\\()?\s*(?=[\d.\\+-])",
+    re.I,
+)
+_BASED = re.compile(r"(\d\w*)_(?:\{\s*(\d{1,2})\s*\}|(\d{1,2}))")
 _RELATION = re.compile(r"[=<>]|\\(?:[lg]eq?|neq?|in)(?![a-z])")
 _ASSIGNED = re.compile(r"([a-zA-Z])(?:_\{?\w{1,10}\}?)?\s*=\s*([^=<>,;]+)")
 _ANCHOR = re.compile(r".*\b(?:answer|result|solution)(?:\s+is)?\s*[:=]?\s*", re.I | re.S)
-_LEADING_WORDS = re.compile(r"(?:[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
+_LEADING_WORDS = re.compile(r"\A(?:[a-zA-Z]+(?:['’][a-zA-Z]+)?[,:]?\s+)+(?=\S)")
 _WORDS = re.compile(r"[a-zA-Z]{2,}\s+[a-zA-Z]{2,}|[a-zA-Z]+['’][a-zA-Z]+")
 _algebra = AlgebraProcesses()
 
@@ -67,6 +84,11 @@ def answers_equal(prediction: str, ground_truth: str) -> bool:
         return False
     if _tight(ours) == _tight(theirs):
         return True
+    if _COMPARED.search(ours):
+        return False
+    based = _BASED.fullmatch(ours.strip("$")), _BASED.fullmatch(theirs.strip("$"))
+    if based[0] and based[1]:
+        return based[0][1] == based[1][1] and int(based[0][2] or based[0][3]) == int(based[1][2] or based[1][3])
     words = _words(ours), _words(theirs)
     if words[0] and words[1] and words[0] == words[1]:
         return True
@@ -83,7 +105,13 @@ def _normalise(text: str) -> str:
     text = "".join(_SYMBOLS.get(letter, letter) for letter in text)
     for pattern, spelling in _SPELLINGS:
         text = pattern.sub(spelling, text)
+    text = _MAGNITUDE.sub(_power, text)
     return text.strip().removesuffix(".").removeprefix("=").strip()
+
+
+def _power(found: re.Match[str]) -> str:
+    opened = found[1] if found[1] and not found[3] else ""  # a unit follows within the same braces
+    return rf"\times 10^{{{_MAGNITUDES[found[2].lower()]}}}{opened}"
 
 
 def _tight(text: str) -> str:

@@ -45,7 +45,8 @@ def compute_score(solution_str: str, ground_truth: Any, trajectory: Any = None) 
     wanted = _read_ground_truth(ground_truth)
     calls = _calls_of(solution_str, trajectory)
     if wanted is None:
-        right, matched = bool(calls), min(1, len(calls))
+        right = bool(calls) and all(name for name, _ in calls)  # a malformed one has no name
+        matched = int(right)
     else:
         matched = _count_matches(wanted, calls)
         right = matched == len(wanted) == len(calls)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import hashlib
 import json
 import os
 import re
@@ -69,23 +70,21 @@ MAX_CHARS = 50_000  # characters of an answer that the judge is shown, from its 
 _REMEMBERED = 10_000
 _NUMBER = r"(-?\d{1,9}(?:\.\d{1,9})?)"
 _OUT_OF = r"(?: ?/ ?\d{1,9})?"
-_SCORES = (
-    re.compile(rf'"score"\s*:\s*"?{_NUMBER}"?\s*[,}}]'),
-    re.compile(rf"<score>\s*{_NUMBER}\s*</score>"),
-    re.compile(rf"(?i:\bscore\b)[\s:*=_]{{0,5}}(?:is\s)?{_NUMBER}{_OUT_OF}\.?\Z"),
-    re.compile(rf"\A{_NUMBER}{_OUT_OF}\.?\Z"),
+_SCORE = re.compile(
+    rf'"score"\s{{0,9}}:\s{{0,9}}"?{_NUMBER}"?\s{{0,9}}[,}}]|<score>\s{{0,9}}{_NUMBER}\s{{0,9}}</score>'
+    rf"|(?i:\bscore\b)[\s:*=_]{{0,5}}(?:is\s)?{_NUMBER}{_OUT_OF}\.?\Z|\A{_NUMBER}{_OUT_OF}\.?\Z"
 )
 _BETTER = re.compile(r'"better"\s*:\s*"(A|B|tie)"')
-_TAG = re.compile(r"<(?=/?(?:question|reference|answer|answer_a|answer_b)\b)")
+_TAG = re.compile(r"<(?=\s{0,9}/?\s{0,9}(?:question|reference|answer|answer_a|answer_b)\b)", re.IGNORECASE)
 
 
 def read_score(text: str, low: float, high: float) -> float | None:
     """The last score in a judge's words, as JSON, in `<score>`, or at their end; None without one from `low` to `high`."""
-    for pattern in _SCORES:
-        if found := pattern.findall(text[-MAX_CHARS:].strip()):
-            value = float(found[-1])
-            return value if low <= value <= high else None
-    return None
+    found = _SCORE.findall(text[-MAX_CHARS:].strip())  # the last of all forms: an earlier one may quote the answer's
+    if not found:
+        return None
+    value = float(next(filter(None, found[-1])))
+    return value if low <= value <= high else None
 
 
 def read_preference(text: str) -> float | None:
@@ -127,7 +126,7 @@ class Judge:
         self._service = JsonService(
             url.rstrip("/") + "/chat/completions", connections=endpoint.concurrency, headers=headers
         )
-        self._known: OrderedDict[tuple[str, int], float] = OrderedDict()
+        self._known: OrderedDict[tuple[bytes, int], float] = OrderedDict()  # by hash: prompts are long
 
     async def ask(self, prompt: str, read: Any) -> float:
         """The median over `votes` of what `read` finds in the judge's answers to `prompt`.
@@ -138,9 +137,10 @@ class Judge:
         return statistics.median(await gather(self._vote(prompt, vote, read) for vote in range(self.endpoint.votes)))
 
     async def _vote(self, prompt: str, vote: int, read: Any) -> float:
-        if (prompt, vote) in self._known:
+        known = hashlib.sha256(prompt.encode(errors="surrogatepass")).digest(), vote
+        if known in self._known:
             self.usage["cached"] += 1
-            return self._known[prompt, vote]
+            return self._known[known]
         why = InfrastructureError("judge: it was not asked")
         for attempt in range(self.endpoint.retries + 1):
             if attempt:
@@ -153,7 +153,7 @@ class Judge:
             if value is None:
                 why = InfrastructureError("judge: its answer holds no verdict")
                 continue
-            self._known[prompt, vote] = value
+            self._known[known] = value
             if len(self._known) > _REMEMBERED:
                 self._known.popitem(last=False)
             return float(value)
@@ -178,9 +178,12 @@ class Judge:
             count = usage.get(name) if isinstance(usage, Mapping) else None
             self.usage[name] += count if isinstance(count, int) else 0
         try:
-            text = answer["choices"][0]["message"]["content"]
-        except (KeyError, IndexError, TypeError):
-            text = None
+            choice = answer["choices"][0]
+            text, cut = choice["message"]["content"], choice.get("finish_reason") == "length"
+        except (AttributeError, KeyError, IndexError, TypeError):
+            text, cut = None, False
+        if cut:  # what it holds may be a quotation of the answer, and no verdict
+            raise InfrastructureError(f"its answer is longer than max_tokens ({given.max_tokens})")
         if not isinstance(text, str):
             raise InfrastructureError("the endpoint's answer holds no choices[0].message.content")
         return text.rpartition("</think>")[2]
@@ -222,6 +225,8 @@ async def compute_score(
         InfrastructureError: the endpoint failed, or did not judge.
         ConfigError: an option is invalid.
     """
+    if not low < high:
+        raise ConfigError(f"judge: low must be less than high, not {low:g} and {high:g}")
     judge = _judge(_endpoint(base_url, model, endpoint))
     prompt = template.format(
         rubric=rubric,

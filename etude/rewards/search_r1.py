@@ -19,6 +19,7 @@ from typing import Any
 from etude.rewards import qa
 
 _TAG = re.compile(r"<(/?)(think|search|information|answer)>")
+_INFORMATION = re.compile(r"<information>((?:(?!</?information>).)*)</information>", re.DOTALL)  # linear
 _NEXT = {  # the tag that closed last → those that may open
     None: ("think", "search", "answer"),
     "think": ("search", "answer"),
@@ -57,8 +58,9 @@ def compute_score(
 ) -> dict[str, float]:
     """`score` as above, `acc` (exact match), `format` and `retrieved` (1.0 or 0.0 each).
 
-    `retrieved`: a tool's result in `trajectory`, or an `<information>` of the text, holds a reference answer; it counts only
-    beside a right form, so that no result of a tool earns anything by itself.
+    `retrieved`: a tool's result in `trajectory`, or without one an `<information>` of the text, holds a reference answer;
+    what the model itself writes between these tags was not found. It counts only beside a right form, so that no result of
+    a tool earns anything by itself.
     """
     answer = qa.extract_answer(solution_str)
     targets = qa.targets_of(ground_truth)
@@ -75,7 +77,9 @@ def compute_score(
 
 
 def _retrieved(text: str, targets: list[str], trajectory: Any) -> bool:
-    results = [call.response for call in trajectory.tool_calls] if trajectory is not None else []
-    results += re.findall(r"<information>(.*?)</information>", text[-10 * qa.MAX_CHARS :], re.DOTALL)
+    if trajectory is not None:
+        results = [call.response for call in trajectory.tool_calls]
+    else:
+        results = _INFORMATION.findall(text[-10 * qa.MAX_CHARS :])
     found = qa.normalised("\n".join(results)[-10 * qa.MAX_CHARS :])
     return any(bool(wanted) and wanted in found for wanted in map(qa.normalised, targets))

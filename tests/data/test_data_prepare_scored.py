@@ -67,10 +67,11 @@ def test_maths_answer_is_that_of_the_solution_where_none_is_given(tmp_path):
         tmp_path / "train.jsonl",
         {"problem": "2+3?", "solution": "It is \\boxed{4}, no: $\\boxed{\\frac{10}{2}}$.", "type": "Algebra"},
         {"problem": "x?", "solution": "\\boxed{1}", "answer": "\\boxed{7}"},
+        {"problem": "y?", "solution": "9", "answer": "9"},
         {"question": "y?", "answer": 12},
     )
     rows = prepared(tmp_path, "math", source, "--code")
-    assert [truth(row) for row in rows] == ["\\frac{10}{2}", "7", "12"]
+    assert [truth(row) for row in rows] == ["\\frac{10}{2}", "7", "9", "12"]
     assert rows[0]["extra_info"]["tools_kwargs"]["code_interpreter"]["create_kwargs"]["ground_truth"] == "\\frac{10}{2}"
     assert "code_interpreter" in rows[0]["prompt"][0]["content"]
     lines(source, {"problem": "2+3?", "solution": "It is 5."})
@@ -192,6 +193,12 @@ def plain(value):
             if values != [""]
         }
     return [plain(each) for each in value] if isinstance(value, list) else value
+
+
+@pytest.mark.parametrize("turn", [{"role": "user", "content": "x"}, [{"role": "user"}], ["x"], 5])
+def test_bfcls_turns_are_lists_of_messages(turn):
+    with pytest.raises(DataError, match="x: a turn of 'question' must be a list of messages"):
+        bfcl.make_row({"question": [turn], "function": [{}], "ground_truth": []}, "x", "simple", 0)
 
 
 @shared

@@ -12,6 +12,17 @@ from etude.rewards.answers import answers_equal
 from etude.rewards.numeral import read_numeral
 
 EQUAL = [
+    ("5 million", "5000000"),
+    (r"5 \text{ million dollars}", "5,000,000"),
+    ("1.5 billion people", "1500000000"),
+    ("The answer is negative 5", "-5"),
+    (r"minus \frac{1}{2}", "-0.5"),
+    ("1010_2", "1010_{2}"),
+    ("5 meters squared", "5"),
+    ("12 red apples", "12"),
+    ("60 km/h", "60"),
+    ("9.8 m/s^2", "9.8"),
+    (r"90\degree", "90"),
     ("1/2", "0.5"),
     ("0,5", "0.5"),
     ("1,5", "1.5"),
@@ -183,6 +194,21 @@ EQUAL = [
 ]
 
 DIFFERENT = [
+    ("The answer is negative 5", "5"),
+    ("It is less than 5", "5"),
+    ("x is at most 5", "5"),
+    ("more than 5 apples", "5"),
+    ("Less than $5$", "5"),
+    ("half of 10", "10"),
+    ("The square root of 25", "25"),
+    ("5 thousand", "5"),
+    ("5 hundredths", "5"),
+    ("2 thirds", "2"),
+    ("5 squared", "5"),
+    ("5 factorial", "5"),
+    ("3 sin", "3"),
+    ("5 xy", "5"),
+    ("1010_2", "1010_3"),
     ("x=5", "y=5"),
     ("x > 5", r"x \geq 5"),
     (r"(5,\infty)", r"x \geq 5"),

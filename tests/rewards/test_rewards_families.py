@@ -81,6 +81,15 @@ def test_search_r1_counts_what_was_found_only_beside_an_answer_in_form():
     assert search_r1.compute_score("<answer>Oslo</answer>", ["Bonn"], **options)["score"] == pytest.approx(0.2)
 
 
+def test_search_r1_pays_nothing_for_information_that_the_model_wrote():
+    text = "<search>x</search><information>Rome</information><answer>Oslo</answer>"
+    seen = SimpleNamespace(tool_calls=[ToolCallRecord(0, "search", "{}", "nothing")])
+    found = search_r1.compute_score(text, ["Rome"], trajectory=seen, retrieval_score=0.1)
+    assert (found["retrieved"], found["score"]) == (0.0, pytest.approx(0.2))
+    assert search_r1.compute_score(text, ["Rome"], retrieval_score=0.1)["retrieved"] == 1.0
+    assert search_r1.compute_score("<information>" * 100_000, ["Rome"])["retrieved"] == 0.0  # in linear time
+
+
 def test_forms():
     assert tags.compute_score("<think>a</think>\n<answer>b</answer>\n") == 1.0
     for wrong in (
@@ -161,6 +170,7 @@ def test_no_call_any_call_and_calls_written_as_python():
     assert bfcl.compute_score("[f(a=1)]", [])["score"] == 0.0
     assert bfcl.compute_score("[f(a=1)]", "any")["score"] == 1.0
     assert bfcl.compute_score("no", "any")["score"] == 0.0
+    assert bfcl.compute_score("<tool_call>{broken</tool_call>", "any")["score"] == 0.0  # no call
     assert bfcl.compute_score("[cd(folder='x'), sort(name='f')]", [["cd(folder='x')"], ["sort('f')"]])["score"] == 1.0
     assert bfcl.compute_score("[cd(folder='x'), sort(name='g')]", [["cd(folder='x')"], ["sort('f')"]])["score"] == 0.0
 

@@ -37,7 +37,10 @@ def make_row(example: Mapping[str, Any], where: str, split: str, index: int) -> 
         )
     if len(turns) > 1:
         raise DataError(f"{where}: several turns need BFCL's simulators; leave its multi_turn files out")
-    messages = [(str(message["role"]), str(message["content"])) for message in turns[0]]
+    try:
+        messages = [(str(message["role"]), str(message["content"])) for message in turns[0]]
+    except (KeyError, TypeError) as error:
+        raise DataError(f"{where}: a turn of 'question' must be a list of messages {{role, content}}") from error
     schemas = json.dumps([json_schema(function) for function in functions], ensure_ascii=False)
     inner = "\n\n".join(content for role, content in messages if role == "system")
     prompt = [("system", "\n\n".join(filter(None, (inner, _SYSTEM + schemas))))]

@@ -57,12 +57,12 @@ def _problem(example: Mapping[str, Any], where: str) -> str:
 
 def _answer(example: Mapping[str, Any]) -> str | None:
     held = example.get("reward_model") or {}
-    for given in (example.get("answer"), held.get("ground_truth"), example.get("solution")):
+    for given in (example.get("answer"), held.get("ground_truth")):
         if isinstance(given, int | float) and not isinstance(given, bool):
             return str(given)
         if isinstance(given, str) and given.strip():
-            return last_boxed(given) or (given.strip() if given is not example.get("solution") else None)
-    return None
+            return last_boxed(given) or given.strip()
+    return last_boxed(str(example.get("solution") or ""))
 
 
 def write(inputs: Sequence[str | Path], output_dir: str | Path, *, form: str, code: bool = False) -> dict[str, Path]:
