@@ -80,6 +80,15 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)
 
 
+def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, cluster):
+    keys = (*CRITIC, "critic.share_trunk=true", "trainer.save_freq=1", "trainer.async_save=true")
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_actor_ckpt_to_keep=null")
+    train(tiny.config(tmp_path, *keys, *cluster, *ranks))
+    last = metrics(tmp_path)[-1]
+    assert last["critic/optimizer_steps"] == last["actor/optimizer_steps"] > 0
+    assert weights(tmp_path, 1) and weights(tmp_path, 3)
+
+
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
     ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
