@@ -419,6 +419,8 @@ class DataProto:
 
     def _rows(self, rows: Slice | torch.Tensor) -> DataProto:
         batch = None if self.batch is None else self.batch[rows]
+        if batch is not None and batch is self.batch:  # TensorDict's `[:]` is no view, but itself
+            batch = batch.copy()
         positions = rows if isinstance(rows, slice) else rows.numpy()
         columns = {key: column[positions] for key, column in self._columns().items()}
         return type(self)(batch, columns, _copied(self.meta_info))

@@ -404,6 +404,12 @@ def test_objects_in_meta_info_that_are_no_containers_are_shared():
     assert make(1, thing=thing)[:].meta_info["thing"] is thing
 
 
+def test_a_column_added_to_all_rows_stays_theirs():
+    data = make(3)
+    data[:].batch["more"] = torch.ones(3)
+    assert "more" not in data.batch
+
+
 def test_concat_gathers_metrics_and_wants_the_rest_equal():
     parts = [make(1, metrics={"loss": 1.0}), make(1, metrics=[{"loss": 2.0, "kl": 0.1}, {"loss": 3.0}], extra=5)]
     merged = DataProto.concat(parts).meta_info

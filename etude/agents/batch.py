@@ -98,8 +98,10 @@ def _concat_groups(results: list[Any], args: tuple[Any, ...], kwargs: dict[str, 
     filled = _shards_of(args[0], len(results))
     parts = [result for result, rows in zip(results, filled) if rows] or results[:1]
     order = [row for rows in filled for row in rows]
-    if isinstance(parts[0], BatchRef):  # joined, and so padded, where it is fetched
-        return replace(BatchRef.concat(parts), join=concat_batches).select_idxs(np.argsort(order))
+    if isinstance(parts[0], BatchRef):
+        if len({part.columns for part in parts}) == 1:  # joined, and so padded, where it is fetched
+            return replace(BatchRef.concat(parts), join=concat_batches).select_idxs(np.argsort(order))
+        parts = [part.fetch() for part in parts]  # only some have columns of `OF_SEQUENCES`
     whole = concat_batches(parts) if len(parts) > 1 else DataProto.concat(parts)
     if order != sorted(order):
         whole.reorder(torch.tensor(order).argsort())

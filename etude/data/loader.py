@@ -102,8 +102,8 @@ class ResumableLoader:
         return {**self.dataset[number], ROW_COLUMN: number}
 
     def update(self, batch: DataProto) -> None:
-        """Tells the sampler, if there is one, what came of a batch: scored rollouts of its rows."""
-        if self.sampler is not None:
+        """Tells the sampler, if there is one, what came of a batch: scored rollouts of its rows, if any are left."""
+        if self.sampler is not None and len(batch):  # of an empty one from elsewhere not even the columns are there
             self.sampler.update(batch)
 
     def endless(self) -> Iterator[list[Row]]:

@@ -118,8 +118,16 @@ class RankProcess:
 
     def open_store(self, address: str, world_size: int, seconds: float) -> int:
         """Starts the store where the ranks meet, on this rank's node; returns its port."""
-        self._store = dist.TCPStore(
-            address, 0, world_size, is_master=True, timeout=timedelta(seconds=seconds), wait_for_workers=False
+        family = socket.AF_INET6 if ":" in address else socket.AF_INET
+        listener = socket.create_server((address, 0), family=family, backlog=max(world_size, 128))
+        self._store = dist.TCPStore(  # which by itself would listen on all the node's networks
+            address,
+            listener.getsockname()[1],
+            world_size,
+            is_master=True,
+            timeout=timedelta(seconds=seconds),
+            wait_for_workers=False,
+            master_listen_fd=listener.detach(),
         )
         return int(self._store.port)
 

@@ -44,9 +44,10 @@ def judge_batch(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[Da
     if setup.trainer.max_staleness:
         main = [rollout for rollout, is_main in zip(rollouts_of(batch), main_rows(batch).tolist()) if is_main]
         metrics |= staleness_metrics(main, batch.meta_info["global_step"])
-    names = ["token_level_rewards", "advantages", "returns"]
-    names += ["old_values", "value_targets"] if setup.roles.value_head else []
-    return batch.select(names, [], ["episodes"]), next_coef, metrics
+    added = ["token_level_rewards", "advantages", "returns"]
+    if setup.roles.value_head:
+        added += ["old_values", "value_targets"]
+    return batch.select(added, [], ["episodes"]), next_coef, metrics
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:

@@ -229,7 +229,7 @@ class TrainWorker(TrainedWorker):
             state = self._actor.critic.optimizer.state_dict()
             self._copied_critic = {name: tensor.detach().to("cpu", copy=True) for name, tensor in state.items()}
 
-    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL, in_background=True)
     def save_checkpoint(self, folder: str) -> None:
         """As for any trained role; the state of a critic on the trunk goes to `critic/state`."""
         super().save_checkpoint(folder)

@@ -4,8 +4,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agents.batch import BY_GROUP
-from etude.distributed import InProcessWorkerGroup, Worker, register
+from etude.agents.batch import BY_GROUP, IMAGES
+from etude.distributed import BatchRef, InProcessWorkerGroup, Worker, register
+from etude.distributed.plane import InProcessStore
 from etude.protocol import DataProto, object_array
 
 
@@ -46,3 +47,20 @@ def test_equal_groups_are_shared_evenly():
     group = InProcessWorkerGroup(Roller, 3)
     group.roll(DataProto.from_dict(non_tensors={"uid": [f"u{n // 4}" for n in range(24)], "number": list(range(24))}))
     assert [len(worker.seen[0][0]) for worker in group._workers] == [8, 8, 8]
+
+
+def test_references_are_joined_where_only_one_rank_has_images():
+    asked = DataProto.from_dict(non_tensors={"uid": ["a", "b", "a"], "number": [0, 1, 2]})
+    store, images = InProcessStore(), {0: ("first",), 2: ("third",)}
+    results = []
+    for (part,), _ in BY_GROUP.divide(2, (asked,), {}):
+        numbers = part.non_tensor_batch["number"].tolist()
+        made = dict.fromkeys(("prompts", "responses"), torch.tensor(numbers)[:, None].repeat(1, len(numbers)))
+        made["attention_mask"] = torch.ones(len(numbers), 2 * len(numbers))
+        own = {IMAGES: object_array([images[n] for n in numbers])} if numbers[0] in images else {}
+        results.append(BatchRef.of(DataProto.from_dict(made, own, {"metrics": {"rows": len(numbers)}}), store))
+    assert len({ref.columns for ref in results}) == 2
+    whole = BY_GROUP.collect(results, (asked,), {}).fetch()
+    assert whole.batch["responses"][:, 0].tolist() == [0, 1, 2]
+    assert whole.non_tensor_batch[IMAGES].tolist() == [("first",), (), ("third",)]
+    assert whole.meta_info["metrics"] == {"rows": [2, 1]}

@@ -130,6 +130,13 @@ def test_resuming_anywhere_continues_exactly(own, name, before, after):
     assert play(resumed, after) == whole[before:]
 
 
+def test_a_step_without_rollouts_teaches_a_sampler_nothing():
+    """On Ray such a batch has no columns."""
+    loader = open_loader(class_name="curriculum")
+    loader.update(DataProto())
+    assert loader.sampler.state_dict()["rates"] == {}
+
+
 def test_without_a_sampler_rows_say_no_number():
     assert open_loader().sampler is None
     assert ROW_COLUMN not in next(iter(open_loader()))[0]

@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import threading
 import time
 
@@ -24,6 +25,7 @@ from etude.distributed import (
     ray_group,
     register,
 )
+from etude.distributed.rank_process import RankProcess
 from etude.errors import ConfigError, InfrastructureError, MissingExtraError, WorkerLost, describe_error
 from etude.protocol import DataProto
 
@@ -292,3 +294,12 @@ def test_without_ray_the_extra_is_named(monkeypatch):
     monkeypatch.setattr("etude.limits.cluster.importlib.util.find_spec", lambda name: None)
     with pytest.raises(MissingExtraError, match=r"pip install 'etude\[ray\]'"):
         RayWorkerGroup(Prober, ResourcePool([1]))
+
+
+def test_ranks_meet_on_one_address_alone():
+    rank = RankProcess.__new__(RankProcess)
+    port = rank.open_store("127.0.0.1", 2, 5.0)
+    with socket.create_connection(("127.0.0.1", port), timeout=5):
+        pass
+    with pytest.raises(ConnectionRefusedError):
+        socket.create_connection(("127.0.0.2", port), timeout=5)

@@ -102,6 +102,15 @@ def test_demonstrations_are_learned_on_two_nodes_as_in_one_process(tiny, tmp_pat
     assert two == pytest.approx(losses(tmp_path / "one", 1), rel=1e-5)
 
 
+def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, cluster):
+    keys = (*CRITIC, "critic.share_trunk=true", "trainer.save_freq=1", "trainer.async_save=true")
+    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "trainer.max_actor_ckpt_to_keep=null")
+    train(tiny.config(tmp_path, *keys, *cluster, *ranks))
+    last = metrics(tmp_path)[-1]
+    assert last["critic/optimizer_steps"] == last["actor/optimizer_steps"] > 0
+    assert all(weights(tmp_path, step) for step in (1, 2, 3))
+
+
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
     ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))

@@ -12,11 +12,12 @@ from ranks_stage import run_ranks, shortened, uneven_batch, updates, whole_weigh
 from safetensors.torch import load_file
 from workers_stage import learnable, policy, prompts, roles, save_model, update, weights_of
 
+from etude.distributed.dispatch import registered_methods
 from etude.errors import CheckpointError
 from etude.models import load_causal_lm
 from etude.models.named_weights import full_tensor
 from etude.options import FSDPOptions
-from etude.workers import TrainWorker
+from etude.workers import ActorRolloutRefWorker, CriticWorker, TrainWorker
 from etude.workers.checkpoint import read_state, write_state
 
 
@@ -99,6 +100,12 @@ def test_a_copied_state_is_written_whatever_is_trained_meanwhile(model_path, tmp
     assert all(torch.equal(before[name], tensor) for name, tensor in loaded.items())
     group.save_checkpoint(str(tmp_path / "later"))  # the copy was for one save
     assert files_of(tmp_path / "later" / "actor" / "huggingface") != copied
+
+
+@pytest.mark.parametrize("role", [TrainWorker, ActorRolloutRefWorker, CriticWorker])
+def test_every_role_saves_beside_its_other_calls(role):
+    """Else ranks that get a save and an update in another order wait for each other for ever."""
+    assert registered_methods(role)["save_checkpoint"].in_background
 
 
 # -- ranks -------------------------------------------------------------------------------------------------------
