@@ -150,7 +150,7 @@ def test_a_tools_other_methods_are_named_too(method, caplog):
     schema = {"type": "function", "function": {"name": "slow", "description": "", "parameters": {"type": "object"}}}
 
     async def blocking(self, *_, **__):
-        until(lambda: "slow" in LoopWatch._warned)
+        until(lambda: "has blocked" in caplog.text)  # said after it is noted
         return {"create": ("i", ToolResponse()), "calc_reward": 0.0, "release": None}[method]
 
     async def execute(self, instance_id, parameters, **_):
