@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import click
 
 from etude.cli.token import bearer_token, warn_if_open
 
+_Find: TypeAlias = Callable[[str, int], Awaitable[Any]]
 TOKEN_VARIABLE = "ETUDE_RETRIEVAL_TOKEN"
 _port = click.option(
     "--port", default=8000, show_default=True, type=click.IntRange(0, 65535), help="0 picks a free one."
@@ -144,35 +146,12 @@ def mcp(source: str, transport: str, host: str, port: int, path: str) -> None:
       {'mcpServers': {'rag': {'command': 'etude', 'args': ['retrieve', 'mcp', 'indexes/wiki-18']}}}
     """
     from etude.cli.tools import serve_mcp
+    from etude.retrieval.server import ServerOptions
     from etude.tools import FunctionTool
+    from etude.tools.builtin.web_search import checked_query
 
-    tool = FunctionTool(_remote_rag(source) if source.startswith(("http://", "https://")) else _local_rag(Path(source)))
-    serve_mcp([tool], {}, transport, host, port, path)
-
-
-def _local_rag(folder: Path) -> Any:
-    from etude.retrieval import Retriever
-
-    retriever = Retriever(folder)
-
-    def query_rag(query: str, topk: int = 3) -> str:
-        """Searches the collection and returns the best passages as JSON.
-
-        Args:
-            query: what to search for
-            topk: how many passages
-        """
-        hits = retriever.search([query], _bounded(topk))[0]
-        found = [{"document": retriever.corpus.document(row), "score": score} for row, score in hits]
-        return json.dumps({"result": [found]}, ensure_ascii=False)
-
-    return query_rag
-
-
-def _remote_rag(url: str) -> Any:
-    from etude.json_service import JsonService
-
-    service = JsonService(url)
+    bounds = ServerOptions()
+    find = _at_service(source) if source.startswith(("http://", "https://")) else _in_index(Path(source))
 
     async def query_rag(query: str, topk: int = 3) -> str:
         """Searches the collection and returns the best passages as JSON.
@@ -181,11 +160,31 @@ def _remote_rag(url: str) -> Any:
             query: what to search for
             topk: how many passages
         """
-        body = {"queries": [query], "topk": _bounded(topk), "return_scores": True}
-        return json.dumps(await service.request("POST", body=body, seconds=30), ensure_ascii=False)
+        found = await find(checked_query(query, bounds.max_query_chars), max(1, min(topk, bounds.max_topk)))
+        return json.dumps(found, ensure_ascii=False)
 
-    return query_rag
+    serve_mcp([FunctionTool(query_rag)], {}, transport, host, port, path)
 
 
-def _bounded(topk: int) -> int:
-    return max(1, min(topk, 100))
+def _in_index(folder: Path) -> _Find:
+    from etude.retrieval import Retriever
+
+    retriever = Retriever(folder)
+
+    async def find(query: str, topk: int) -> Any:
+        hits = (await asyncio.to_thread(retriever.search, [query], topk))[0]
+        return {"result": [[{"document": retriever.corpus.document(row), "score": score} for row, score in hits]]}
+
+    return find
+
+
+def _at_service(url: str) -> _Find:
+    from etude.json_service import JsonService
+
+    service = JsonService(url)
+
+    async def find(query: str, topk: int) -> Any:
+        body = {"queries": [query], "topk": topk, "return_scores": True}
+        return await service.request("POST", body=body, seconds=30)
+
+    return find

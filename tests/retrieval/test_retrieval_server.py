@@ -222,10 +222,10 @@ def test_memory_stays_flat(server):
     assert server.memory() - before < 8 << 20
 
 
-async def call(tool, **arguments):
+async def call(tool, refused=False, **arguments):
     async with ToolSession({tool.name: tool}, {}, request_id="test") as session:
         [outcome] = await session.execute([FunctionCall(name=tool.name, arguments=json.dumps(arguments))], 0)
-        assert outcome.error is None, outcome
+        assert (outcome.error is not None) == refused, outcome
         return outcome
 
 
@@ -299,3 +299,6 @@ async def test_query_rag_over_mcp(server, index, tmp_path, kind):
     [found] = json.loads(outcome.response.text)["result"]
     assert [hit["document"]["id"] for hit in found] == ["p0", "p1"]
     assert all(isinstance(hit["score"], float) for hit in found)
+    if kind != "of the user's":
+        told = await call(tool, refused=True, query="x" * 9000)
+        assert "a query may have 8192 characters" in told.response.text
