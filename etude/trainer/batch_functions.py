@@ -37,8 +37,11 @@ def without_log_probs(computed: DataProto) -> DataProto:
     return computed.select([name for name in computed.batch.keys() if name != "old_log_probs"])  # noqa: SIM118
 
 
-def judge_batch(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[DataProto, float, Metrics]:
-    """The columns that `add_advantages` adds, the next coefficient of the KL in the reward, and the batch's metrics."""
+def judge_batch(
+    batch: DataProto, setup: PlainSetup, kl_coef: float
+) -> tuple[DataProto, float, Metrics, tuple[int, int]]:
+    """The columns that `add_advantages` adds, the next coefficient of the KL in the reward, the batch's metrics, and its
+    numbers of tokens: of prompts and responses, and of responses alone."""
     next_coef, metrics = add_advantages(batch, setup, kl_coef)
     metrics |= data_metrics(batch, setup.data.max_response_length, setup.longest_sequence)
     if setup.trainer.max_staleness:
@@ -47,7 +50,9 @@ def judge_batch(batch: DataProto, setup: PlainSetup, kl_coef: float) -> tuple[Da
     added = ["token_level_rewards", "advantages", "returns"]
     if setup.roles.value_head:
         added += ["old_values", "value_targets"]
-    return batch.select(added, [], ["episodes"]), next_coef, metrics
+    mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
+    tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+    return batch.select(added, [], ["episodes"]), next_coef, metrics, tokens
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:
@@ -61,12 +66,6 @@ def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metri
         f"{name}/discarded_surplus_samples": float(max(len(spread) - wanted, 0)),
         f"{name}/missing_samples": float(max(wanted - len(spread), 0)),
     }
-
-
-def count_batch(batch: DataProto) -> tuple[int, int]:
-    """Tokens of prompts and responses, and of responses alone."""
-    mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
-    return int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
 
 
 def count_rollouts(batch: DataProto) -> int:

@@ -28,7 +28,6 @@ from etude.trainer.accounting import PromptAccounts, account, accounting_metrics
 from etude.trainer.batch_functions import (
     added_sequences,
     choose_groups,
-    count_batch,
     count_rollouts,
     cut_updates,
     engine_log_probs,
@@ -211,7 +210,7 @@ class PPOTrainer:
             rollouts, metrics = taken.batch, taken.metrics
             if self.loader.sampler is not None:
                 self.loader.update(rollouts.fetch())  # the user's, on the driver
-            batch = self._expand(rollouts)
+            batch, tokens = self._expand(rollouts), (0, 0)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
                 with timings("old_log_prob"):
@@ -223,12 +222,12 @@ class PPOTrainer:
                 with timings("values"):
                     batch = self._with_values(batch)
                 with timings("adv"):
-                    found, self.kl_coef, measured = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
+                    judged = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
+                    found, self.kl_coef, measured, tokens = judged
                     batch = batch.union(found)
                     metrics |= measured
             learned, chosen = self._learned(batch)
             metrics |= chosen
-            tokens, response_tokens = self._run(count_batch, without_objects(batch)) if len(batch) else (0, 0)
             kept = self._run(count_rollouts, without_objects(learned)) if len(learned) else 0
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
@@ -246,7 +245,7 @@ class PPOTrainer:
         self.feed.end_step(self.global_step, self.total_steps)
         self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
-        metrics |= timing_metrics(timings.of_work(), tokens, response_tokens) | {"perf/cpu_seconds": timings.cpu()}
+        metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             self._dump(self.options.rollout_data_dir, rollouts)
