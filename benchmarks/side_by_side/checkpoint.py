@@ -71,6 +71,7 @@ def _warm_up(work: Path) -> None:
                 f"data.train_batch_size={_BATCH}",
                 "data.max_length=512",
                 f"model.path={work}/model",
+                "multi_turn.tool_config_path=null",
                 f"multi_turn.function_tool_path={etude_run.AGENT}",
                 f"trainer.default_local_dir={work}/run",
                 f"trainer.total_training_steps={_DEMONSTRATIONS // _BATCH}",

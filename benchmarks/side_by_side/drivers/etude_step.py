@@ -68,7 +68,7 @@ def _measured(trainer: Any, rollout_only: bool, interrupts: Any) -> dict[str, fl
     """One step: seconds by part, and what it sampled."""
     readings: dict[str, dict[str, float]] = {}
     held: dict[str, Any] = {}
-    roll_out, update = trainer._roll_out, trainer._update_actor
+    take, update = trainer.feed.take, trainer._update_actor
 
     def timed(name: str, work: Any) -> Any:
         def run(*args: Any) -> Any:
@@ -81,23 +81,23 @@ def _measured(trainer: Any, rollout_only: bool, interrupts: Any) -> dict[str, fl
 
         return run
 
-    trainer._roll_out, trainer._update_actor = timed("rollout", roll_out), timed("update", update)
+    trainer.feed.take, trainer._update_actor = timed("rollout", take), timed("update", update)
     try:
         if rollout_only:
-            trainer._roll_out()
+            trainer.feed.take(trainer.global_step + 1, trainer.total_steps)
         else:
             with interrupts(lambda _: None) as guard:
                 meter = Meter()
                 trainer.training_step(guard)
                 readings["step"] = meter.read()
     finally:
-        trainer._roll_out, trainer._update_actor = roll_out, update
+        trainer.feed.take, trainer._update_actor = take, update
     if rollout_only:
         trainer.global_step += 1
     else:
         # Everything after the rollout, as the peers' figure has it: log-probs, advantages, loss, optimizer.
         readings["update"] = {k: readings["step"][k] - readings["rollout"][k] for k in ("wall", "cpu")}
-    batch, _ = held["rollout"]
+    batch = held["rollout"].batch
     results = [r.trajectory for r in batch.non_tensor_batch["rollout"].tolist()]
     return {
         **{f"{name}_{kind}": seconds for name, r in readings.items() for kind, seconds in r.items()},
