@@ -8,7 +8,7 @@ import time
 
 import psutil
 
-WAIT = 180  # seconds: for what takes a few, on a machine that is busy
+WAIT = 600  # seconds: for what takes a few, on a machine that is busy
 _STORE = 80_000_000  # bytes, the smallest that Ray takes
 
 

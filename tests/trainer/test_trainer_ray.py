@@ -168,7 +168,11 @@ def test_the_second_signal_abandons_a_rollout_on_all_ranks(tiny, tmp_path, nodes
     launched = Launched(
         ["train", *tiny.arguments(tmp_path / "run", *endless, *cluster, tool.override)], tmp_path / "log"
     )
-    until(lambda: tool.count("mood") >= 2 or not launched.process.is_alive(), launched.text())
+
+    def amid():  # both ranks are in the second step: each begins its four answers when it comes to it
+        return tool.count("mood") >= 2 and tool.count("create") == 16
+
+    until(lambda: amid() or not launched.process.is_alive(), launched.text())
     launched.signal(signal.SIGINT)
     until(lambda: "stopping after this step" in launched.text(), launched.text())
     launched.signal(signal.SIGINT)

@@ -163,11 +163,18 @@ def test_several_updates_a_step_keep_the_old_log_probs(tiny, tmp_path, monkeypat
 
 
 def test_bypass_mode_trains_as_recomputed_log_probs_do(tiny, tmp_path):
-    common = (*TWO_STEPS, f"{ACTOR}.ppo_mini_batch_size=1")
+    # One step: after it a draw that is nearly a tie may fall differently, and two rollouts that differ say nothing.
+    common = ("trainer.total_training_steps=1", f"{ACTOR}.ppo_mini_batch_size=1")
     train(tiny.config(tmp_path / "a", *common))
     train(tiny.config(tmp_path / "b", *common, "algorithm.rollout_correction.bypass_mode=true"))
-    one, two = weights(tmp_path / "a", 2), weights(tmp_path / "b", 2)
-    assert max(float((one[name] - two[name]).abs().max()) for name in one) < 1e-3
+    begun, one, two = (
+        load_file(tiny.model / "model.safetensors"),
+        weights(tmp_path / "a", 1),
+        weights(tmp_path / "b", 1),
+    )
+    moved = sum(float((one[name] - begun[name]).square().sum()) for name in one)
+    apart = sum(float((one[name] - two[name]).square().sum()) for name in one)
+    assert apart < 1e-4 * moved  # not element by element: Adam makes a step of the sign of a gradient near zero
     losses = [metrics(tmp_path / name)[0]["actor/loss"] for name in "ab"]
     assert losses[0] == pytest.approx(losses[1], abs=1e-4)
     assert "timing_s/old_log_prob" in metrics(tmp_path / "a")[0]
