@@ -42,6 +42,7 @@ from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
@@ -139,8 +140,9 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
+                facts = describe_run("train", self.used_config, self.total_steps)
                 self._accounts = PromptAccounts(self.run_dir, self.global_step)
-                with closing(self._accounts), run_record(self.run_dir), self.groups.report_progress(emit):
+                with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
