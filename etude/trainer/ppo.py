@@ -54,8 +54,8 @@ logger = logging.getLogger(__name__)
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` runs everything."""
 
-    def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and the state of a checkpoint to resume from; loads no model.
+    def __init__(self, setup: RunSetup, resume_from: Path | None = None) -> None:
+        """Reads the data and the state of a checkpoint to resume from (None: as `trainer.resume_mode` says); loads no model.
 
         Raises:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
@@ -78,7 +78,7 @@ class PPOTrainer:
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
+        self.resumption = find_resumption(self.options, self.checkpoints, setup.config, resume_from)
         self.used_config = used_values(setup.config, self.resumption)
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
@@ -126,6 +126,7 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
+            WorkerLost, LostSamplesError: a worker, or what it held, is gone; a new trainer can resume.
             TrainingStopped: too many trajectories dropped, or too many steps that learned nothing; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
