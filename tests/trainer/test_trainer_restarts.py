@@ -20,7 +20,6 @@ from etude.trainer.checkpoints import Checkpoints
 from etude.trainer.interrupts import Interrupted
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import fine_tune, train
-from etude.trainer.setup import plain_config
 
 ray = pytest.importorskip("ray")
 TWO = ("trainer.backend=ray", "trainer.n_gpus_per_node=2")
