@@ -24,13 +24,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
-from etude.config import flatten
 from etude.data import ResumableLoader
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import RunOptions
+from etude.options.validate import flatten
 from etude.run_folder import CONFIG_FILE
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.provenance import redact
 
 logger = logging.getLogger(__name__)
 
@@ -160,7 +161,7 @@ def find_resumption(
     if folder is None:
         return None
     state = Checkpoints.read_state(folder)
-    found = Resumption(folder, state, tuple(compare(state.get("config") or {}, _plain(config))))
+    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), _plain(config))))
     if refused := found.having(Effect.REFUSED):
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
@@ -234,7 +235,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 def _plain(config: DictConfig) -> dict[str, Any]:
     values = json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
     assert isinstance(values, dict)
-    return values
+    redacted: dict[str, Any] = redact(values)
+    return redacted
 
 
 def _same_file(then: object, now: object) -> bool:

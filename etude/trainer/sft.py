@@ -31,6 +31,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
+from etude.run_folder import run_record
 from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, write_whole
 from etude.trainer.groups import open_groups
@@ -38,6 +39,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
+from etude.trainer.provenance import describe_run
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
@@ -213,7 +215,8 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
-                with self.groups.report_progress(emit):
+                facts = describe_run("sft", self.used_config, self.total_steps)
+                with run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped during a trial", interrupts.signal_number) from None
