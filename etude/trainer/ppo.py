@@ -95,6 +95,8 @@ class PPOTrainer:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
+        if groups.rollout is not groups.actor:
+            groups.rollout.init_model()
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
@@ -109,7 +111,7 @@ class PPOTrainer:
             self._restore_weights(self.resumption)
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self._version)
+            groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -348,7 +350,7 @@ class PPOTrainer:
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
         self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
+        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

@@ -11,6 +11,7 @@ from etude.workers.policy import ActorRolloutRefWorker
 from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.rollout import RolloutWorker
 from etude.workers.teacher import TeacherWorker
+from etude.workers.weights import sync_weights
 
 __all__ = [
     "ActorOptions",
@@ -29,4 +30,5 @@ __all__ = [
     "TrainWorker",
     "build_scorer",
     "full_state",
+    "sync_weights",
 ]
