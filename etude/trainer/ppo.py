@@ -273,14 +273,14 @@ class PPOTrainer:
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
-        return self.groups.batches.run(function, *args)
+        return self.groups.run(function, *args)
 
     def _expand(self, rollouts: Batch) -> Batch:
         expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
         return rollouts if expanded is None else expanded
 
     def _dump(self, folder: str, rollouts: Batch) -> None:
-        self.groups.batches.run_with_chat(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward)
+        self.groups.run(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward, with_chat=True)
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
