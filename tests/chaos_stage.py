@@ -77,7 +77,7 @@ class ChaosRun:
             f"{ROLLOUT}.multi_turn.format=chaos",
             f"{ROLLOUT}.multi_turn.max_assistant_turns=2",
             f"{ROLLOUT}.infrastructure_retries=3",
-            "data.max_prompt_length=1024",
+            "data.max_prompt_length=768",
             "data.max_response_length=192",
             f"custom_reward_function.path={folder}/chaos.py",
             "reward_model.reward_manager=prime",

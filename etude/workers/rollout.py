@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from functools import cached_property
 from typing import Any
 
@@ -122,8 +122,9 @@ class RolloutWorker(RoleWorker):
         drains = self._thread is not None and not self.options.rollout.partial_rollout
         if drains:
             await self._stream.drain()
-        try:
-            return await self._link.push(version)
+        try:  # trajectories in flight stand still meanwhile
+            with nullcontext() if self._watch is None else self._watch.suspended():
+                return await self._link.push(version)
         finally:
             if drains:
                 self._stream.resume()
