@@ -46,6 +46,7 @@ from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
+from etude.trainer.signal import JudgeBudget
 from etude.trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -84,6 +85,7 @@ class PPOTrainer:
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
         self._midstep = False  # the weights, or the accounts, are not those of `global_step`
+        self._budget = JudgeBudget(self.setup.roles.reward.budget)
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
@@ -97,6 +99,8 @@ class PPOTrainer:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
             teacher.init_model()
+        if groups.reward is not None:
+            groups.reward.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         feed = StreamingFeed if self.options.max_staleness else DirectFeed
         self.feed = feed(self.setup, self.rollouts, self.prompts)
@@ -155,6 +159,7 @@ class PPOTrainer:
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
+                self._budget.note(validated)
                 tracking.log(validated, 0)
                 emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
@@ -179,6 +184,7 @@ class PPOTrainer:
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         self.checkpoints.wait(only_if_done=True)
+        self._budget.check()
         done, validated = self.global_step, Metrics()
         try:
             metrics = self.training_step(interrupts)
@@ -191,6 +197,7 @@ class PPOTrainer:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
+            self._budget.note(metrics | validated)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -354,7 +361,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
-        state = self._state | {"config": self.used_config}
+        state = self._state | {"config": self.used_config, "judge_cost": self._budget.spent}
         self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
 
@@ -378,6 +385,7 @@ class PPOTrainer:
             if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
+            self._budget.spent = float(state.get("judge_cost", 0.0))
             self.prompts.restore(state)
         if self.prompts.exhausted:
             self.total_steps = self.global_step

@@ -123,8 +123,9 @@ class RunSetup(PlainSetup):
             rows=given,
         )
         reward = self.roles.reward
-        own = self.roles.custom_reward
-        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not (own.path or own.rewards):
+        custom = self.roles.custom_reward
+        own = custom.path or custom.rewards or reward.model.path
+        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
