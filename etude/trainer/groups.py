@@ -7,7 +7,9 @@ ranks, which share the slots of one pool.
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -34,7 +36,10 @@ from etude.workers import (
     sync_weights,
 )
 
+logger = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.5  # between two progress reports
+_LOOK_SECONDS = 2.0  # between two looks for nodes that come back
 
 
 @dataclass(frozen=True)
@@ -111,10 +116,11 @@ def open_groups(
     trains: bool = True,
     critic: bool = False,
     keeps_batches: bool = False,
+    restarts: bool = False,
 ) -> Groups:
     """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
-    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches. If one cannot
-    start, the others are closed.
+    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches; `restarts`:
+    whether nodes may be about to come back. If one cannot start, the others are closed.
 
     Raises:
         ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
@@ -127,7 +133,7 @@ def open_groups(
         keeps_batches = keeps_batches and run is not None and run.trainer.backend == "ray"
         if run is not None and run.trainer.backend == "ray":
             roles = 1 + critic + scores_batches + len(teachers)
-            options, start = _on_ray(options, run, roles, stack)
+            options, start = _on_ray(options, run, roles, stack, run.ray.node_timeout if restarts else 0)
 
         def opened(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
             group = start(worker, its_options)
@@ -165,7 +171,7 @@ def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
 
 
 def _on_ray(
-    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack
+    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack, wait: float
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
     """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
     trainer, cluster = run.trainer, run.ray
@@ -178,14 +184,10 @@ def _on_ray(
         options = replace(options, device="cuda")  # the driver's node need not have one
     pools: list[ResourcePool] = []
     for key, (nodes, each) in sizes.items():
-        use_gpu, groups = options.device.startswith("cuda"), 1 if pools else roles
-        pool = ResourcePool([each] * nodes, use_gpu=use_gpu, max_colocate_count=groups)
+        least, roles_there = (nodes, 1) if pools else (trainer.min_nnodes or nodes, roles)
+        pool = _place(key, (nodes, least, each), options.device.startswith("cuda"), roles_there, wait)
         stack.callback(pool.close)
         pools.append(pool)
-        try:
-            pool.place()
-        except ConfigError as error:
-            raise ConfigError(f"{key}.nnodes={nodes}, {key}.n_gpus_per_node={each}: {error}") from error
     check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), pools[0].use_gpu)
 
     def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
@@ -193,3 +195,25 @@ def _on_ray(
         return RayWorkerGroup(worker, pool, its_options, call_seconds=cluster.call_timeout)
 
     return options, start
+
+
+def _place(key: str, size: tuple[int, int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:
+    """A pool of the `size` (most nodes, fewest, processes on each) in the section `key`, on nodes that may take `wait`
+    seconds to appear, or else on as many as there are."""
+    end, (most, least, each) = time.monotonic() + wait, size
+    while True:
+        waits = time.monotonic() < end
+        refused: ConfigError | None = None
+        for nodes in range(most, (most if waits else least) - 1, -1):
+            pool = ResourcePool([each] * nodes, use_gpu=use_gpu, max_colocate_count=roles)
+            try:
+                pool.place()
+            except ConfigError as error:
+                refused = refused or error
+                continue
+            if nodes < most:
+                logger.warning("%s; trainer.min_nnodes lets the run go on with %d", refused, nodes)
+            return pool
+        if not waits:
+            raise ConfigError(f"{key}.nnodes={most}, {key}.n_gpus_per_node={each}: {refused}") from refused
+        time.sleep(_LOOK_SECONDS)
