@@ -121,13 +121,9 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
 SHARDED = (f"{ACTOR}.strategy=fsdp2",)
 
 
-@pytest.mark.parametrize(
-    "held",
-    [(*SHARDED, "trainer.nnodes=3", "trainer.min_nnodes=2"), (*SHARDED, "trainer.nnodes=2", *OWN[:2])],
-    ids=["in parts", "a rollout group of its own"],
-)
+@pytest.mark.parametrize("held", [SHARDED, (*SHARDED, *OWN[:2])], ids=["in parts", "a rollout group of its own"])
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster, held):
-    ranks = ("trainer.n_gpus_per_node=1", *held)
+    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1", *held)
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
     assert sorted(trained(tmp_path)) == plan(6)
     assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2
