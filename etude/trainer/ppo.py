@@ -84,8 +84,8 @@ class PPOTrainer:
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
-        self._budget = JudgeBudget(self.setup.roles.reward.budget)
         self._midstep = False  # the weights, or the accounts, are not those of `global_step`
+        self._budget = JudgeBudget(self.setup.roles.reward.budget)
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
