@@ -179,6 +179,31 @@ def sequences_of(record: Mapping[str, Any]) -> list[Mapping[str, Any]]:
     return [*_field(record, "earlier", lambda items: [dict(item) for item in items], []), record]
 
 
+TOKEN_VALUES = {
+    "advantages": "advantage",
+    "old_log_probs": "trainer's log-prob before the update",
+    "log_probs": "trainer's log-prob in the update",
+    "entropys": "entropy of the policy",
+    "ref_log_prob": "reference's log-prob",
+    "values": "value",
+}
+"""What the trainer had of each response token, by the name of its column; a record's `token_values` has some of them."""
+
+
+def token_values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
+    """The trainer's numbers of each response token of a sequence, None where the policy did not sample it; empty where a dump
+    has none, or not as many as tokens."""
+    found, mask = record.get("token_values"), record.get("response_mask")
+    if not isinstance(found, Mapping) or not isinstance(mask, list):
+        return {}
+    columns = {name: found[name] for name in TOKEN_VALUES if isinstance(found.get(name), list)}
+    numbers = {
+        name: [value if isinstance(value, int | float) else None for value in column]
+        for name, column in columns.items()
+    }
+    return {name: column for name, column in numbers.items() if len(column) == len(mask)}
+
+
 _REQUIRED = object()
 
 

@@ -48,6 +48,7 @@ COMMANDS = {
     "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
     "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),
     "reward": LazyCommand("etude.cli.reward:reward", "Run scorers by hand."),
+    "view": LazyCommand("etude.cli.view:view", "Browse a run's curves and rollouts."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 
