@@ -191,8 +191,8 @@ TOKEN_VALUES = {
 
 
 def token_values(record: Mapping[str, Any]) -> dict[str, list[float | None]]:
-    """The trainer's numbers of each response token of a sequence, None where the policy did not sample it; empty where a dump
-    has none, or not as many as tokens."""
+    """The trainer's numbers of each response token of a sequence, None where the policy did not sample it; empty where a
+    dump has none, or not as many as tokens."""
     found, mask = record.get("token_values"), record.get("response_mask")
     if not isinstance(found, Mapping) or not isinstance(mask, list):
         return {}

@@ -17,6 +17,8 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from etude.errors import DataError, one_line
 from etude.jsonl import write_json
 
@@ -27,6 +29,7 @@ REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
 _MAX_RECORD_BYTES = 4 * 2**20
+_MAX_CONFIG_BYTES = 2**20
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or after it was killed
 
 
@@ -112,3 +115,23 @@ def read_run_record(run_dir: Path) -> dict[str, Any]:
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The resolved configuration of a run, without its secrets.
+
+    Raises:
+        DataError: it is absent, malformed or above 1 MiB.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise DataError(f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB")
+        values = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"cannot read {path}: {one_line(error, 120)}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected a mapping, found {type(values).__name__}")
+    return values

@@ -49,6 +49,8 @@ COMMANDS = {
     "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),
     "reward": LazyCommand("etude.cli.reward:reward", "Run scorers by hand."),
     "view": LazyCommand("etude.cli.view:view", "Browse a run's curves and rollouts."),
+    "runs": LazyCommand("etude.cli.runs:runs", "List, show, compare and remove runs."),
+    "reproduce": LazyCommand("etude.cli.runs:reproduce", "Run a run again, and compare bit for bit."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 

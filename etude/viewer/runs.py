@@ -17,16 +17,13 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-import yaml
-
-from etude.errors import DataError, one_line
+from etude.errors import DataError
 from etude.options.validate import flatten
 from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, read_run_record
 from etude.viewer.panel import REWARD_KEYS, is_number, is_validation
 
 MAX_DEPTH = 6
 MAX_FOLDERS = 20_000
-_MAX_CONFIG_BYTES = 2**20
 _TAIL_BYTES = 2**18
 _NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
 LOCK_FILE = ".lock"
@@ -163,26 +160,6 @@ def _last_metrics(path: Path) -> dict[str, Any]:
         if isinstance(record, dict) and isinstance(record.get("step"), int):
             last |= record
     return last
-
-
-def read_config(folder: Path | str) -> dict[str, Any]:
-    """The resolved configuration of a run, without its secrets.
-
-    Raises:
-        DataError: it is absent, malformed or above 1 MiB.
-    """
-    path = Path(folder) / CONFIG_FILE
-    try:
-        with path.open("rb") as file:
-            text = file.read(_MAX_CONFIG_BYTES + 1)
-        if len(text) > _MAX_CONFIG_BYTES:
-            raise DataError(f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB")
-        values = yaml.safe_load(text)
-    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
-        raise DataError(f"cannot read {path}: {one_line(error, 120)}") from error
-    if not isinstance(values, dict):
-        raise DataError(f"{path}: expected a mapping, found {type(values).__name__}")
-    return values
 
 
 @dataclass(frozen=True)

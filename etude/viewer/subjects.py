@@ -1,7 +1,7 @@
 """What a run's charts show: the subjects, and the lines that records of `metrics.jsonl` have for them.
 
-Invariant: pure functions of records; only finite numbers count. The report (`charts`) and the web pages draw the
-same subjects.
+Invariant: pure functions of records; only finite numbers count. The report (`charts`) and the web pages draw the same
+subjects.
 """
 
 from __future__ import annotations
@@ -142,13 +142,12 @@ def find_lines(subject: Subject, records: Records) -> list[tuple[str, list[int],
     return found
 
 
-def _expand(line: Line, records: Records) -> list[tuple[str, tuple[str, ...]]]:
+def _expand(line: Line, records: Records) -> Sequence[tuple[str, tuple[str, ...]]]:
     if not any("*" in key for key in line.keys):
         return [(line.label, line.keys)]
     pattern = re.compile("|".join(re.escape(key).replace(r"\*", "([^/]+)") for key in line.keys))
     matches = (pattern.fullmatch(name) for name in sorted({name for record in records for name in record}))
-    found: list[tuple[str, tuple[str, ...]]] = [(line.label.format(m[1]), (m[0],)) for m in matches if m]
-    return found[:MAX_LINES]
+    return [(line.label.format(match[1]), (match[0],)) for match in matches if match][:MAX_LINES]
 
 
 def series(records: Records, key: str) -> tuple[list[int], list[float]]:

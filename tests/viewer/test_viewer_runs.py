@@ -9,9 +9,9 @@ import pytest
 import yaml
 
 from etude.errors import DataError
-from etude.run_folder import run_record
+from etude.run_folder import read_config, run_record
 from etude.viewer import runs
-from etude.viewer.runs import MISSING, Difference, diff_configs, find_runs, is_locked, read_config, read_run
+from etude.viewer.runs import MISSING, Difference, diff_configs, find_runs, is_locked, read_run
 
 HOLD = (
     "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
