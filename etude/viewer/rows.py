@@ -23,7 +23,7 @@ _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
 _TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 _ARRAY = re.compile(
-    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions)":\s?\[([^\[\]{}"]*)\]'
+    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|old_log_probs|advantages|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
 )
 """A key in unescaped quotes is never inside a JSON string, so these arrays, nine tenths of a dump, need not be parsed."""
 

@@ -15,13 +15,13 @@ from typing import Any
 from etude.dumps import sequences_of
 from etude.errors import DataError, one_line
 from etude.problems import find_problems
-from etude.run_folder import read_run_record
+from etude.run_folder import read_config, read_run_record
 from etude.viewer.conversations import parse_conversation
 from etude.viewer.explain import list_tokens
 from etude.viewer.index import Filter, RolloutIndex, count_values, group_rows
 from etude.viewer.panel import is_number, validation_label
 from etude.viewer.rows import FLAGS, Row
-from etude.viewer.runs import diff_configs, is_run, read_config, read_run
+from etude.viewer.runs import diff_configs, is_run, read_run
 from etude.viewer.signal import count_problems, find_causes
 from etude.viewer.subjects import SUBJECTS, Records, find_lines, series, time_parts, validation_keys
 from etude.viewer.web.runs import Runs, RunView

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from etude.errors import DataError
-from etude.run_folder import METRICS_FILE
+from etude.run_folder import METRICS_FILE, read_config
 from etude.viewer.index import RolloutIndex
-from etude.viewer.runs import find_runs, read_config
+from etude.viewer.runs import find_runs
 
 _FIND_SECONDS = 10.0  # between two walks over the folder
 _MAX_RUNS = 500
