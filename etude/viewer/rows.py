@@ -23,7 +23,8 @@ _MAX_NAME = 120  # characters of a tool, source or id
 _MAX_NAMES = 32
 _TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
 _ARRAY = re.compile(
-    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions)":\s?\[([^\[\]{}"]*)\]'
+    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions|advantages|old_log_probs'
+    rb'|entropys|ref_log_prob|values)":\s?\[([^\[\]{}"]*)\]'
 )
 """A key in unescaped quotes is never inside a JSON string, so these arrays, nine tenths of a dump, need not be parsed."""
 
@@ -143,7 +144,7 @@ def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -
         response_tokens=sum(length for length, _ in masks),
         sampled_tokens=sum(ones for _, ones in masks),
         sequences=1 + len(_list(record.get("earlier"))),
-        seconds=sum(max(_finite(value) or 0.0, 0.0) for value in _dict(record.get("timings")).values()),
+        seconds=_finite(sum(max(_finite(value) or 0.0, 0.0) for value in _dict(record.get("timings")).values())) or 0.0,
         flags=_flags(stop_reason, errors, _dict(rewards.get("score_info")), record.get("attempt")),
     )
 
@@ -165,7 +166,7 @@ def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:
     for source, value in [*steps, *_dict(rewards.get("final")).items(), ("score", rewards.get("score"))]:
         name, number = _name(source), _finite(value)
         if number is not None and (name in sums or len(sums) < _MAX_NAMES):
-            sums[name] = sums.get(name, 0.0) + number
+            sums[name] = _finite(sums.get(name, 0.0) + number) or 0.0
     return sums
 
 
@@ -195,7 +196,7 @@ def _finite(value: object) -> float | None:
 
 
 def _whole(value: object, default: int) -> int:
-    return default if (number := _finite(value)) is None else int(number)
+    return default if (number := _finite(value)) is None or abs(number) > 2**53 else int(number)
 
 
 def _name(value: object) -> str:
