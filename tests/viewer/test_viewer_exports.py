@@ -382,15 +382,15 @@ def test_an_exported_rollout_names_its_run(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    ("package", "module", "arguments", "extra"),
+    ("package", "module", "command", "extra"),
     [
         (
             "inspect_ai.log",
             "etude.viewer.exports.inspect",
-            ["export-rollouts", "--format", "inspect", "--out", "x"],
+            "export-rollouts --format inspect --out x",
             "inspect",
         ),
-        ("textual", "etude.viewer.tui", ["view"], "viewer"),
+        ("textual", "etude.viewer.tui", "view", "viewer"),
     ],
 )
 def test_a_missing_extra_is_one_line_to_run(run, tmp_path, monkeypatch, capsys, package, module, command, extra):
