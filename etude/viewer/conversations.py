@@ -23,6 +23,8 @@ MAX_BLOCKS = 80
 MAX_SCANNED = 5000  # records searched for a prompt's second appearance
 
 _LABELS = {"sampled": "model", "tool": "tool", "template": "template", "user": "user", "prompt": "prompt"}
+PROVENANCE_COLOURS = {"sampled": "green", "tool": "cyan", "user": "yellow", "template": "bright_black"}
+"""Of text in a terminal, as Rich names them."""
 _BIDI = [*range(0x202A, 0x202F), *range(0x2066, 0x206A)]  # these reorder displayed text
 _HIDDEN = [code for code in [*range(32), *range(127, 160), *_BIDI] if chr(code) not in "\n\t"]
 _REPEATED = re.compile(r"(<\|\w{1,40}\|>)\1{3,}")

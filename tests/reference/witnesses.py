@@ -75,9 +75,14 @@ WITNESSES = {
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
         "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",
+        "trainer.min_nnodes": "test_rollouts_stream_on_two_nodes_while_the_policy_learns",
+        "ray.node_timeout": "test_after_a_loss_nodes_may_take_a_while_to_come_back",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
         "ray.call_timeout": "test_a_call_has_the_configured_time",
+    },
+    "trainer/test_trainer_restarts.py": {
+        "trainer.max_restarts": "test_a_run_that_gets_no_further_ends_in_one_line_and_resumes",
     },
     "trainer/test_trainer_resume.py": {
         "trainer.async_save": "test_a_save_in_the_background_is_of_its_step_and_training_goes_on_meanwhile",
