@@ -16,7 +16,9 @@ from etude.errors import ConfigError, MissingExtraError
 @click.option("--web", is_flag=True, help="Serve pages for a browser: curves, trajectories, tokens, timeline.")
 @click.option("--host", default="127.0.0.1", show_default=True, help="Address that --web listens on.")
 @click.option("--port", default=0, show_default="a free one", type=click.IntRange(0, 65535), help="Port of --web.")
-def view(path: Path, query: str, web: bool, host: str, port: int) -> None:
+@click.option("--html", type=click.Path(path_type=Path), help="Write the pages of the run to this one file instead.")
+@click.option("--trajectory", default="", help="Only this one goes into --html, such as rollouts/12.jsonl:3.")
+def view(path: Path, query: str, web: bool, host: str, port: int, html: Path | None, trajectory: str) -> None:
     """Browse the rollouts of PATH: a run's folder, a folder of rollout dumps (verl's too), or one dump.
 
     Steps and trajectories with search, filters, sorting, the rollouts of a prompt side by side, and every token with its
@@ -28,8 +30,14 @@ def view(path: Path, query: str, web: bool, host: str, port: int) -> None:
       etude view runs/etude/mine
       etude view runs/etude/mine --filter 'score:0 flag:truncated'
       etude view runs --web --port 8080
+      etude view runs/etude/mine --html mine.html
     """
-    if web:
+    if html is not None:
+        from etude.viewer.web.export import write_page
+
+        count = write_page(path, html, trajectory)
+        click.echo(f"{html}  {html.stat().st_size / 2**20:.1f} MiB, {count} trajectories")
+    elif web:
         _serve(path, host, port)
     else:
         _show(path, query)

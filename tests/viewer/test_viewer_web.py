@@ -11,6 +11,7 @@ from etude.dumps import write_rollouts
 from etude.errors import DataError
 from etude.viewer.index import Filter
 from etude.viewer.web import answers
+from etude.viewer.web.export import write_page
 from etude.viewer.web.runs import Runs, RunView
 from tests.viewer.index_stage import make_record, verl_line, write_run
 from tests.viewer.web_stage import (
@@ -38,11 +39,12 @@ def folder(tmp_path_factory):
     `live`, which grows; `hostile`."""
     place = tmp_path_factory.mktemp("runs")
     big = write_large_run(place / "big")
-    lines = (big / "rollouts" / "50.jsonl").read_text().splitlines(keepends=True)
-    lines[0] = json.dumps(with_token_values(json.loads(lines[0]))) + "\n"
-    (big / "rollouts" / "50.jsonl").write_text("".join(lines))
     write_tokenizer(big)
-    write_large_run(place / "other", steps=2, better=1.0)
+    other = write_large_run(place / "other", steps=2, better=1.0)
+    for dump in (big / "rollouts" / "50.jsonl", other / "rollouts" / "2.jsonl"):
+        lines = dump.read_text().splitlines(keepends=True)
+        lines[0] = json.dumps(with_token_values(json.loads(lines[0]))) + "\n"
+        dump.write_text("".join(lines))
     write_large_run(place / "live", steps=2, groups=2, n=2)
     write_hostile_run(place / "hostile")
     return place
@@ -80,7 +82,7 @@ class Tab:
     def open(self, where):
         """Goes to a page of the viewer, and waits until it is drawn."""
         self.page.goto("about:blank")
-        self.page.goto(f"{self.url}/#/{where}")
+        self.page.goto(f"{self.url}{'' if self.url.startswith('file:') else '/'}#/{where}")
         self.page.wait_for_selector("main[data-page]")
         assert self.page.query_selector('main > [role="alert"]') is None, self.text("main")
 
@@ -447,6 +449,43 @@ def test_keys_move_through_the_pages(tab):
     tab.until("document.querySelector('h1').textContent == 'rollouts/50.jsonl:2'")
     tab.page.keyboard.press("u")
     tab.page.wait_for_selector("#list")
+
+
+@pytest.mark.parametrize("name", ["other", "hostile"])
+def test_a_run_is_one_file_that_asks_for_nothing(browser, folder, tmp_path, name):
+    count = write_page(folder / name, tmp_path / "run.html")
+    assert count == (150 if name == "other" else 4)
+    tab = Tab(browser, f"file://{tmp_path}/run.html")
+    for where in ("overview", "why", "trajectories", "timeline"):
+        tab.open(where)
+        assert tab.page.evaluate("window.pwned") is None
+        assert tab.page.query_selector("main img, main script") is None
+    if name == "other":
+        assert tab.texts("#nav a") == ["Overview", "Why is it not learning?", "Trajectories", "Timeline"]
+        tab.open("trajectories?step=2")
+        assert tab.page.get_attribute("#list", "data-total") == "100"
+        tab.page.click('#list tr[data-place="rollouts/2.jsonl:1"]')
+        tab.page.wait_for_selector(".tok")
+        tab.page.click('.modes button:has-text("advantage")')
+        assert "1.5 to 1.5" in tab.text(".scale")
+    assert {url.split("#")[0] for url in tab.requests} <= {"about:blank", tab.url, "data:,", f"{tab.url}/"}
+    assert tab.wrong == []
+    tab.context.close()
+
+
+def test_a_trajectory_is_one_file_with_the_others_of_its_prompt(browser, folder, tmp_path):
+    with pytest.raises(DataError, match="no trajectory"):
+        write_page(folder / "other", tmp_path / "one.html", "rollouts/2.jsonl:999")
+    assert write_page(folder / "other", tmp_path / "one.html", "rollouts/2.jsonl:2") == 4
+    tab = Tab(browser, f"file://{tmp_path}/one.html")
+    tab.open("")
+    assert tab.text("h1") == "rollouts/2.jsonl:2"
+    assert len(tab.texts(".tok")) == 7
+    assert tab.texts("#nav a") == []
+    tab.page.click('a:has-text("side by side")')
+    tab.until("document.querySelectorAll('.column').length == 4")
+    assert tab.wrong == []
+    tab.context.close()
 
 
 def test_what_is_not_there_is_said(tab):

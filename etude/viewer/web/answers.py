@@ -205,13 +205,12 @@ def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: boo
     """
     index = run.index
     chosen = index.select(wanted, sort, desc)
-    offered = {name: sorted(filter(None, found))[:_MAX_CHOICES] for name, found in count_values(index.rows).items()}
     answer: Answer = {
         "version": index.version,
         "all": len(index.rows),
         "complete": index.complete and chosen.complete,
         "searched": chosen.searched,
-        "choices": offered | {"step": sorted({row.step for row in index.rows})[-1000:], "flags": FLAGS},
+        "choices": _choices(index.rows),
         "offset": offset,
     }
     if not group:
@@ -220,6 +219,18 @@ def trajectories(run: RunView, wanted: Filter, sort: str, desc: bool, group: boo
     groups = list(group_rows(chosen.rows).values())
     shown = [_group(members) for members in groups[offset : offset + PAGE_GROUPS]]
     return answer | {"total": len(groups), "page": PAGE_GROUPS, "groups": shown}
+
+
+def list_rows(index: RolloutIndex, rows: Sequence[Row]) -> Answer:
+    """All of `rows` as one page, for an export."""
+    page = {"version": 0, "complete": True, "searched": 0, "offset": 0, "page": PAGE_ROWS, "total": len(rows)}
+    return page | {"all": len(index.rows), "choices": _choices(rows), "rows": [_row(row) for row in rows]}
+
+
+def _choices(rows: Sequence[Row]) -> Answer:
+    """What filters can offer."""
+    offered = {name: sorted(filter(None, found))[:_MAX_CHOICES] for name, found in count_values(rows).items()}
+    return offered | {"step": sorted({row.step for row in rows})[-1000:], "flags": FLAGS}
 
 
 def _group(members: Sequence[Row]) -> Answer:

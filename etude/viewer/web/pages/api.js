@@ -2,6 +2,7 @@
 
 const embedded = document.getElementById("data");
 const data = embedded ? JSON.parse(embedded.textContent) : null;
+export const exportedPlace = embedded ? JSON.parse(document.getElementById("place").textContent) : null;
 export const exported = data !== null;
 
 const address = (path, params) => {
@@ -20,17 +21,22 @@ export const get = async (path, params) => {
 
 const offline = (path, params) => {
   if (path === "trajectories") return filtered(data.trajectories, params);
-  const found = data[address(path, params)] ?? data[path];
+  const { step, version, ...rest } = params; // an export has one step's pages, and does not change
+  const found = data[address(path, rest)];
   if (!found) throw new Error("not in this export; open the run with  etude view DIR --web");
   return found;
 };
 
 // What the server does for a live run, over the rows that were exported.
-const filtered = (list, { q, stop, tool, source, step, sort, desc, offset }) => {
+const SORTS = { tokens: "response_tokens", stop_reason: "stop", data_source: "source" };
+const filtered = (list, { q, stop, tool, source, flag, split, step, sort, desc, offset }) => {
   const wanted = (q ?? "").toLowerCase();
   const rows = list.rows.filter((row) => (!stop || row.stop === stop) && (!source || row.source === source)
-    && (!step || String(row.step) === step) && (!tool || row.tools.includes(tool))
+    && (!step || String(row.step) === String(step)) && (!tool || row.tools.includes(tool))
+    && (!flag || row.flags.includes(flag)) && (!split || row.split === split)
     && (!wanted || JSON.stringify(row).toLowerCase().includes(wanted)));
-  if (sort) rows.sort((a, b) => (a[sort] < b[sort] ? -1 : a[sort] > b[sort] ? 1 : 0) * (desc ? -1 : 1));
-  return { ...list, total: rows.length, rows: rows.slice(Number(offset ?? 0), Number(offset ?? 0) + 100) };
+  const by = SORTS[sort] ?? sort;
+  rows.sort((a, b) => (a[by] < b[by] ? -1 : a[by] > b[by] ? 1 : 0) * (desc ? -1 : 1));
+  const from = Number(offset || 0);
+  return { ...list, total: rows.length, offset: from, rows: rows.slice(from, from + list.page) };
 };

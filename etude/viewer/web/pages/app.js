@@ -1,5 +1,5 @@
 // The address's hash says which page of which run is shown; this file draws its frame and answers to keys.
-import { exported, get } from "./api.js";
+import { exported, exportedPlace, get } from "./api.js";
 import { h, link, select } from "./dom.js";
 import { overview } from "./overview.js";
 import { why } from "./why.js";
@@ -23,6 +23,7 @@ let drawn = 0;
 const parse = () => {
   const [page, query] = location.hash.replace(/^#\//, "").split("?");
   const params = Object.fromEntries(new URLSearchParams(query ?? ""));
+  if (exportedPlace) params.place ??= exportedPlace;
   return { page: page in PAGES ? page : exported && document.getElementById("data").dataset.page || "overview", params };
 };
 
