@@ -495,7 +495,14 @@ class TrainerOptions(RunOptions):
         default=False,
         when=DUMPED,
     )
-    validation_data_dir: Text | None = key("The same for validation.", default=None, path="output", when=VALIDATED)
+    validation_data_dir: Text | None = key(
+        "The same for validation. Null: none is written.",
+        default="validation",
+        written="${trainer.default_local_dir}/validation",
+        path="output",
+        when=VALIDATED,
+        verl_default="null",
+    )
     min_valid_fraction: Share = key(
         "Smallest share of trajectories that must survive infrastructure failures; below it, the run stops with a "
         "checkpoint.",
