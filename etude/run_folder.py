@@ -10,11 +10,14 @@ from __future__ import annotations
 import json
 import os
 import platform
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
+
+import yaml
 
 from etude.errors import DataError, one_line
 from etude.jsonl import write_json
@@ -25,6 +28,8 @@ SUMMARY_FILE = "summary.json"
 REPORT_FILE = "report.html"
 RUN_FILE = "run.json"
 _PACKAGES = ("etude", "torch", "transformers", "vllm", "sglang")
+_MAX_RECORD_BYTES = 4 * 2**20
+_MAX_CONFIG_BYTES = 2**20
 COMPLETED = "completed"  # `ended` in `run.json`; null while the run goes on, or after it was killed
 
 
@@ -57,16 +62,25 @@ def read_steps(path: Path) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
 
 
 @contextmanager
-def run_record(run_dir: Path) -> Iterator[None]:
-    """Writes `run.json` when the block (the run) begins and when it ends."""
-    facts = {"versions": versions(), "hardware": hardware()}
-    write_json(run_dir / RUN_FILE, facts | {"ended": None})
+def run_record(run_dir: Path, facts: Mapping[str, Any] | None = None) -> Iterator[None]:
+    """Writes `run.json` when the block (the run) begins and when it ends; `facts` are what is known at the beginning."""
+    record = {**(facts or {}), "versions": versions(), "hardware": hardware(), "ended": None}
+    write_json(run_dir / RUN_FILE, record)
+
+    def end(how: str) -> None:
+        write_json(run_dir / RUN_FILE, record | {"ended": how, "ended_at": utc_now()})
+
     try:
         yield
     except BaseException as error:
-        write_json(run_dir / RUN_FILE, facts | {"ended": one_line(error)})
+        end(one_line(error))
         raise
-    write_json(run_dir / RUN_FILE, facts | {"ended": COMPLETED})
+    end(COMPLETED)
+
+
+def utc_now() -> str:
+    """This moment as ISO 8601, in UTC."""
+    return datetime.now(timezone.utc).isoformat(timespec="seconds")
 
 
 def versions() -> str:
@@ -93,9 +107,31 @@ def hardware() -> str:
 
 
 def read_run_record(run_dir: Path) -> dict[str, Any]:
-    """`run.json`: `versions`, `hardware` and `ended`; empty if it is absent or unreadable."""
+    """`run.json`: `versions`, `hardware`, `ended` and what `etude.trainer.provenance` says of the run; empty if it is
+    absent, unreadable or above 4 MiB."""
     try:
-        record = json.loads((run_dir / RUN_FILE).read_text(encoding="utf-8"))
+        with (run_dir / RUN_FILE).open("rb") as file:
+            record = json.loads(file.read(_MAX_RECORD_BYTES))
     except (OSError, ValueError, RecursionError):
         return {}
     return record if isinstance(record, dict) else {}
+
+
+def read_config(folder: Path | str) -> dict[str, Any]:
+    """The resolved configuration of a run, without its secrets.
+
+    Raises:
+        DataError: it is absent, malformed or above 1 MiB.
+    """
+    path = Path(folder) / CONFIG_FILE
+    try:
+        with path.open("rb") as file:
+            text = file.read(_MAX_CONFIG_BYTES + 1)
+        if len(text) > _MAX_CONFIG_BYTES:
+            raise DataError(f"{path} is larger than {_MAX_CONFIG_BYTES // 2**20} MiB")
+        values = yaml.safe_load(text)
+    except (OSError, ValueError, RecursionError, yaml.YAMLError) as error:
+        raise DataError(f"cannot read {path}: {one_line(error, 120)}") from error
+    if not isinstance(values, dict):
+        raise DataError(f"{path}: expected a mapping, found {type(values).__name__}")
+    return values

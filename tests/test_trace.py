@@ -153,6 +153,14 @@ def test_a_number_of_prompts_is_traced_with_all_their_answers():
     assert len({SAMPLES[i] for i in few}) == 3
 
 
+def test_the_number_holds_for_a_step_whose_prompts_come_one_by_one():
+    tracer = Tracer(TraceOptions("list", max_samples_per_step_per_worker=3), SpanList())
+    for step in (3, 4):
+        counts = [len(tracer.chosen([f"{step}.0-{i}"] * 8, step)) for i in range(50)]
+        assert counts == [8] * 3 + [0] * 47
+    assert len(tracer.chosen(["val-0", "val-1"])) == 2  # no step's
+
+
 @pytest.mark.parametrize("options", [{"sample_rate": 1.1}, {"max_samples_per_step_per_worker": 0}])
 def test_options_that_make_no_sense(options):
     with pytest.raises(ConfigError, match=f"^{next(iter(options))} must"):

@@ -176,7 +176,8 @@ class _Batch:
         self._to_trace: set[int] = set()
         self._decode = None  # of a traced generation's texts
         if (tracer := manager.context.tracer) is not None:
-            self._to_trace = tracer.chosen([str(row.get("uid", i)) for i, row in enumerate(rows)])
+            uids = [str(row.get("uid", i)) for i, row in enumerate(rows)]
+            self._to_trace = tracer.chosen(uids, rows[0].get("step") if rows else None)
             self._decode = manager.context.tokenizer.decode if tracer.token2text else None
 
     def request_id(self, index: int, attempt: int) -> str:

@@ -53,6 +53,8 @@ COMMANDS = {
     "scale": LazyCommand("etude.cli.scale:scale", "Predict a run's speed on other numbers of ranks."),
     "rescore": LazyCommand("etude.cli.reward:rescore", "Score dumped trajectories under another reward, and compare."),
     "reward": LazyCommand("etude.cli.reward:reward", "Run scorers by hand."),
+    "runs": LazyCommand("etude.cli.runs:runs", "List, show, compare and remove runs."),
+    "reproduce": LazyCommand("etude.cli.runs:reproduce", "Run a run again, and compare bit for bit."),
     "report": LazyCommand("etude.cli.report:report", "Write a run's report page."),
 }
 

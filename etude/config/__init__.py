@@ -1,7 +1,7 @@
 """The configuration: a tree of YAML, composed by Hydra, checked before anything is loaded, handed on as dataclasses."""
 
 from etude.config.compose import DEFAULT_ROOT, Composition, compose, compose_run, compose_with_sources
-from etude.config.layers import COMMAND_LINE, flatten, package_roots
+from etude.config.layers import COMMAND_LINE, package_roots
 
 __all__ = [
     "COMMAND_LINE",
@@ -10,6 +10,5 @@ __all__ = [
     "compose",
     "compose_run",
     "compose_with_sources",
-    "flatten",
     "package_roots",
 ]

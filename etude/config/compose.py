@@ -27,7 +27,6 @@ from etude.config.layers import (
     ancestors,
     command_line_layer,
     file_layers,
-    flatten,
     load_file,
     package_roots,
     parse_arguments,
@@ -38,6 +37,7 @@ from etude.config.preflight import Command, start_problems, start_remarks
 from etude.config.translation import translate
 from etude.errors import ConfigError, raise_faults
 from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.validate import flatten
 from etude.options.validate import plain as plain_options
 from etude.registry import did_you_mean
 

@@ -175,16 +175,6 @@ def _read(name: str, package: str, folder: Path) -> Layer:
     return Layer(source, name, is_package, placed)
 
 
-def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The leaves of a nested mapping as (dotted key, value); an empty mapping is a leaf."""
-    for name, value in values.items():
-        key = f"{prefix}.{name}" if prefix else str(name)
-        if isinstance(value, dict) and value:
-            yield from flatten(value, key)
-        else:
-            yield key, value
-
-
 def plain(layer: Layer) -> dict[str, Any]:
     """A layer's values as plain containers, interpolations unfilled."""
     container = OmegaConf.to_container(layer.values, resolve=False)

@@ -15,10 +15,11 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from etude.config.layers import Layer, ancestors, flatten, plain
+from etude.config.layers import Layer, ancestors, plain
 from etude.config.other_frameworks import ALIASES, IN_PROCESS_VLLM, INERT, REFUSED_VALUES, REPLACED
 from etude.options import declarations
 from etude.options.types import shown
+from etude.options.validate import flatten
 
 _Rule = str | tuple[str, tuple[object, ...]]
 """Why a key has no effect; or what to do about it, and the values for which nothing need be done."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, TypeVar
 
 import pydantic
@@ -85,3 +85,13 @@ def yaml_text(value: Any) -> str:
         mantissa, e, exponent = repr(value).partition("e")
         return f"{mantissa if '.' in mantissa or not e else mantissa + '.0'}{e}{exponent.replace('-0', '-')}"
     return value if isinstance(value, str) else json.dumps(value)
+
+
+def flatten(values: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """The leaves of a nested mapping as (dotted key, value); an empty mapping is a leaf."""
+    for name, value in values.items():
+        key = f"{prefix}.{name}" if prefix else str(name)
+        if isinstance(value, dict) and value:
+            yield from flatten(value, key)
+        else:
+            yield key, value

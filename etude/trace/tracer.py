@@ -28,6 +28,8 @@ class Tracer:
         self._options = options
         self._backend = _Guarded(backend)
         self.token2text = options.token2text
+        self._step: object = None
+        self._of_step: set[str] = set()
 
     @classmethod
     def of(cls, options: TraceOptions, project: str, experiment: str) -> Tracer | None:
@@ -43,10 +45,14 @@ class Tracer:
         atexit.register(tracer.close)
         return tracer
 
-    def chosen(self, samples: Sequence[str]) -> set[int]:
-        """Indexes of the trajectories to trace; `samples` names the prompt of each, step included."""
-        order = sorted({sample: chance(sample) for sample in samples}.items(), key=lambda item: item[1])
-        allowed = {sample for sample, _ in order[: self._options.max_samples_per_step_per_worker]}
+    def chosen(self, samples: Sequence[str], step: object = None) -> set[int]:
+        """Indexes of the trajectories to trace; `samples` names the prompt of each, step included. The limit holds for all
+        calls of one `step` together: rollouts that stream come in parts."""
+        known = self._of_step if step is not None and step == self._step else set()
+        new, limit = sorted(set(samples) - known, key=chance), self._options.max_samples_per_step_per_worker
+        allowed = known | set(new if limit is None else new[: max(limit - len(known), 0)])
+        if step is not None:
+            self._step, self._of_step = step, allowed
         return {
             i
             for i, sample in enumerate(samples)

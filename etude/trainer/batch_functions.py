@@ -46,7 +46,7 @@ def judge_batch(
     metrics |= data_metrics(batch, setup.data.max_response_length, setup.longest_sequence)
     if setup.trainer.max_staleness:
         main = [rollout for rollout, is_main in zip(rollouts_of(batch), main_rows(batch).tolist()) if is_main]
-        metrics |= staleness_metrics(main, batch.meta_info["global_step"])
+        metrics |= staleness_metrics(main, batch.meta_info["version"])
     added = ["token_level_rewards", "advantages", "returns"]
     if setup.roles.value_head:
         added += ["old_values", "value_targets"]

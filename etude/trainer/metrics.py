@@ -238,7 +238,7 @@ def reward_source_metrics(
 
 
 def staleness_metrics(rollouts: Sequence[Rollout], version: int) -> Metrics:
-    """How many steps older than `version`, the weights that a step trains, were those that drew its tokens:
+    """How many steps older than `version`, the newest weights that the engine was given, were those that drew its tokens:
     `staleness/{mean,max}`, and `staleness/share/N` of the tokens that are N steps old. Tokens whose engine names no version
     are left out."""
     segments = [segment for rollout in rollouts for each in rollout.sequences for segment in each.segments]

@@ -42,6 +42,7 @@ from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
@@ -53,8 +54,8 @@ logger = logging.getLogger(__name__)
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` runs everything."""
 
-    def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and the state of a checkpoint to resume from; loads no model.
+    def __init__(self, setup: RunSetup, resume_from: Path | None = None) -> None:
+        """Reads the data and the state of a checkpoint to resume from (None: as `trainer.resume_mode` says); loads no model.
 
         Raises:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
@@ -77,12 +78,12 @@ class PPOTrainer:
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
+        self.resumption = find_resumption(self.options, self.checkpoints, setup.config, resume_from)
         self.used_config = used_values(setup.config, self.resumption)
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
-        self._updating = False
+        self._midstep = False  # the weights, or the accounts, are not those of `global_step`
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
@@ -102,8 +103,9 @@ class PPOTrainer:
         self._state = self._loop_state()
         if self.resumption is not None:
             self._restore_weights(self.resumption)
+        self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self.global_step)
+            groups.rollout.update_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -124,6 +126,7 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
+            WorkerLost, LostSamplesError: a worker, or what it held, is gone; a new trainer can resume.
             TrainingStopped: too many trajectories dropped, or too many steps that learned nothing; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
@@ -138,8 +141,9 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
+                facts = describe_run("train", self.used_config, self.total_steps)
                 self._accounts = PromptAccounts(self.run_dir, self.global_step)
-                with closing(self._accounts), run_record(self.run_dir), self.groups.report_progress(emit):
+                with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(tracking, emit, interrupts)
             finally:
                 tracking.close()
@@ -175,13 +179,18 @@ class PPOTrainer:
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         self.checkpoints.wait(only_if_done=True)
-        metrics, validated = self.training_step(interrupts), Metrics()
+        done, validated = self.global_step, Metrics()
+        try:
+            metrics = self.training_step(interrupts)
+        finally:  # the step counts even if its dump failed
+            if self.global_step > done:
+                self._accounts.log(self._prompts_of_step, self.global_step)
+                self._midstep = False
         last = self.global_step == self.total_steps
         try:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
-            self._accounts.log(self._prompts_of_step, self.global_step)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -191,8 +200,8 @@ class PPOTrainer:
         return validated
 
     def _rescue(self, error: Exception) -> None:
-        """Saves the finished steps before `error` ends the run, unless the weights have already moved on."""
-        if self._saved_at == self.global_step or self._updating or isinstance(error, CheckpointError):
+        """Saves the finished steps before `error` ends the run, unless weights or accounts have moved on."""
+        if self._saved_at == self.global_step or self._midstep or isinstance(error, CheckpointError):
             return
         try:
             self.save()
@@ -213,6 +222,7 @@ class PPOTrainer:
             batch, tokens = self._expand(rollouts), (0, 0)
             if len(batch):
                 batch.meta_info.update(temperature=self.setup.roles.rollout.temperature, global_step=self.global_step)
+                batch.meta_info["version"] = self._version
                 with timings("old_log_prob"):
                     batch = self._with_old_log_probs(batch)
                 with timings("ref"):
@@ -231,7 +241,7 @@ class PPOTrainer:
             kept = self._run(count_rollouts, without_objects(learned)) if len(learned) else 0
             metrics["training/filter_groups/kept"] = kept / max(len(rollouts), 1)
             if len(learned):
-                self._updating = True
+                self._midstep = True
                 with timings("update_critic"):
                     metrics |= self._update_critic(learned)
                 if self._critic is None or self.global_step >= self.options.critic_warmup:
@@ -239,11 +249,12 @@ class PPOTrainer:
                         metrics |= self._update_actor(learned)
                     with timings("update_weights"):
                         metrics |= self._update_weights()
+        self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
+        self._midstep = True  # until it is in the accounts
         self.global_step += 1
-        self._updating, self._state = False, self._loop_state()
+        self._state = self._loop_state()
         self._end_with_the_passes()
         self.feed.end_step(self.global_step, self.total_steps)
-        self._prompts_of_step = account(taken.rolled, uids_of(rollouts), uids_of(learned), taken.stale)
         metrics |= accounting_metrics(self._prompts_of_step)
         metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
@@ -329,7 +340,8 @@ class PPOTrainer:
 
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self.global_step + 1)))
+        self._version = self.global_step + 1
+        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

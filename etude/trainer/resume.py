@@ -24,13 +24,14 @@ import yaml
 from omegaconf import DictConfig, OmegaConf
 
 from etude.algorithms import ADVANTAGE_ESTIMATORS
-from etude.config import flatten
 from etude.data import ResumableLoader
 from etude.errors import CheckpointError, ConfigError, one_line
 from etude.jsonl import write_atomically
 from etude.options import RunOptions
+from etude.options.validate import flatten
 from etude.run_folder import CONFIG_FILE
 from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.provenance import redact
 
 logger = logging.getLogger(__name__)
 
@@ -143,21 +144,24 @@ class Resumption:
             logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
 
 
-def find_resumption(options: RunOptions, checkpoints: Checkpoints, config: DictConfig) -> Resumption | None:
-    """The checkpoint that `trainer.resume_mode` names, compared with `config`; None for a fresh start.
+def find_resumption(
+    options: RunOptions, checkpoints: Checkpoints, config: DictConfig, resume_from: Path | None = None
+) -> Resumption | None:
+    """The checkpoint `resume_from`, or else that which `trainer.resume_mode` names, compared with `config`; None for a fresh
+    start.
 
     Raises:
         CheckpointError: the folder named is no checkpoint.
         ConfigError: keys were changed that a resumed run cannot honour; names all of them.
     """
-    if options.resume_mode == "disable":
+    if resume_from is None and options.resume_mode == "disable":
         return None
-    given = options.resume_from_path if options.resume_mode == "resume_path" else None
+    given = resume_from or (options.resume_from_path if options.resume_mode == "resume_path" else None)
     folder = Path(given) if given else checkpoints.latest()
     if folder is None:
         return None
     state = Checkpoints.read_state(folder)
-    found = Resumption(folder, state, tuple(compare(state.get("config") or {}, _plain(config))))
+    found = Resumption(folder, state, tuple(compare(redact(state.get("config") or {}), _plain(config))))
     if refused := found.having(Effect.REFUSED):
         listed = "; ".join(f"{change} ({change.rule.why})" for change in refused)
         raise ConfigError(
@@ -231,7 +235,8 @@ def run_lock(folder: Path) -> Iterator[None]:
 def _plain(config: DictConfig) -> dict[str, Any]:
     values = json.loads(json.dumps(OmegaConf.to_container(config, resolve=True), default=str))
     assert isinstance(values, dict)
-    return values
+    redacted: dict[str, Any] = redact(values)
+    return redacted
 
 
 def _same_file(then: object, now: object) -> bool:

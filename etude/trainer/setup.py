@@ -131,6 +131,7 @@ class LoadedSetup(PlainSetup):
         return self.dataset(files, self.data.val_max_samples) if files else None
 
 
+<<<<<<< HEAD
 @dataclass(frozen=True)
 class RunSetup(LoadedSetup):
     """With the run's groups."""
@@ -145,9 +146,12 @@ class RunSetup(LoadedSetup):
 
 
 def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
+=======
+def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) -> RunSetup:
+>>>>>>> main
     """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
 
-    `trains`: whether there is an actor; otherwise the model is only rolled out.
+    `trains`: whether there is an actor; otherwise the model is only rolled out. `restarts`: see `open_groups`.
 
     Raises:
         ConfigError, DataError: one line that names the key or file.
@@ -156,7 +160,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False, value_head=False)
     critic = trains and "values" in options.needs and not roles.value_head
-    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
+    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains, restarts=restarts)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(

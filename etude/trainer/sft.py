@@ -31,6 +31,7 @@ from etude.metrics import add_metrics, finish_metrics
 from etude.models.loading import model_config
 from etude.options import ActorOptions, DataOptions, RewardOptions, RolloutOptions, SFTOptions
 from etude.options.validate import to_options
+from etude.run_folder import run_record
 from etude.seeds import trial_seed
 from etude.trainer.checkpoints import Checkpoints, write_whole
 from etude.trainer.groups import open_groups
@@ -38,6 +39,7 @@ from etude.trainer.interrupts import Interrupted, Interrupts
 from etude.trainer.metrics import SkippedSteps, Timings, reward_source_metrics, tool_metrics
 from etude.trainer.minibatches import rank_parts
 from etude.trainer.preference import preference_step
+from etude.trainer.provenance import describe_run
 from etude.trainer.resume import find_resumption, used_values, write_config
 from etude.trainer.rollouts import first_cause, place_scores, rollout_batch, rollouts_of, trajectories_of
 from etude.trainer.setup import plain_config, register_names, role_options
@@ -60,8 +62,8 @@ class Trials:
 class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
-    def __init__(self, config: DictConfig) -> None:
-        """Checks everything, reads the data, loads no model.
+    def __init__(self, config: DictConfig, *, restarts: bool = False, resume_from: Path | None = None) -> None:
+        """Checks everything, reads the data, loads no model. `restarts`, `resume_from`: see `restart_on_loss`.
 
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
@@ -83,12 +85,12 @@ class SFTTrainer:
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, config)
+        self.resumption = find_resumption(self.options, self.checkpoints, config, resume_from)
         self.used_config = used_values(config, self.resumption)
         self.step = 0
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
-        self.groups = open_groups(self.roles, options)
+        self.groups = open_groups(self.roles, options, restarts=restarts)
         with self.groups.closed_on_error():
             self._read_data()
 
@@ -213,7 +215,8 @@ class SFTTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options))
                 if self.resumption is not None:
                     emit(Notice(f"resumed from {self.resumption.folder}"))
-                with self.groups.report_progress(emit):
+                facts = describe_run("sft", self.used_config, self.total_steps)
+                with run_record(self.run_dir, facts), self.groups.report_progress(emit):
                     return self._loop(self.run_dir / "huggingface", tracking, emit, interrupts)
             except KeyboardInterrupt:
                 raise Interrupted("stopped during a trial", interrupts.signal_number) from None

@@ -135,7 +135,7 @@ class RolloutWorker(RoleWorker):
         Needs the dataset's object columns, `uid`, and in meta_info `seed` (of this batch) and `validate`; optionally
         `least_group`, the minimum number of survivors per `uid` (see `AgentLoopManager.generate`), and `greedy`. Returns the
         columns of `etude.agents.to_batch`, in the rows' order; dropped rows have an all-zero mask. `meta_info` gains
-        `metrics`, the engine's metrics.
+        `metrics`, the engine's metrics; where rollouts stream, `collect` has them all.
         """
         if not len(data):
             return DataProto()
@@ -143,10 +143,10 @@ class RolloutWorker(RoleWorker):
         assert manager is not None, "init_model() comes first"
         self._run(self._link.ready())
         results = self._run(manager.generate(work.rows, work.sampling, least_group=work.least_group))
+        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
         if self._thread is None:
             self._run(self._link.rest())
-        batch = to_batch(results, self.tokenizer.pad_token_id or 0)
-        batch.meta_info["metrics"] = manager.engine.metrics()
+            batch.meta_info["metrics"] = manager.engine.metrics()
         return batch
 
     def _asked(self, key: str, data: DataProto) -> Submission:

@@ -13,7 +13,6 @@ from etude.algorithms import agg_loss, kl_penalty
 from etude.config import compose, compose_with_sources
 from etude.config.checks import check_names, check_records, effective_keys, problems_with
 from etude.config.generate import pages, tree_files
-from etude.config.layers import flatten
 from etude.config.preflight import start_problems
 from etude.errors import ConfigError
 from etude.inference.engine_setup import kind_of
@@ -21,6 +20,7 @@ from etude.models.loading import DTYPES
 from etude.options import SFTOptions, TrainOptions, declarations
 from etude.options.serving import BUILTIN
 from etude.options.types import choices
+from etude.options.validate import flatten
 from etude.registry import import_object, load_plugins
 
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"

@@ -126,6 +126,28 @@ def test_an_estimator_with_greedy_baselines_streams_too(tiny, tmp_path):
     assert all("baseline/reward/total/mean" in record for record in metrics(run))
 
 
+def test_rollouts_do_not_age_while_only_the_critic_learns(tiny, tmp_path):
+    warm_up = ("algorithm.adv_estimator=gae", "trainer.critic_warmup=2", "trainer.total_training_steps=4")
+    train(tiny.config(tmp_path, *ASYNC, "trainer.max_staleness=1", *warm_up))
+    ages = [record["staleness/max"] for record in metrics(tmp_path)]
+    assert ages[:3] == [0.0, 0.0, 0.0]  # the third step is the first to move the policy
+
+
+def test_a_step_whose_dump_cannot_be_written_is_in_the_accounts(tiny, tmp_path, monkeypatch):
+    def full(self, folder, rollouts):
+        if self.global_step == 2:
+            raise EtudeError("disk is full")
+
+    monkeypatch.setattr(PPOTrainer, "_dump", full)
+    with pytest.raises(EtudeError, match="disk is full"):
+        train(tiny.config(tmp_path, *ASYNC))
+    assert [line["step"] for line in accounts(tmp_path)] == [1, 2]
+    assert (tmp_path / "global_step_2").is_dir()
+    monkeypatch.undo()
+    train(tiny.config(tmp_path, *ASYNC))
+    assert sorted(trained(tmp_path)) == plan(6)
+
+
 def test_prompts_whose_infrastructure_broke_are_accounted_for(tiny, tmp_path):
     """Every call of the tool fails in some trajectories: their groups are dropped, with the cause."""
     tool = Moody(tmp_path / "tool", "raise ConnectionError('gone')", good=3)

@@ -75,7 +75,7 @@ def test_the_loss_falls_and_two_runs_are_bit_identical(tiny, tmp_path):
     load_causal_lm(folders[0])
     load_tokenizer(folders[0])
     left = {path.name for path in (tmp_path / "a").iterdir()} - {"latest_checkpointed_iteration.txt", ".lock"}
-    assert left == {"config.yaml", "global_step_3", "huggingface", "metrics.jsonl"}
+    assert left == {"config.yaml", "global_step_3", "huggingface", "metrics.jsonl", "run.json"}
 
 
 def test_epochs_follow_each_other(tiny, tmp_path):

@@ -1,0 +1,197 @@
+"""`etude runs list|show|compare|rm`, and `etude reproduce RUN`: runs as their folders have them."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from etude.cli.config import PLAIN_SETTINGS
+
+if TYPE_CHECKING:
+    from etude.viewer.runs import Run
+
+_FOLDER = click.Path(path_type=Path, exists=True, file_okay=False)
+_MAX_SHOWN = 200  # characters of one value
+
+
+@click.group()
+def runs() -> None:
+    """List, show, compare and remove runs."""
+
+
+@runs.command("list")
+@click.argument("folder", type=_FOLDER, default=Path())
+@click.option("--json", "as_json", is_flag=True, help="One JSON object a line.")
+def list_runs(folder: Path, as_json: bool) -> None:
+    """List the runs in FOLDER (default: here) and how they stand."""
+    from etude.viewer.runs import find_runs, read_run
+
+    found = [read_run(each) for each in find_runs(folder)]
+    if as_json:
+        for run in found:
+            _print_json(_brief(run))
+        return
+    if not found:
+        click.echo(f"no runs in {folder}", err=True)
+        return
+    from rich.table import Table
+
+    from etude.cli.console import open_console
+
+    table = Table("run", "kind", "status", "step", "reward", "began", box=None, pad_edge=False)
+    for run in found:
+        steps = f"{run.step}/{run.total_steps}" if run.total_steps else str(run.step)
+        reward = "" if run.reward is None else f"{run.reward:.3f}"
+        began = "" if run.started is None else run.started.astimezone().strftime("%Y-%m-%d %H:%M")
+        table.add_row(_safe(run.folder), _safe(run.kind), run.status, steps, reward, began)
+    open_console().print(table, markup=False)
+
+
+@runs.command()
+@click.argument("run_dir", type=_FOLDER)
+@click.option("--json", "as_json", is_flag=True, help="As one JSON object.")
+def show(run_dir: Path, as_json: bool) -> None:
+    """Show what a run was made from, how it stands and what it cost."""
+    from etude.viewer.runs import read_run
+
+    run = read_run(run_dir)
+    if as_json:
+        _print_json(_brief(run) | {"record": run.record})
+        return
+    for name, value in _facts(run):
+        click.echo(f"{name:<12} {_safe(value)}")
+
+
+@runs.command()
+@click.argument("left", type=_FOLDER)
+@click.argument("right", type=_FOLDER)
+def compare(left: Path, right: Path) -> None:
+    """Show the keys, code and files in which two runs differ, and what each reached."""
+    from etude.run_folder import read_config
+    from etude.viewer.runs import diff_configs, read_run
+
+    sides = read_run(left), read_run(right)
+    first, second = (dict(_facts(run)) for run in sides)
+    for name in first | second:
+        if name in ("run", "status", "steps", "reward", "validation") or first.get(name) != second.get(name):
+            _print_pair(name, first.get(name, ""), second.get(name, ""))
+    for each in diff_configs(read_config(left), read_config(right)):
+        _print_pair(each.key, each.left, each.right)
+
+
+@runs.command()
+@click.argument("run_dirs", type=click.Path(path_type=Path), nargs=-1, required=True)
+@click.option("--yes", is_flag=True, help="Do not ask.")
+def rm(run_dirs: tuple[Path, ...], yes: bool) -> None:
+    """Remove runs with everything in their folders, checkpoints included. One that is running is refused."""
+    from etude.errors import ConfigError
+    from etude.viewer.runs import is_run, read_run
+
+    for folder in run_dirs:
+        if folder.is_symlink() or not is_run(folder):
+            raise ConfigError(f"{folder} is no run's folder: nothing was removed")
+        if read_run(folder).status == "running":
+            raise ConfigError(f"{folder} is running: end it first; nothing was removed")
+    for folder in run_dirs:
+        run = read_run(folder)
+        size = sum(each.lstat().st_size for each in folder.rglob("*") if not each.is_symlink())
+        question = f"remove {_safe(folder)} ({run.status}, step {run.step}, {size / 2**20:,.1f} MiB)?"
+        if yes or click.confirm(question):
+            shutil.rmtree(folder)
+            click.echo(f"removed {_safe(folder)}")
+
+
+@click.command(context_settings=PLAIN_SETTINGS)
+@click.argument("run_dir", type=_FOLDER)
+@click.argument("overrides", nargs=-1, type=click.UNPROCESSED)
+@click.option("--output", type=click.Path(path_type=Path), help="Folder of the new run; default RUN_DIR-again.")
+@click.option("--check", "steps", type=click.IntRange(1), metavar="STEPS", help="Run and compare only the first STEPS.")
+def reproduce(run_dir: Path, overrides: tuple[str, ...], output: Path | None, steps: int | None) -> int:
+    """Run a run's configuration again into a new folder, and compare the metrics bit for bit.
+
+    First says what is not as it was: code, packages, machine, data. OVERRIDES are key=value arguments: secrets that the run
+    does not keep, or what should differ. With --check and no --output nothing is kept. Exit status 1: metrics differ.
+
+    \b
+    Examples:
+      etude reproduce runs/etude/mine
+      etude reproduce runs/etude/mine --check 2
+    """
+    from etude.trainer.reproduce import reproduce as run_again
+    from etude.viewer.display import Display
+
+    def note(line: str) -> None:
+        click.echo(f"differs: {_safe(line)}", err=True)
+
+    with tempfile.TemporaryDirectory(prefix="etude-reproduce-") as scratch:
+        kept = output or (
+            Path(scratch) / "run" if steps else run_dir.resolve().with_name(f"{run_dir.resolve().name}-again")
+        )
+        found = run_again(run_dir, kept, overrides, steps=steps, emit=Display(), note=note)
+    for step, name, then, now in found.differences[:20]:
+        click.echo(f"step {step}: {_safe(name)} {_safe(then)}, now {_safe(now)}")
+    if found.differences or not found.steps:
+        click.echo(f"not reproduced: {len(found.differences)} metrics differ in {found.steps} steps", err=True)
+        return 1
+    click.echo(f"reproduced: the metrics of {found.steps} steps are the same, bit for bit")
+    return 0
+
+
+def _brief(run: Run) -> dict[str, Any]:
+    names = ("status", "why", "kind", "step", "total_steps", "reward", "validation")
+    return {"run": str(run.folder)} | {name: getattr(run, name) for name in names}
+
+
+def _facts(run: Run) -> Iterator[tuple[str, Any]]:
+    """What is shown of a run, by name."""
+    record = run.record
+    yield "run", run.folder
+    yield "status", f"{run.status}: {run.why}" if run.why else run.status
+    yield "steps", f"{run.step} of {run.total_steps}" if run.total_steps else run.step
+    if run.reward is not None:
+        yield "reward", f"{run.reward:.4g}"
+    if run.validation:
+        yield "validation", ", ".join(f"{name.split('/')[1]} {value:.4g}" for name, value in run.validation.items())
+    if record.get("started"):
+        yield "began", f"{record['started']}, ended {record.get('ended_at') or 'not yet'}"
+    if isinstance(command := record.get("command"), list):
+        yield "command", " ".join(str(each) for each in command)
+    for name in ("working_folder", "versions", "hardware", "platform"):
+        if record.get(name):
+            yield name.partition("_")[0], record[name]
+    code = record.get("code")
+    for name, state in code.items() if isinstance(code, Mapping) else ():
+        if isinstance(state, Mapping):
+            changed = " with changes" if state.get("dirty") else ""
+            yield f"code {name}"[:12], f"commit {state.get('commit')}{changed}"
+    if isinstance(seeds := record.get("seeds"), Mapping):
+        yield "seeds", ", ".join(f"{key}={value}" for key, value in seeds.items())
+    files = record.get("files")
+    for name, each in files.items() if isinstance(files, Mapping) else ():
+        if isinstance(each, Mapping):
+            yield f"file {each.get('key')} {Path(name).name}", f"{name} (sha256 {str(each.get('sha256'))[:12]})"
+
+
+def _print_pair(name: str, left: Any, right: Any) -> None:
+    same = left == right
+    click.echo(f"{_safe(name)}: {_safe(left)}" if same else f"{_safe(name)}: {_safe(left)} → {_safe(right)}")
+
+
+def _print_json(value: Any) -> None:
+    from etude.jsonl import json_safe
+
+    click.echo(json.dumps(json_safe(value), allow_nan=False))
+
+
+def _safe(value: Any) -> str:
+    """As text without control characters, since a run's files may hold anything."""
+    from etude.viewer.conversations import sanitize_text
+
+    text = " ".join(sanitize_text(str(value)).split())
+    return text if len(text) <= _MAX_SHOWN else text[: _MAX_SHOWN - 1] + "…"

@@ -1,0 +1,160 @@
+"""`describe_run`: what a run was made from, for `run.json`: command, code, environment, digests of files, seeds.
+
+Invariant: nothing secret is recorded: no environment variable, and of settings only what `redact` leaves; nothing here can
+fail a run: what cannot be found out is null.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import etude
+from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.validate import flatten
+from etude.run_folder import utc_now
+
+_WHOLE_BYTES = 2**30  # of a larger file only its size and three parts are hashed
+_PART_BYTES = 2**26
+_MAX_FILES = 1000  # of one folder
+_GIT_SECONDS = 10.0
+REDACTED = "<redacted>"
+_SECRET = re.compile(
+    r"(?:^|[_\-.])(?:api[_-]?key|access[_-]?key|private[_-]?key|secret(?:[_-]?key)?|token|password|passwd|pwd|credentials?|"
+    r"authorization|cookie)$",
+    re.IGNORECASE,
+)
+_URL_USER = re.compile(r"(?<=://)[^/\s@]+(?=@)")
+
+
+def describe_run(kind: str, config: Mapping[str, Any], total_steps: int = 0) -> dict[str, Any]:
+    """The facts of a run of `kind` (`train`, `sft`, `eval`) with the resolved `config`, as JSON holds them."""
+    return {
+        "kind": kind,
+        "total_steps": total_steps,
+        "started": utc_now(),
+        "command": redact_arguments([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "working_folder": os.getcwd(),
+        "process": {"pid": os.getpid(), "host": platform.node()},
+        "code": {
+            "version": etude.__version__,
+            "etude": git_state(Path(etude.__file__).parent, "__init__.py"),
+            "project": git_state(Path.cwd()),
+        },
+        "platform": platform.platform(),
+        "files": digest_files(config),
+        "seeds": {key: value for key, value in flatten(config) if re.search(r"(^|\.|_)seed$", key)},
+    }
+
+
+# -- secrets -------------------------------------------------------------------------------------------------------------
+
+
+def redact(value: Any, name: str = "") -> Any:
+    """`value` with texts named like a secret (`api_key`, `…_token`, `password`, …), all under `env_vars`, and the user part
+    of URLs replaced. The names of environment variables (`…_env`) stay."""
+    if isinstance(value, Mapping):
+        inside = name if name == "env_vars" else ""
+        return {key: redact(item, inside or str(key)) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [redact(item, name) for item in value]
+    if not isinstance(value, str) or not value:
+        return value
+    if name == "env_vars" or _SECRET.search(name):
+        return REDACTED
+    return _URL_USER.sub(REDACTED, value)
+
+
+def redact_arguments(arguments: Sequence[str]) -> list[str]:
+    """The same for `key=value` arguments of a command; of a value with braces, all."""
+    found = []
+    for argument in arguments:
+        key, equals, value = argument.partition("=")
+        nested = re.search(r"\{|env_vars", argument) and re.search(r"key|token|secret|passw|env_vars", argument, re.I)
+        found.append(f"{key}={REDACTED}" if equals and nested else f"{key}{equals}{redact(value, key)}")
+    return found
+
+
+# -- code ----------------------------------------------------------------------------------------------------------------
+
+
+def git_state(folder: Path, tracked: str | None = None) -> dict[str, Any] | None:
+    """`commit`, whether tracked files differ from it (`dirty`), and a digest of that difference; None where `folder` is in
+    no git checkout, or in one that does not track its file `tracked`."""
+    if tracked is not None and _git(folder, "ls-files", "--error-unmatch", tracked) is None:
+        return None
+    commit = _git(folder, "rev-parse", "HEAD")
+    if commit is None:
+        return None
+    changes = _git(folder, "diff", "HEAD", "--no-ext-diff", "--no-color")
+    digest = hashlib.sha256(changes).hexdigest()[:16] if changes else None
+    return {
+        "commit": commit.decode().strip(),
+        "dirty": None if changes is None else bool(changes),
+        "changes_sha256": digest,
+    }
+
+
+def _git(folder: Path, *arguments: str) -> bytes | None:
+    command = ["git", "-c", "core.fsmonitor=false", "-C", str(folder), *arguments]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_GIT_SECONDS, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout if done.returncode == 0 else None
+
+
+# -- files ---------------------------------------------------------------------------------------------------------------
+
+
+def digest_files(config: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """The files and folders that the keys of `config` name (data, tools, plugins, models), each with its `key`, `bytes` and
+    `sha256`; what is not on this machine, such as a model of a hub, has null."""
+    tree = TrainOptions if "actor_rollout_ref" in config else SFTOptions
+    values, found = dict(flatten(config)), dict[str, dict[str, Any]]()
+    for key, declared in declarations(tree).items():
+        if declared.about.path not in ("file", "code", "model") or declared.about.alias_of:
+            continue
+        given = values.get(key)
+        for name in [given] if isinstance(given, str) else given or ():
+            path = Path(str(name).partition(".py:")[0] + (".py" if ".py:" in str(name) else "")).expanduser()
+            found.setdefault(str(path), {"key": key, **digest_path(path)})
+    return found
+
+
+def digest_path(path: Path) -> dict[str, Any]:
+    """`bytes` and `sha256` of a file or of all files of a folder by name; null where it cannot be read.
+
+    Of a file above 1 GiB, its size and 64 MiB at its beginning, middle and end are hashed.
+    """
+    digest, size = hashlib.sha256(), 0
+    try:
+        files = [path] if path.is_file() else sorted(each for each in path.rglob("*") if each.is_file())
+        if not files or len(files) > _MAX_FILES:
+            return {"bytes": None, "sha256": None}
+        for file in files:
+            digest.update(f"{'' if file == path else file.relative_to(path)}\0{file.stat().st_size}\0".encode())
+            size += file.stat().st_size
+            _hash_file(file, digest)
+    except OSError:
+        return {"bytes": None, "sha256": None}
+    return {"bytes": size, "sha256": digest.hexdigest()}
+
+
+def _hash_file(path: Path, digest: hashlib._Hash) -> None:
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        if size <= _WHOLE_BYTES:
+            while block := file.read(2**20):
+                digest.update(block)
+            return
+        for start in (0, (size - _PART_BYTES) // 2, size - _PART_BYTES):
+            file.seek(start)
+            digest.update(file.read(_PART_BYTES))

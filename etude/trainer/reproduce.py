@@ -1,0 +1,150 @@
+"""`reproduce`: runs a run's configuration again into a new folder, and compares what both measured.
+
+Invariant: the run's own folder is only read. What differs from then (code, packages, machine, files) is said before anything
+runs; metrics of time and of the machine are not compared.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import etude
+from etude.config import compose_run
+from etude.errors import ConfigError
+from etude.events import Event, EventSink, StepFinished
+from etude.options import SFTOptions, TrainOptions, declarations
+from etude.options.validate import flatten
+from etude.run_folder import CONFIG_FILE, METRICS_FILE, hardware, read_config, read_metrics, read_run_record, versions
+from etude.trainer.interrupts import Interrupted
+from etude.trainer.provenance import REDACTED, digest_path, git_state
+from etude.trainer.run import fine_tune, train
+
+_OF_TIME = ("timing_s/", "timing_per_token_ms/", "perf/", "cost/")
+_TIMED = ("latency", "seconds", "_per_s", "throughput")
+
+
+@dataclass(frozen=True)
+class Reproduction:
+    """`steps` are those that both runs have; `differences` of their metrics are (step, name, then, now)."""
+
+    steps: int
+    differences: tuple[tuple[int, str, Any, Any], ...]
+
+
+def reproduce(
+    run_dir: Path,
+    target: Path,
+    overrides: Sequence[str] = (),
+    *,
+    steps: int | None = None,
+    emit: EventSink,
+    note: Callable[[str], None],
+) -> Reproduction:
+    """Runs the configuration of `run_dir` again into `target`, at most its first `steps` steps; its length, and so every
+    schedule, stays. `note` is given a line for each thing that differs from then.
+
+    Raises:
+        ConfigError: `run_dir` has no configuration, or one whose secrets `overrides` do not give again; `target` is in it.
+        EtudeError: of the run.
+    """
+    target, run_dir, record = target.resolve(), run_dir.resolve(), read_run_record(run_dir)
+    kind = record.get("kind", "train")
+    if kind not in ("train", "sft"):
+        raise ConfigError(f"{run_dir}: a run of kind {kind!r} cannot be reproduced, only train and sft")
+    if not (run_dir / CONFIG_FILE).is_file():
+        raise ConfigError(f"{run_dir} has no {CONFIG_FILE}: it is no run's folder")
+    if target == run_dir or run_dir in target.parents:
+        raise ConfigError(f"{target} is in the run's own folder: give another --output")
+    for line in describe_changes(record):
+        note(line)
+    folder = Path(str(record.get("working_folder") or "."))
+    if folder.is_dir():
+        os.chdir(folder)  # what the configuration names is relative to it
+    config = _config(kind, run_dir, target, overrides)
+    sink = emit if steps is None else _stop_after(steps, emit)
+    try:
+        (train if kind == "train" else fine_tune)(config, sink)
+    except Interrupted:
+        if steps is None:
+            raise
+    return compare_metrics(read_metrics(run_dir / METRICS_FILE), read_metrics(target / METRICS_FILE), steps)
+
+
+def describe_changes(record: Mapping[str, Any]) -> Iterator[str]:
+    """What is not as it was when the run began: a line for the code, packages, machine, and each file."""
+    if not record.get("code"):
+        yield "the run has no record of its code and files: only its configuration is known"
+        return
+    code = record["code"]
+    if code.get("version") != etude.__version__:
+        yield f"etude {etude.__version__}, then {code.get('version')}"
+    now = {"etude": git_state(Path(etude.__file__).parent, "__init__.py"), "project": git_state(Path.cwd())}
+    for name, state in now.items():
+        then = code.get(name)
+        if then is not None and then != state:
+            yield f"code of {name}: {_code(state)}, then {_code(then)}"
+    for name, found in (("versions", versions()), ("hardware", hardware())):
+        if record.get(name) != found:
+            yield f"{name}: {found}; then {record.get(name)}"
+    working = Path(str(record.get("working_folder") or "."))
+    for name, then in record.get("files", {}).items():
+        if then.get("sha256") is not None and digest_path(working / name)["sha256"] != then["sha256"]:
+            yield f"{then.get('key')}: {name} is {'not what it was' if (working / name).exists() else 'gone'}"
+
+
+def _code(state: Mapping[str, Any] | None) -> str:
+    if state is None:
+        return "no git checkout"
+    changes = f" with changes ({state.get('changes_sha256')})" if state.get("dirty") else ""
+    return f"commit {str(state.get('commit'))[:12]}{changes}"
+
+
+def _config(kind: str, run_dir: Path, target: Path, overrides: Sequence[str]) -> Any:
+    """The run's configuration with what it writes moved from `run_dir` to `target`."""
+    tree, root = (TrainOptions, "ppo_trainer") if kind == "train" else (SFTOptions, "sft")
+    held = dict(flatten(read_config(run_dir)))
+    given = {each.partition("=")[0].lstrip("+~") for each in overrides}
+    secret = [key for key, value in held.items() if REDACTED in str(value) and key not in given]
+    if secret:
+        raise ConfigError(f"{run_dir} keeps no secrets: give {', '.join(f'{key}=…' for key in secret)} again")
+    moved = [f"trainer.default_local_dir={target}"]
+    for key, declared in declarations(tree).items():
+        path = held.get(key)
+        if declared.about.path == "output" and isinstance(path, str) and key != "trainer.default_local_dir":
+            moved.append(f"{key}={target / Path(path).name}")
+    return compose_run("train" if kind == "train" else "sft", "config", [*moved, *overrides], run_dir, root=root)
+
+
+def _stop_after(steps: int, emit: EventSink) -> EventSink:
+    """`emit`, and the signal on which a run ends after its current step once that is `steps`."""
+
+    def sink(event: Event) -> None:
+        emit(event)
+        if isinstance(event, StepFinished) and event.step == steps < event.total_steps:
+            signal.raise_signal(signal.SIGTERM)
+
+    return sink
+
+
+def compare_metrics(
+    then: Sequence[Mapping[str, Any]], now: Sequence[Mapping[str, Any]], steps: int | None = None
+) -> Reproduction:
+    """Compares two runs' metrics step by step, bit for bit; those of time and of the machine are left out."""
+    before, after = ({record["step"]: record for record in records} for records in (then, now))
+    common = [step for step in before if step in after and (steps is None or step <= steps)]
+    found = []
+    for step in common:
+        for name in dict.fromkeys([*before[step], *after[step]]):
+            pair = before[step].get(name), after[step].get(name)
+            if pair[0] != pair[1] and not _is_timed(name):
+                found.append((step, name, *pair))
+    return Reproduction(sum(step > 0 for step in common), tuple(found))
+
+
+def _is_timed(name: str) -> bool:
+    return name.startswith(_OF_TIME) or any(part in name for part in _TIMED)

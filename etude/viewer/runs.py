@@ -1,0 +1,181 @@
+"""Runs in folders: finds them, says how each stands, and compares their configurations.
+
+Invariant: reads files only, whatever they hold; a walk, and what is read of a file, are bounded; looking at a run never
+changes it, nor whether another process may write into it.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import platform
+import struct
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from datetime import datetime
+from pathlib import Path
+from typing import Any, Literal, TypeAlias
+
+from etude.errors import DataError
+from etude.options.validate import flatten
+from etude.run_folder import COMPLETED, CONFIG_FILE, METRICS_FILE, RUN_FILE, read_run_record
+from etude.viewer.panel import REWARD_KEYS, is_number, is_validation
+
+MAX_DEPTH = 6
+MAX_FOLDERS = 20_000
+_TAIL_BYTES = 2**18
+_NOT_RUNS = ("rollouts", "validation", "tensorboard", "huggingface", "wandb", "mlruns", "data", "model")
+LOCK_FILE = ".lock"
+
+Status: TypeAlias = Literal["running", "ended", "failed", "killed", "unknown"]
+
+
+@dataclass(frozen=True)
+class Run:
+    """How a run stands. `ended`: it completed; `failed`: it stopped with an error or a signal (`why`); `killed`: it left no
+    word; `unknown`: it has no `run.json`. `step` and `reward` are its last training step's, `validation` the last
+    validation's means by data source."""
+
+    folder: Path
+    status: Status
+    why: str = ""
+    step: int = 0
+    total_steps: int | None = None
+    reward: float | None = None
+    validation: Mapping[str, float] = field(default_factory=dict)
+    record: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def kind(self) -> str:
+        """`train`, `sft` or `eval`; empty if unknown."""
+        return str(self.record.get("kind") or "")[:20]
+
+    @property
+    def started(self) -> datetime | None:
+        """When it, or its last continuation, began."""
+        try:
+            return datetime.fromisoformat(str(self.record.get("started")))
+        except ValueError:
+            return None
+
+
+def find_runs(folder: Path | str) -> Iterator[Path]:
+    """The run folders in `folder`, itself included, by name; symbolic links, dumps, checkpoints, anything deeper than 6
+    levels and what follows the first 20,000 folders are left out."""
+    seen, waiting = 0, [(Path(folder), 0)]
+    while waiting and seen < MAX_FOLDERS:
+        place, depth = waiting.pop()
+        seen += 1
+        if is_run(place):
+            yield place
+        if depth < MAX_DEPTH:
+            waiting += [(each, depth + 1) for each in reversed(_folders(place))]
+
+
+def is_run(folder: Path) -> bool:
+    """Whether a run wrote into `folder`: it has `run.json`, or metrics and a configuration."""
+    return (folder / RUN_FILE).is_file() or all((folder / name).is_file() for name in (METRICS_FILE, CONFIG_FILE))
+
+
+def _folders(place: Path) -> list[Path]:
+    try:
+        with os.scandir(place) as entries:
+            found = [entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]
+    except OSError:
+        return []
+    return [
+        place / name for name in sorted(found) if not name.startswith((".", "global_step_")) and name not in _NOT_RUNS
+    ]
+
+
+def read_run(folder: Path | str) -> Run:
+    """How the run in `folder` stands.
+
+    Raises:
+        DataError: no run wrote into it.
+    """
+    folder = Path(folder)
+    if not is_run(folder):
+        raise DataError(
+            f"{folder} is no run's folder: it has no {RUN_FILE}, and not both {METRICS_FILE} and {CONFIG_FILE}"
+        )
+    record, last = read_run_record(folder), _last_metrics(folder / METRICS_FILE)
+    status, why = _status(folder, record)
+    total = record.get("total_steps")
+    reward = next((last[key] for key in REWARD_KEYS if is_number(last.get(key))), None)
+    validation = {name: value for name, value in last.items() if is_validation(name) and is_number(value)}
+    return Run(
+        folder,
+        status,
+        why,
+        last.get("step", 0),
+        total if isinstance(total, int) and total > 0 else None,
+        reward,
+        validation,
+        record,
+    )
+
+
+def _status(folder: Path, record: Mapping[str, Any]) -> tuple[Status, str]:
+    ended = record.get("ended")
+    if is_locked(folder, record):
+        return "running", ""
+    if not record:
+        return "unknown", ""
+    if ended is None:
+        return "killed", "it left no word: it was killed, or its machine stopped"
+    return ("ended", "") if ended == COMPLETED else ("failed", str(ended)[:300])
+
+
+def is_locked(folder: Path, record: Mapping[str, Any] | None = None) -> bool:
+    """Whether a process trains into `folder` now; asks the system who holds its lock, without taking it."""
+    record = read_run_record(folder) if record is None else record
+    if record.get("process") == {"pid": os.getpid(), "host": platform.node()}:
+        return record.get("ended") is None  # to open and close our own lock file would release it
+    flock = struct.pack("hhqqi4x", fcntl.F_WRLCK, os.SEEK_SET, 0, 0, 0)
+    try:
+        with (folder / LOCK_FILE).open("rb") as file:
+            answer = fcntl.fcntl(file, fcntl.F_GETLK, flock)
+    except OSError:  # no lock, or a file system without locks
+        return False
+    return bool(struct.unpack("hhqqi4x", answer)[0] != fcntl.F_UNLCK)
+
+
+def _last_metrics(path: Path) -> dict[str, Any]:
+    """The metrics of the last steps, each name's newest value, from the end of the file; `step` is the last one's."""
+    last: dict[str, Any] = {}
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(size - _TAIL_BYTES, 0))
+            lines = file.read(_TAIL_BYTES).splitlines()[1 if size > _TAIL_BYTES else 0 :]
+    except OSError:
+        return last
+    for line in lines:
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(record, dict) and isinstance(record.get("step"), int):
+            last |= record
+    return last
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A key whose values differ; `MISSING` where one side does not have it."""
+
+    key: str
+    left: Any
+    right: Any
+
+
+MISSING = "(none)"
+
+
+def diff_configs(left: Mapping[str, Any], right: Mapping[str, Any]) -> list[Difference]:
+    """The keys in which two configurations differ, in the order of `right`, then those that only `left` has."""
+    before, after = dict(flatten(left)), dict(flatten(right))
+    pairs = [(key, before.get(key, MISSING), after.get(key, MISSING)) for key in dict.fromkeys([*after, *before])]
+    return [Difference(*each) for each in pairs if each[1] != each[2]]

@@ -1,0 +1,125 @@
+"""`etude runs` and `etude reproduce`: what runs are there, and whether one can be had again."""
+
+import io
+import json
+import subprocess
+import sys
+
+import pytest
+from house_stage import metrics, one_line_error
+
+from etude.cli.main import cli, run
+from etude.trainer.reproduce import compare_metrics
+
+HOLD = (
+    "import fcntl, sys; f = open(sys.argv[1], 'a+'); fcntl.lockf(f, fcntl.LOCK_EX); print('held', flush=True); input()"
+)
+
+
+@pytest.fixture(scope="module")
+def done(tiny, tmp_path_factory):
+    """A tiny run of two steps."""
+    folder = tmp_path_factory.mktemp("runs") / "first"
+    assert run(cli, ["train", *tiny.arguments(folder, "trainer.total_training_steps=2")]) == 0
+    return folder
+
+
+def output(capsys, *arguments):
+    capsys.readouterr()
+    status = run(cli, [str(each) for each in arguments])
+    return status, capsys.readouterr().out
+
+
+def test_runs_are_listed_shown_and_compared(tiny, done, capsys):
+    second = done.with_name("second")
+    assert run(cli, ["train", *tiny.arguments(second, "trainer.total_training_steps=1", "trainer.seed=7")]) == 0
+    status, listed = output(capsys, "runs", "list", done.parent)
+    assert status == 0
+    assert [line.split()[1:4] for line in listed.splitlines()[1:]] == [
+        ["train", "ended", "2/2"],
+        ["train", "ended", "1/1"],
+    ]
+    _, lines = output(capsys, "runs", "list", done.parent, "--json")
+    assert [json.loads(line)["step"] for line in lines.splitlines()] == [2, 1]
+    _, shown = output(capsys, "runs", "show", done)
+    assert f"{tiny.folder}/data/train.parquet (sha256 " in shown
+    assert "trainer.seed=1" in shown
+    record = json.loads(output(capsys, "runs", "show", done, "--json")[1])
+    assert (record["status"], record["record"]["kind"]) == ("ended", "train")
+    _, compared = output(capsys, "runs", "compare", done, second)
+    assert "trainer.seed: 1 → 7" in compared
+    assert "versions" not in compared
+    assert "data.train_batch_size" not in compared
+
+
+def test_only_runs_that_do_not_run_are_removed_and_only_when_confirmed(tmp_path, capsys, monkeypatch):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    assert "is no run's folder" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
+    (folder / "run.json").write_text('{"ended": null}')
+    (tmp_path / "link").symlink_to(folder)
+    assert "is no run's folder" in one_line_error(capsys, ["runs", "rm", "--yes", tmp_path / "link"])
+    assert "nothing was removed" in one_line_error(capsys, ["runs", "rm", "--yes", folder, tmp_path])
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, str(folder / ".lock")], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as holder:
+        holder.stdout.readline()
+        assert "is running" in one_line_error(capsys, ["runs", "rm", "--yes", folder])
+        holder.communicate("\n", timeout=60)
+    for answer in ("", "\n", "n\n"):
+        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
+        run(cli, ["runs", "rm", str(folder)])
+        assert folder.exists()
+    assert run(cli, ["runs", "rm", "--yes", str(folder)]) == 0
+    assert not folder.exists()
+
+
+def test_a_run_is_reproduced_bit_for_bit_elsewhere(done, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, said = output(capsys, "reproduce", done, "--output", "again")
+    assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 2 steps are the same, bit for bit")
+    first, second = metrics(done), metrics(tmp_path / "again")
+    assert [each["actor/grad_norm"] for each in first] == [each["actor/grad_norm"] for each in second]
+    assert sorted(path.name for path in (tmp_path / "again").iterdir()) == sorted(path.name for path in done.iterdir())
+
+
+def test_the_first_steps_are_checked_and_what_differs_is_said(tiny, done, monkeypatch, capsys):
+    status, said = output(capsys, "reproduce", done, "--check", "1")
+    assert (status, said.splitlines()[-1]) == (0, "reproduced: the metrics of 1 steps are the same, bit for bit")
+    assert sorted(path.name for path in done.parent.iterdir() if path.name.startswith("first")) == ["first"]
+    status, said = output(capsys, "reproduce", done, "--check", "1", "trainer.seed=7", "data.seed=9")
+    assert status == 1
+    assert "step 1: " in said
+
+
+def test_changed_files_and_code_are_named_and_secrets_asked_for(done, tmp_path, capsys):
+    copy = tmp_path / "copy"
+    copy.mkdir()
+    for name in ("config.yaml", "metrics.jsonl"):
+        (copy / name).write_bytes((done / name).read_bytes())
+    record = json.loads((done / "run.json").read_text())
+    data = next(name for name, each in record["files"].items() if each["key"] == "data.train_files")
+    record["files"][data]["sha256"] = "0"
+    record["code"]["version"] = "0.0.0"
+    (copy / "run.json").write_text(json.dumps(record))
+    text = (copy / "config.yaml").read_text()
+    (copy / "config.yaml").write_text(text.replace("init_kwargs: {}", "init_kwargs: {token: <redacted>}"))
+    capsys.readouterr()
+    assert run(cli, ["reproduce", str(copy), "--check", "1"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[0].startswith("differs: etude ")
+    assert lines[-2] == f"differs: data.train_files: {data} is not what it was"
+    assert "ray.init_kwargs.token=… again" in lines[-1]
+    assert "in the run's own folder" in one_line_error(capsys, ["reproduce", done, "--output", done / "x"])
+
+
+def test_figures_of_time_are_not_compared():
+    then = [{"step": 0, "a": 1.0}, {"step": 1, "a": 1.0, "timing_s/gen": 1.0, "tool/x/latency_p50": 3, "gone": 2.0}]
+    now = [
+        {"step": 0, "a": 1.0},
+        {"step": 1, "a": 1.0 + 2**-52, "timing_s/gen": 2.0, "tool/x/latency_p50": 4},
+        {"step": 2},
+    ]
+    found = compare_metrics(then, now)
+    assert (found.steps, found.differences) == (1, ((1, "a", 1.0, 1.0 + 2**-52), (1, "gone", 2.0, None)))
+    assert compare_metrics(then, now, 0).differences == ()

@@ -1,0 +1,119 @@
+"""What a run records of itself: enough to find out what differs, and never a secret."""
+
+import json
+import os
+import subprocess
+
+import pytest
+
+from etude.cli.main import cli, run
+from etude.trainer import provenance
+from etude.trainer.provenance import REDACTED, describe_run, digest_path, git_state, redact, redact_arguments
+
+
+def test_texts_named_like_secrets_are_replaced_and_nothing_else():
+    given = {
+        "reward_kwargs": {"api_key": "sk-1", "judge": {"Authorization": "Bearer x", "model": "m"}, "hf_token": "t"},
+        "server_api_key_env": "NAME",
+        "max_num_batched_tokens": 8,
+        "rollout_is": "token",
+        "prompt_key": "prompt",
+        "keys": [{"password": "p"}, "https://user:pw@host/x"],
+        "runtime_env": {"env_vars": {"ANYTHING": "v", "deeper": {"x": "w"}}},
+        "secret": "",
+    }
+    assert redact(given) == {
+        "reward_kwargs": {
+            "api_key": REDACTED,
+            "judge": {"Authorization": REDACTED, "model": "m"},
+            "hf_token": REDACTED,
+        },
+        "server_api_key_env": "NAME",
+        "max_num_batched_tokens": 8,
+        "rollout_is": "token",
+        "prompt_key": "prompt",
+        "keys": [{"password": REDACTED}, f"https://{REDACTED}@host/x"],
+        "runtime_env": {"env_vars": {"ANYTHING": REDACTED, "deeper": {"x": REDACTED}}},
+        "secret": "",
+    }
+    arguments = ["train", "trainer.seed=1", "+r.api_key=sk-1", "r={a: 1, api_key: sk-1}", "ray.init.env_vars.X=v"]
+    assert redact_arguments(arguments) == [
+        "train",
+        "trainer.seed=1",
+        f"+r.api_key={REDACTED}",
+        f"r={REDACTED}",
+        f"ray.init.env_vars.X={REDACTED}",
+    ]
+
+
+def test_digests_tell_contents_apart_also_in_folders_and_long_files(tmp_path, monkeypatch):
+    (tmp_path / "m").mkdir()
+    (tmp_path / "m" / "a").write_bytes(b"12")
+    (tmp_path / "m" / "b").write_bytes(b"3")
+    first = digest_path(tmp_path / "m")
+    assert first["bytes"] == 3
+    (tmp_path / "m" / "a").write_bytes(b"1")
+    (tmp_path / "m" / "b").write_bytes(b"23")
+    assert digest_path(tmp_path / "m") != first
+    assert digest_path(tmp_path / "none") == {"bytes": None, "sha256": None}
+    monkeypatch.setattr(provenance, "_WHOLE_BYTES", 10)
+    monkeypatch.setattr(provenance, "_PART_BYTES", 4)
+    digests = set()
+    for changed in (None, 0, 15, 29):
+        data = bytearray(30)
+        if changed is not None:
+            data[changed] = 1
+        (tmp_path / "long").write_bytes(data)
+        digests.add(digest_path(tmp_path / "long")["sha256"])
+    assert len(digests) == 4
+
+
+def test_the_code_is_a_commit_and_a_digest_of_what_differs(tmp_path):
+    def git(*arguments):
+        subprocess.run(["git", "-C", tmp_path, "-c", "user.name=n", "-c", "user.email=e", *arguments], check=True)
+
+    assert git_state(tmp_path) is None
+    git("init", "-q")
+    (tmp_path / "a.py").write_text("1\n")
+    git("add", ".")
+    git("commit", "-qm", "m")
+    clean = git_state(tmp_path, "a.py")
+    assert clean is not None
+    assert (len(clean["commit"]), clean["dirty"]) == (40, False)
+    (tmp_path / "untracked.py").write_text("")
+    assert git_state(tmp_path, "untracked.py") is None
+    (tmp_path / "a.py").write_text("2\n")
+    changed = git_state(tmp_path)
+    assert changed is not None
+    assert (changed["commit"], changed["dirty"]) == (clean["commit"], True)
+
+
+def test_a_run_folder_says_what_the_run_was_made_from_without_its_secrets(tiny, tmp_path, monkeypatch):
+    monkeypatch.setenv("ETUDE_TEST_SECRET", "sk-environment")
+    secrets = ["+ray.init_kwargs.runtime_env.env_vars.X=${oc.env:ETUDE_TEST_SECRET}", "trainer.total_training_steps=1"]
+    arguments = tiny.arguments(tmp_path / "run", *secrets)
+    name, *rest = arguments
+    assert run(cli, ["train", name, *rest]) == 0
+    record = json.loads((tmp_path / "run" / "run.json").read_text())
+    assert (record["kind"], record["ended"], record["total_steps"]) == ("train", "completed", 1)
+    data = record["files"][f"{tiny.folder}/data/train.parquet"]
+    assert data == {"key": "data.train_files", **digest_path(tiny.folder / "data" / "train.parquet")}
+    keys = {each["key"] for each in record["files"].values()}
+    assert {"actor_rollout_ref.model.path", "custom_reward_function.path"} <= keys
+    assert record["seeds"]["trainer.seed"] == 1
+    assert record["process"]["pid"] == os.getpid()
+    assert record["started"] <= record["ended_at"]
+    for path in (tmp_path / "run").rglob("*"):
+        assert path.suffix in (".pt", ".distcp") or not path.is_file() or b"sk-environment" not in path.read_bytes()
+    assert (tmp_path / "run" / "config.yaml").read_text().count(REDACTED) == 1
+    resumed = [each for each in arguments if not each.startswith("trainer.total")]
+    assert run(cli, ["train", *resumed, secrets[0], "trainer.total_training_steps=2"]) == 0
+
+
+@pytest.mark.parametrize("kind", ["train", "sft"])
+def test_facts_are_json_whatever_cannot_be_found_out(kind, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PATH", "")
+    config = {"data": {"train_files": ["hub/none.parquet"]}, "model": {"path": "some/model"}}
+    facts = json.loads(json.dumps(describe_run(kind, config if kind == "sft" else {"actor_rollout_ref": config})))
+    assert facts["code"]["project"] is None
