@@ -23,12 +23,8 @@ from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
 from etude.trainer.ppo import PPOTrainer
-<<<<<<< HEAD
 from etude.trainer.resources import find_shortages
-from etude.trainer.resume import run_lock
-=======
 from etude.trainer.restarts import restart_on_loss
->>>>>>> main
 from etude.trainer.rollouts import Rollouts, dump, first_cause, rollouts_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
@@ -45,32 +41,22 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     Raises:
         ConfigError: before any model is loaded, among others for an engine that can only evaluate.
     """
-<<<<<<< HEAD
-    setup = prepare(config)
-    with closing(setup.groups):
-        check_trainable(setup.roles.rollout.name)
-        check_returns_kept_ids(setup.roles.rollout)
-        trainer = PPOTrainer(setup)
-        for found in find_shortages(setup):  # a service may yet come up, and an estimate be wrong: none is refused
-            logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
-        with run_lock(trainer.run_dir):
-            trainer.init_workers()
-            return trainer.fit(emit)
-=======
 
     def open_trainer(restarts: bool, resume_from: Path | None) -> PPOTrainer:
         setup = prepare(config, restarts=restarts)
         with setup.groups.closed_on_error():
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
-            return PPOTrainer(setup, resume_from)
+            trainer = PPOTrainer(setup, resume_from)
+            for found in find_shortages(setup):  # a service may yet come up, and an estimate be wrong: none is refused
+                logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
+            return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
         trainer.init_workers()
         return trainer.fit(emit)
 
     return restart_on_loss(open_trainer, run)
->>>>>>> main
 
 
 def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:

@@ -131,7 +131,6 @@ class LoadedSetup(PlainSetup):
         return self.dataset(files, self.data.val_max_samples) if files else None
 
 
-<<<<<<< HEAD
 @dataclass(frozen=True)
 class RunSetup(LoadedSetup):
     """With the run's groups."""
@@ -145,10 +144,7 @@ class RunSetup(LoadedSetup):
         return PlainSetup(self.data, self.algorithm, self.needs, self.trainer, self.roles)
 
 
-def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
-=======
 def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) -> RunSetup:
->>>>>>> main
     """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
 
     `trains`: whether there is an actor; otherwise the model is only rolled out. `restarts`: see `open_groups`.
