@@ -176,23 +176,17 @@ class _Inspection:
         return f"{model.path}: its chat template continues conversations exactly"
 
     def _tools(self) -> str:
-        from etude.preflight.trial import TrialRollouts
-        from etude.trainer.setup import LoadedSetup
-        from etude.workers.context import ToolCatalogue
+        from etude.preflight.trial import TrialRollouts, load_setup
 
         assert self.options is not None
         assert self._roles is not None
         assert self._bundle is not None
-        options, worker = self.options, TrialRollouts(self._roles, self._seconds)
+        worker = TrialRollouts(self._roles, self._seconds)
         worker.__dict__["bundle"] = self._bundle  # loaded already
-        catalogue = ToolCatalogue.of(worker.context)
+        self._setup = load_setup(self.options, self._roles, self._bundle, worker)
         self.findings.run("reward", partial(_load_scorer, worker), fix="mend reward_model, or custom_reward_function")
         self._worker = worker
-        self._setup = LoadedSetup(
-            options.data, options.algorithm, options.needs, options.trainer, self._roles, self._bundle, catalogue
-        )
-        names = ", ".join(catalogue.schemas) or "none"
-        return f"loaded: {names}"
+        return f"loaded: {', '.join(self._setup.catalogue.schemas) or 'none'}"
 
     def _template(self) -> str:
         from etude.trainer.setup import check_tool_messages

@@ -15,12 +15,17 @@ from typing import Any
 from etude.agents import AgentContext, AgentLoopManager
 from etude.chat import ToolParser
 from etude.chat.parsers.trial import write_call
+from etude.config import DEFAULT_ROOT, compose_run
 from etude.inference.scripted import Script, ScriptedEngine
+from etude.options import TrainOptions
 from etude.protocol import DataProto
 from etude.trainer.rollouts import dump, rollout_batch, rollouts_of, scored_batch
+from etude.trainer.setup import LoadedSetup, check
 from etude.trajectory import Rollout
 from etude.workers import RoleOptions, RolloutWorker
+from etude.workers.context import ToolCatalogue
 from etude.workers.engine_link import EngineLink
+from etude.workers.tokenizer_bundle import TokenizerBundle
 
 LABEL = "trial"
 _MAX_DEPTH = 8  # of an example's nested objects
@@ -38,12 +43,12 @@ class TrialRollouts(RolloutWorker):
         )
         super().__init__(replace(options, rollout=rollout, streams=False), rank=0, world_size=1)
 
-    def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0) -> DataProto:
-        """Each row once, scored. The row of a request is its number in `rows`: see `row_number`."""
+    def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
+        """Each row once, scored; they are numbered from `first`: see `row_number`."""
         engine = ScriptedEngine(script)
         self._manager = AgentLoopManager(self.context, engine, self.scorer)
         self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.options.model.dtype)
-        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True)
+        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
         return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
 
     def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:
@@ -91,6 +96,29 @@ class TrialRollouts(RolloutWorker):
         self.close()
         if not self._loop.is_closed():
             self._loop.close()
+
+
+def open_trial(
+    config_name: str | None, overrides: Sequence[str], config_path: str | Path | None, seconds: float
+) -> tuple[TrialRollouts, LoadedSetup]:
+    """The worker of the run that `etude train` with these arguments would start, its tools loaded, and its setup.
+
+    Raises:
+        ConfigError: it could not start.
+    """
+    config = compose_run("train", config_name or DEFAULT_ROOT, overrides, config_path, root=DEFAULT_ROOT)
+    options, roles, bundle = check(config)
+    worker = TrialRollouts(roles, seconds)
+    worker.__dict__["bundle"] = bundle  # loaded already
+    return worker, load_setup(options, roles, bundle, worker)
+
+
+def load_setup(
+    options: TrainOptions, roles: RoleOptions, bundle: TokenizerBundle, worker: TrialRollouts
+) -> LoadedSetup:
+    """The run's setup, with what `worker` loads."""
+    catalogue = ToolCatalogue.of(worker.context)
+    return LoadedSetup(options.data, options.algorithm, options.needs, options.trainer, roles, bundle, catalogue)
 
 
 def row_number(request_id: str) -> int:
@@ -143,4 +171,4 @@ def example_arguments(context: AgentContext, name: str) -> dict[str, Any]:
     return json.loads(json.dumps(made)) if isinstance(made, dict) else {}
 
 
-__all__ = ["LABEL", "TrialRollouts", "example_arguments", "example_of", "rollouts_of", "row_number"]
+__all__ = ["TrialRollouts", "example_arguments", "example_of", "load_setup", "open_trial", "rollouts_of", "row_number"]
