@@ -45,11 +45,22 @@ class TrialRollouts(RolloutWorker):
 
     def roll_out(self, rows: Sequence[dict[str, Any]], script: Script, *, seed: int = 0, first: int = 0) -> DataProto:
         """Each row once, scored; they are numbered from `first`: see `row_number`."""
+        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
+        self._seat(script)
+        return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
+
+    async def play(self, rows: Sequence[dict[str, Any]], script: Script, seed: int) -> list[Rollout]:
+        """`roll_out`, within the event loop, scored by its manager, without columns of a batch."""
+        work = self._asked("", rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True))
+        return await self._seat(script).generate(work.rows, work.sampling)
+
+    def _seat(self, script: Script) -> AgentLoopManager:
+        """Puts `script` in the model's place."""
         engine = ScriptedEngine(script)
         self._manager = AgentLoopManager(self.context, engine, self.scorer)
+        self._manager._logged = True  # rollouts have their cause: no warning beside it
         self._link = EngineLink(engine, self.options.rollout, self.context.chat, None, self.options.model.dtype)
-        prompts = rollout_batch(rows, n=1, label=LABEL, seed=seed, validate=True, first=first)
-        return scored_batch(prompts, self.generate_sequences(prompts), None, self.options.reward)
+        return self._manager
 
     def dump(self, folder: Path, batch: DataProto, step: int = 0) -> None:
         """Writes a batch of `roll_out` as a run dumps its rollouts."""
