@@ -40,6 +40,7 @@ _PING_SECONDS = 5.0
 _SETTLE_SECONDS = 30.0  # for the other ranks to end after one has failed, and for a worker to close
 _LOG_SECONDS = 5.0  # to read a file of another node
 _LOG_LINES, _LOG_CHARACTERS = 5, 600
+_RAYS = (":job_id:", ":actor_name:", ":task_name:")  # lines that Ray marks a log file with
 _THREADS = {"control": 2, "direct": 8, "background": 1, "lend": 2}
 """Concurrency groups of an actor; its other calls run one after another in a thread of their own."""
 
@@ -408,5 +409,5 @@ def read_end(path: str, lines: int = _LOG_LINES) -> str:
             text = file.read().decode("utf-8", "replace")
     except OSError:
         return ""
-    found = [" ".join(line.split()) for line in text.splitlines() if line.strip()]
+    found = [" ".join(line.split()) for line in text.splitlines() if line.strip() and not line.startswith(_RAYS)]
     return " | ".join(found[-lines:])[-_LOG_CHARACTERS:]

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+import torch
+
 from etude.distributed import BatchRef
+from etude.dumps import TOKEN_VALUES
 from etude.options import ActorOptions, CriticOptions
 from etude.protocol import DataProto
 from etude.trainer.advantages import add_advantages
@@ -22,11 +25,11 @@ from etude.trainer.setup import PlainSetup
 
 def judge_batch(
     batch: DataProto, setup: PlainSetup, kl_coef: float
-) -> tuple[DataProto, float, Metrics, tuple[int, int]]:
+) -> tuple[DataProto, DataProto | None, float, Metrics, tuple[int, int]]:
     """What is learned from a batch: the rows of groups that teach something, with their advantages, corrected for what the
-    engine sampled; the next coefficient of the KL in the reward, the batch's metrics, and its numbers of tokens: of prompts
-    and responses, and of responses alone."""
-    metrics, tokens, learned = Metrics(), (0, 0), batch
+    engine sampled; what a dump says of each token, if it does; the next coefficient of the KL in the reward, the batch's
+    metrics, and its numbers of tokens: of prompts and responses, and of responses alone."""
+    metrics, tokens, learned, values = Metrics(), (0, 0), batch, None
     correction, rollouts = setup.algorithm.rollout_correction, 0
     if len(batch):
         if correction.bypass_mode:  # the engine's log-probs stand in for the actor's
@@ -40,6 +43,9 @@ def judge_batch(
             metrics |= staleness_metrics(kept, batch.meta_info["version"])
         mask, width = batch.batch["attention_mask"], batch.batch["responses"].shape[-1]
         tokens = int(mask.sum()), int(mask[:, mask.shape[-1] - width :].sum())
+        if setup.trainer.rollout_data_dir and setup.trainer.rollout_token_values:
+            batch.batch["row"] = torch.arange(len(batch))  # by which updates name what they had of a row's tokens
+            values = batch.select(sorted(set(TOKEN_VALUES) & set(batch.batch.keys())), [], [])
     if setup.algorithm.drops_equal_groups:
         rows, chosen = choose_groups(batch, setup)
         metrics |= chosen
@@ -48,7 +54,7 @@ def judge_batch(
     metrics |= corrections
     left = int(main_rows(learned).sum()) if len(learned) else 0
     metrics["training/filter_groups/kept"] = left / max(rollouts, 1)
-    return learned, kl_coef, metrics, tokens
+    return learned, values, kl_coef, metrics, tokens
 
 
 def choose_groups(batch: DataProto, setup: PlainSetup) -> tuple[list[int], Metrics]:

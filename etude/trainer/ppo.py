@@ -11,7 +11,7 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -86,6 +86,8 @@ class PPOTrainer:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
+        if groups.rollout is not groups.actor:
+            groups.rollout.init_model()
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
@@ -100,7 +102,7 @@ class PPOTrainer:
             self._restore_weights(self.resumption)
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self._version)
+            groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -231,7 +233,7 @@ class PPOTrainer:
                     batch = self._with_values(batch)
             with timings("adv"):
                 judged = self._run(judge_batch, batch, self.setup.plain, self.kl_coef)
-                learned, self.kl_coef, found, tokens = judged
+                learned, values, self.kl_coef, found, tokens = judged
                 metrics |= found
             if len(learned):
                 self._midstep = True
@@ -252,7 +254,7 @@ class PPOTrainer:
         metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts)
+            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
         return metrics
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -266,8 +268,15 @@ class PPOTrainer:
         expanded: Batch = self._run(expand_sequences, taken.batch, self.setup.tokenizer.pad_token_id or 0)
         return expanded
 
-    def _dump(self, folder: str, rollouts: Batch) -> None:
-        self.groups.run(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward, with_chat=True)
+    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
+        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        self.groups.run(dump, *given, with_chat=True)
+
+    def _token_values(self, judged: Batch | None) -> list[Batch]:
+        """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
+        if judged is None:
+            return []
+        return [judged, *(part for part in self.groups.actor.take_token_values() if part is not None)]
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""
@@ -321,7 +330,7 @@ class PPOTrainer:
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
         self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
+        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

@@ -10,6 +10,7 @@ from etude.workers.reward import RewardWorker, build_scorer
 from etude.workers.role import RoleWorker
 from etude.workers.rollout import RolloutWorker
 from etude.workers.teacher import TeacherWorker
+from etude.workers.weights import sync_weights
 
 __all__ = [
     "ActorOptions",
@@ -28,4 +29,5 @@ __all__ = [
     "TrainWorker",
     "build_scorer",
     "full_state",
+    "sync_weights",
 ]
