@@ -3,7 +3,7 @@
     python benchmarks/ray_workers.py --output-dir runs/ray --workers 1 2 4 --nodes 1 2 --steps 20
 
 For each: the loss of the first step, the mean reward of the first and last steps, and CPU and wall seconds a step after
-start-up (from the third step on), of this process and all its descendants, Ray's own among them.
+start-up (from the third step on): of this process and its descendants, and apart from these of Ray's own processes.
 """
 
 from __future__ import annotations
@@ -25,26 +25,29 @@ from etude.trainer.run import train
 START_UP = 2  # steps
 
 
-def cpu_seconds() -> float:
-    """Of this process and its descendants, as far as they live."""
-    total = 0.0
+def cpu_seconds() -> tuple[float, float]:
+    """Of this process and its descendants, as far as they live: Étude's, and those of Ray's own processes."""
+    ours = rays = 0.0
     for process in (psutil.Process(), *psutil.Process().children(recursive=True)):
         try:
-            times = process.cpu_times()
-            total += times.user + times.system
+            times, command = process.cpu_times(), " ".join(process.cmdline())
         except psutil.Error:
             continue
-    return total
+        if "RankProcess" not in command and (command.startswith("ray::") or "site-packages/ray/" in command):
+            rays += times.user + times.system
+        else:
+            ours += times.user + times.system
+    return ours, rays
 
 
 def measure(config: Any) -> dict[str, float]:
     """What a run does and costs."""
-    marks: list[tuple[float, float]] = []
+    marks: list[tuple[float, ...]] = []
     figures: list[dict[str, float]] = []
 
     def note(event: object) -> None:
         if isinstance(event, StepFinished) and event.step:
-            marks.append((cpu_seconds(), time.perf_counter()))
+            marks.append((*cpu_seconds(), time.perf_counter()))
             figures.append(dict(event.metrics))
 
     train(config, note)
@@ -54,7 +57,8 @@ def measure(config: Any) -> dict[str, float]:
         "first reward": figures[0]["reward/total/mean"],
         "last reward": sum(each["reward/total/mean"] for each in figures[-5:]) / 5,
         "cpu_s/step": (last[0] - first[0]) / steps,
-        "wall_s/step": (last[1] - first[1]) / steps,
+        "ray's own cpu_s/step": (last[1] - first[1]) / steps,
+        "wall_s/step": (last[2] - first[2]) / steps,
     }
 
 

@@ -83,7 +83,7 @@ WITNESSES = {
         "ray.node_timeout": "test_after_a_loss_nodes_may_take_a_while_to_come_back",
         "ray.address": "test_two_nodes_learn_what_one_process_learns",
         "ray.init_kwargs": "test_two_nodes_learn_what_one_process_learns",
-        "ray.call_timeout": "test_a_call_has_the_configured_time",
+        "ray.call_timeout": "test_two_nodes_learn_what_one_process_learns",
     },
     "trainer/test_trainer_restarts.py": {
         "trainer.max_restarts": "test_a_run_that_gets_no_further_ends_in_one_line_and_resumes",

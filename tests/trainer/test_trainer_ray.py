@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 from async_stage import ASYNC, plan, trained
 from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
-from ray_stage import rank_processes, ray_cluster, until
+from ray_stage import LONG_LOOP, counted_bytes, rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
 import etude
@@ -20,7 +20,7 @@ from etude.config import compose
 from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
 from etude.dumps import read_rollouts
-from etude.errors import ConfigError, WorkerLost
+from etude.errors import ConfigError
 from etude.trainer import groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
@@ -61,11 +61,9 @@ TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2"
 OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3")
 
 
-@pytest.mark.parametrize(
-    "held", [(), TEAM, (*TEAM, *OWN)], ids=["replicated", "in parts", "a rollout group of its own"]
-)
+@pytest.mark.parametrize("held", [(), (*TEAM, *OWN)], ids=["replicated", "in parts, with a rollout group of its own"])
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
-    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
+    two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", "ray.call_timeout=500", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
     groups = trainer.groups
     try:
@@ -74,6 +72,7 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert groups.rollout.world_size == (3 if OWN[0] in held else 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
+        assert groups.actor._call_seconds == 500
         trainer.init_workers()
         trainer.fit()
         done, total = groups.progress()
@@ -150,12 +149,6 @@ def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluste
         with pytest.raises(ConfigError, match="the cluster has 2 nodes"):
             prepare(tiny.config(tmp_path, *cluster, *three), restarts=restarts)
         assert now == [waited]
-
-
-def test_a_call_has_the_configured_time(tiny, tmp_path, cluster):
-    with pytest.raises(WorkerLost, match=r"did not end within 0\.001 s"):
-        prepare(tiny.config(tmp_path, *cluster, "ray.call_timeout=0.001"))
-    assert not ray.is_initialized()
 
 
 def test_no_cluster_at_the_address_is_one_line(tiny, tmp_path):
@@ -258,3 +251,36 @@ def test_gsm8k_with_a_code_interpreter_on_sharded_workers(tiny, tmp_path, cluste
     (figures,) = metrics(tmp_path / "run")
     assert figures["actor/optimizer_steps"] == 1
     assert weights(tmp_path / "run", 1)
+
+
+LONG = (
+    f"{ACTOR}.use_kl_loss=true",
+    f"{ACTOR}.ppo_mini_batch_size=1",
+    "trainer.total_training_steps=1",
+    "data.max_response_length=600",
+)
+
+
+def long_answers(tiny, folder, length, *keys):
+    (folder / "loops.py").write_text(LONG_LOOP)
+    name = f"long_answers_{length}"
+    (folder / "loops.yaml").write_text(f"- {{name: {name}, _target_: 'loops.py:LongAnswers', length: {length}}}")
+    agent = f"{ROLLOUT}.agent={{default_agent_loop:{name},agent_loop_config_path:{folder}/loops.yaml}}"
+    return tiny.config(folder, agent, *LONG, *keys)
+
+
+@pytest.mark.slow
+def test_the_drivers_bytes_do_not_grow_with_the_answers(tiny, tmp_path, cluster):
+    """Batches stay where they were made."""
+    found = {}
+    for length in (32, 512):
+        folder = tmp_path / str(length)
+        folder.mkdir()
+        with counted_bytes() as counts:
+            train(long_answers(tiny, folder, length, *cluster))
+        found[length] = counts
+        dumped = [json.loads(line) for line in (folder / "rollouts" / "1.jsonl").read_text().splitlines()]
+        assert {len(record["response_ids"]) for record in dumped} == {length}
+    short, long = (sum(counts.values()) for counts in found.values())
+    assert "fetch" not in found[32]
+    assert long < 1.02 * short, found  # of the batch itself, 16 times as many
