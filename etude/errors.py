@@ -79,7 +79,7 @@ class EngineError(InfrastructureError):
 
 class WorkerLost(EtudeError, InfrastructureError):
     """A worker's process died, is silent or stuck; names its role, rank, node and last log lines. Its group is of no use any
-    more: the run ends, and resumes from its last checkpoint."""
+    more: the run starts its workers again, from its last checkpoint, or ends (`trainer.max_restarts`)."""
 
 
 class TrainingStopped(EtudeError):

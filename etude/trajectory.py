@@ -11,6 +11,7 @@ and no id is ever encoded again. A rollout has sequences, or a reason why it has
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from enum import Enum
@@ -331,7 +332,7 @@ class Rollout:
     ones are what the agent abandoned when it rewrote its history. A dropped rollout has none. `attempts` counts runs,
     `failures` what infrastructure broke (runs, and scorings of a finished one), `stalls` those of them that had stalled,
     `cause` is the last of these failures in one line, `broken_calls` are the tool calls that ended a run, whose
-    trajectory is gone.
+    trajectory is gone. `judge_usage` is what judges used for it (see `etude.rewards.usage`).
     """
 
     sequences: list[Trajectory] = field(default_factory=list)
@@ -341,6 +342,7 @@ class Rollout:
     dropped: StopReason | None = None
     cause: str = ""
     broken_calls: list[ToolCallRecord] = field(default_factory=list)
+    judge_usage: Counter[str] = field(default_factory=Counter)
 
     @property
     def trajectory(self) -> Trajectory | None:

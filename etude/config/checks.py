@@ -377,6 +377,8 @@ def _rewards(run: TrainOptions) -> Iterator[Problem]:
     for key in ("path", "rewards"):
         if getattr(custom, key) and not run.reward_model.enable:
             yield f"custom_reward_function.{key}", "reward_model.enable=false never calls it"
+    if run.reward_model.model.path and not run.reward_model.enable:
+        yield "reward_model.model.path", "reward_model.enable=false never calls it"
     if custom.path and custom.rewards:
         yield (
             "custom_reward_function.rewards",

@@ -1,16 +1,62 @@
 """`connect`: this process's connection to a Ray cluster, which it starts itself where none is named.
 
-Invariant: what was started here ends here; a cluster or connection that was there before stays as it is.
+Invariant: what was started here ends here; a cluster or connection that was there before stays as it is. While connected, a
+thread looks whether the cluster's head answers: 60 s after it no longer does, Ray ends this process as it stands.
 """
 
 from __future__ import annotations
 
 import os
+import socket
+import threading
+import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from etude.errors import ConfigError, one_line
+from etude.errors import ConfigError, WorkerLost, one_line
 from etude.limits.cluster import require_ray
+
+_HEAD_SECONDS, _LOOK_SECONDS = 20.0, 2.0
+
+
+class _HeadWatch(threading.Thread):
+    """Looks whether the head at `address` takes connections; `lost` says since when it does not."""
+
+    def __init__(self, address: str) -> None:
+        super().__init__(name="etude-head", daemon=True)
+        self.lost: str | None = None
+        self._address, self._closed = address, threading.Event()
+        self.start()
+
+    def run(self) -> None:
+        """Until `close`, or until the head is lost."""
+        host, _, port = self._address.rpartition(":")
+        answered = time.monotonic()
+        while not self._closed.wait(_LOOK_SECONDS) and self.lost is None:
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), timeout=_LOOK_SECONDS).close()
+                answered = time.monotonic()
+            except OSError as error:
+                if time.monotonic() - answered >= _HEAD_SECONDS:
+                    self.lost = f"the cluster's head at {self._address} does not answer ({one_line(error)})"
+
+    def close(self) -> None:
+        """Ends the thread."""
+        self._closed.set()
+        self.join()
+
+
+_watch: _HeadWatch | None = None  # of the connection, of which a process has one
+
+
+def check_head() -> None:
+    """Raises where the head of the cluster is lost: whatever asks it would wait until Ray ends the process.
+
+    Raises:
+        WorkerLost: it is.
+    """
+    if _watch is not None and _watch.lost is not None:
+        raise WorkerLost(_watch.lost)
 
 
 def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) -> Callable[[], None]:
@@ -25,7 +71,7 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     import ray
 
     if ray.is_initialized():
-        return lambda: None
+        return _watch_head(lambda: None)
     address = address or os.environ.get("RAY_ADDRESS") or "local"
     given = {"log_to_driver": False, "logging_level": "ERROR", **init_kwargs, "address": address}
     if address == "local":
@@ -39,7 +85,24 @@ def connect(address: str | None, init_kwargs: Mapping[str, Any], min_cpus: int) 
     except (ConnectionError, ValueError, TypeError, RuntimeError) as error:
         what = "a cluster cannot be started here" if address == "local" else f"ray.address={address}"
         raise ConfigError(f"{what}: {one_line(error)}") from error
-    return ray.shutdown
+    return _watch_head(ray.shutdown)
+
+
+def _watch_head(end: Callable[[], object]) -> Callable[[], None]:
+    global _watch
+    import ray
+
+    watch = _watch = _HeadWatch(ray.get_runtime_context().gcs_address)
+
+    def close() -> None:
+        global _watch
+        watch.close()
+        try:
+            end()
+        finally:
+            _watch = None
+
+    return close
 
 
 def has_gpus() -> bool:

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
-from etude.errors import ConfigError
+from etude.distributed.cluster import check_head
+from etude.errors import ConfigError, WorkerLost
 from etude.limits.cluster import require_ray
 
 _PLACE_SECONDS = 60.0  # for resources that another run may be about to give back
@@ -106,11 +108,13 @@ class ResourcePool:
         return sorted({node for each in groups for node in placement_group_table(each)["bundles_to_node_id"].values()})
 
     def close(self) -> None:
-        """Gives the slots back."""
+        """Gives the slots back, unless the cluster's head, which has them, is lost."""
         from ray.util.placement_group import remove_placement_group
 
-        for group in {id(slot.placement_group): slot.placement_group for slot in self._slots}.values():
-            remove_placement_group(group)
+        with suppress(WorkerLost):
+            check_head()
+            for group in {id(slot.placement_group): slot.placement_group for slot in self._slots}.values():
+                remove_placement_group(group)
         self._slots.clear()
 
     def _fits(self, nodes: list[Mapping[str, float]]) -> bool:

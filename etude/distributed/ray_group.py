@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from etude.distributed.cluster import check_head
 from etude.distributed.dispatch import Arguments, Dispatch, Registration
 from etude.distributed.pool import ResourcePool
 from etude.distributed.rank_process import LogRecord, ProcessOptions, ProcessPlace, RankProcess, Reply, unpack_error
@@ -174,6 +175,7 @@ class RayWorkerGroup(WorkerGroup):
             raise
 
     def _run(self, method_name: str, parts: Sequence[Arguments], ranks: Sequence[Sequence[int]]) -> list[Future[Any]]:
+        check_head()
         if self._lost is not None:
             raise self._lost
         refs, called, group = [], [], self._thread_of(method_name)
@@ -291,6 +293,7 @@ class _Watch(threading.Thread):
             ready, _ = self._ray.wait(list(self._waiting), num_returns=1, timeout=1.0)
             for ref in ready:
                 self._take(ref)
+            check_head()
             now = time.monotonic()
             if self._pinging and now >= next_ping:
                 next_ping = now + _PING_SECONDS

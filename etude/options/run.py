@@ -348,6 +348,11 @@ class RayOptions:
         default=3600.0,
         unit="s",
     )
+    node_timeout: Natural = key(
+        "After a loss (trainer.max_restarts): how long to wait for nodes of the run to come back.",
+        default=300,
+        unit="s",
+    )
 
 
 Device = Annotated[Text, AfterValidator(_device)]
@@ -422,6 +427,17 @@ class RunOptions:
         default="local",
     )
     nnodes: Count = key("Nodes of the cluster that the workers are on.", default=1, when=ON_RAY)
+    min_nnodes: Count | None = key(
+        "Go on with fewer nodes, at least these, where the cluster does not have nnodes (any more). Null: nnodes.",
+        default=None,
+        when=ON_RAY,
+    )
+    max_restarts: Natural = key(
+        "After the loss of a worker: how often in a row, without a new checkpoint, the workers start again from the last "
+        "one, before the run ends.",
+        default=3,
+        when=ON_RAY,
+    )
     n_gpus_per_node: Count = key(
         "Worker processes on each node: one for each of its GPUs, or on CPUs as many as they should be.",
         default=1,

@@ -88,17 +88,18 @@ class BodyLimit:
 
 
 class BearerToken:
-    """Answers 401 to a request without the token; the comparison takes constant time."""
+    """Answers 401 to a request without the token, as a bearer's or as `x-api-key`; the comparison takes constant time."""
 
     def __init__(self, app: ASGIApp, token: str, error_body: ErrorBody = _plain_error) -> None:
         self._app = app
-        self._expected = b"Bearer " + token.encode()
+        self._expected = token.encode()
         self._error_body = error_body
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             return await self._app(scope, receive, send)
-        given = dict(scope["headers"]).get(b"authorization", b"")
+        headers = dict(scope["headers"])
+        given = headers.get(b"x-api-key") or headers.get(b"authorization", b"").removeprefix(b"Bearer ")
         if hmac.compare_digest(given, self._expected):
             return await self._app(scope, receive, send)
         body = self._error_body(401, "a bearer token is required")

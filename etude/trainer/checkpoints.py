@@ -33,6 +33,7 @@ class Checkpoints:
     def __init__(self, folder: Path | str, keep: int | None, *, in_background: bool = False) -> None:
         self.folder, self._keep = Path(folder), None if keep == -1 else keep
         self._in_background = in_background
+        self.newest: Path | None = None  # of those written here
         self._running: Future[None] | None = None
 
     def save(
@@ -92,6 +93,7 @@ class Checkpoints:
             (temporary / _STATE).write_text(state)
         try:
             self._name_latest(step)
+            self.newest = target
             self._prune(step)
         except OSError as error:
             raise CheckpointError(

@@ -105,6 +105,8 @@ def evaluate(
                 if missing:
                     journal.begin(samples)
                     setup.groups.rollout.init_model()
+                    if setup.groups.reward is not None:
+                        setup.groups.reward.init_model()
                     setup.groups.rollout.update_weights(0)
                 size = setup.data.val_batch_size or max(setup.roles.rollout.max_concurrent_trajectories // n, 1)
                 emit(RunStarted("evaluating", 0, setup.trainer))

@@ -6,7 +6,9 @@ and rollout share one model. With `trainer.backend=ray` all roles have as many r
 
 from __future__ import annotations
 
+import logging
 import threading
+import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -18,7 +20,7 @@ from etude.distributed.cluster import connect, has_gpus
 from etude.distributed.ray_store import RayStore
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
-from etude.options import SFTOptions, TrainOptions
+from etude.options import RunOptions, SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
@@ -30,7 +32,10 @@ from etude.workers import (
     TeacherWorker,
 )
 
+logger = logging.getLogger(__name__)
+
 _POLL_SECONDS = 0.5  # between two progress reports
+_LOOK_SECONDS = 2.0  # between two looks for nodes that come back
 
 
 @dataclass(frozen=True)
@@ -101,10 +106,11 @@ def open_groups(
     trains: bool = True,
     critic: bool = False,
     keeps_batches: bool = False,
+    restarts: bool = False,
 ) -> Groups:
     """Starts the workers, which load no model yet, in this process or on the cluster that `run` names. `trains`, `critic`:
-    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches. If one cannot
-    start, the others are closed.
+    whether there is an actor, a critic; `keeps_batches`: whether on Ray the driver has references to batches; `restarts`:
+    whether nodes may be about to come back. If one cannot start, the others are closed.
 
     Raises:
         ConfigError: there is no such cluster, it lacks the resources, or its nodes lack something.
@@ -116,7 +122,7 @@ def open_groups(
         keeps_batches = keeps_batches and run is not None and run.trainer.backend == "ray"
         if run is not None and run.trainer.backend == "ray":
             roles = 1 + critic + scores_batches + len(teachers)
-            options, start = _on_ray(options, run, roles, stack)
+            options, start = _on_ray(options, run, roles, stack, run.ray.node_timeout if restarts else 0)
 
         def opened(worker: type[Worker], its_options: RoleOptions = options) -> WorkerGroup:
             group = start(worker, its_options)
@@ -153,24 +159,41 @@ def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
 
 
 def _on_ray(
-    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack
+    options: RoleOptions, run: TrainOptions | SFTOptions, roles: int, stack: ExitStack, wait: float
 ) -> tuple[RoleOptions, Callable[[type[Worker], RoleOptions], WorkerGroup]]:
     """The options for the cluster's devices, and what starts a group on its slots; `stack` gives these back."""
     trainer, cluster = run.trainer, run.ray
-    processes = [trainer.n_gpus_per_node] * trainer.nnodes
-    stack.callback(connect(cluster.address, cluster.init_kwargs, sum(processes)))
+    stack.callback(connect(cluster.address, cluster.init_kwargs, trainer.n_gpus_per_node * trainer.nnodes))
     if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # the driver's node need not have one
-    pool = ResourcePool(processes, use_gpu=options.device.startswith("cuda"), max_colocate_count=roles)
+    pool = _place(trainer, options.device.startswith("cuda"), roles, wait)
     stack.callback(pool.close)
 
     def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
         return RayWorkerGroup(worker, pool, its_options, call_seconds=cluster.call_timeout)
 
-    try:
-        pool.place()
-    except ConfigError as error:
-        asked = f"trainer.nnodes={trainer.nnodes}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
-        raise ConfigError(f"{asked}: {error}") from error
     check_nodes(run, pool.node_ids, pool.use_gpu)
     return options, start
+
+
+def _place(trainer: RunOptions, use_gpu: bool, roles: int, wait: float) -> ResourcePool:
+    """A pool on `nnodes` nodes, which may take `wait` seconds to appear, or else on as many as there are, `min_nnodes` at
+    least."""
+    end, most, least = time.monotonic() + wait, trainer.nnodes, trainer.min_nnodes or trainer.nnodes
+    while True:
+        waits = time.monotonic() < end
+        refused: ConfigError | None = None
+        for nodes in range(most, (most if waits else least) - 1, -1):
+            pool = ResourcePool([trainer.n_gpus_per_node] * nodes, use_gpu=use_gpu, max_colocate_count=roles)
+            try:
+                pool.place()
+            except ConfigError as error:
+                refused = refused or error
+                continue
+            if nodes < most:
+                logger.warning("%s; trainer.min_nnodes lets the run go on with %d", refused, nodes)
+            return pool
+        if not waits:
+            asked = f"trainer.nnodes={most}, trainer.n_gpus_per_node={trainer.n_gpus_per_node}"
+            raise ConfigError(f"{asked}: {refused}") from refused
+        time.sleep(_LOOK_SECONDS)

@@ -3,7 +3,7 @@
 The first signal stops the loop after the current step; the second abandons that step, but only during a rollout, when no
 state changes: it raises KeyboardInterrupt, which cancels the trajectories and releases their tools. A second signal during
 an update waits for the update. Either way the loop saves and closes, and ends with `Interrupted`, so that the run is not
-taken for a complete one.
+taken for a complete one; so does a run that loses a worker after a signal.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
-from etude.errors import TrainingStopped
+from etude.errors import TrainingStopped, WorkerLost
 from etude.events import EventSink, Notice, ignore_event
 
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -50,6 +50,8 @@ class Interrupts:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         for number, handler in self._held.items():
             signal.signal(number, handler)
+        if self.stop and isinstance(error, WorkerLost):  # it was to end anyway
+            raise Interrupted(f"stopped: {error}; the same command resumes the run", self.signal_number) from error
 
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         self.signal_number = number

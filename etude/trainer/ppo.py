@@ -46,6 +46,7 @@ from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
 from etude.trainer.setup import RunSetup, warn_of_rewards
+from etude.trainer.signal import JudgeBudget
 from etude.trainer.tracking import Tracking
 
 logger = logging.getLogger(__name__)
@@ -54,8 +55,8 @@ logger = logging.getLogger(__name__)
 class PPOTrainer:
     """Trains a policy; see the module's docstring. `fit` runs everything."""
 
-    def __init__(self, setup: RunSetup) -> None:
-        """Reads the data and the state of a checkpoint to resume from; loads no model.
+    def __init__(self, setup: RunSetup, resume_from: Path | None = None) -> None:
+        """Reads the data and the state of a checkpoint to resume from (None: as `trainer.resume_mode` says); loads no model.
 
         Raises:
             ConfigError, DataError: no training files, a faulty one, or a checkpoint made with an incompatible configuration.
@@ -78,12 +79,13 @@ class PPOTrainer:
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, setup.config)
+        self.resumption = find_resumption(self.options, self.checkpoints, setup.config, resume_from)
         self.used_config = used_values(setup.config, self.resumption)
         epochs = self.options.total_epochs if self.options.total_training_steps is None else None
         self.prompts = PromptQueue(self.loader, epochs)
         self.global_step = self._saved_at = 0
         self._midstep = False  # the weights, or the accounts, are not those of `global_step`
+        self._budget = JudgeBudget(self.setup.roles.reward.budget)
         if self.resumption is not None:
             self._restore_loop(self.resumption)
         self._skipped = SkippedSteps(self.options.max_skipped_steps, self.options.max_infra_failure_share)
@@ -97,6 +99,8 @@ class PPOTrainer:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
             teacher.init_model()
+        if groups.reward is not None:
+            groups.reward.init_model()
         self.rollouts = Rollouts(self.setup, groups.rollout, groups.reward)
         feed = StreamingFeed if self.options.max_staleness else DirectFeed
         self.feed = feed(self.setup, self.rollouts, self.prompts)
@@ -126,6 +130,7 @@ class PPOTrainer:
 
         Raises:
             Interrupted: a signal ended it earlier, with a checkpoint.
+            WorkerLost, LostSamplesError: a worker, or what it held, is gone; a new trainer can resume.
             TrainingStopped: too many trajectories dropped, or too many steps that learned nothing; a checkpoint is saved.
             CheckpointError: a checkpoint could not be written or read.
         """
@@ -154,6 +159,7 @@ class PPOTrainer:
         try:
             if self.global_step == 0 and self.options.val_before_train and self.val_set is not None:
                 validated = self._validate(self.val_set, interrupts)
+                self._budget.note(validated)
                 tracking.log(validated, 0)
                 emit(StepFinished(0, self.total_steps, validated))
             while self.global_step < self.total_steps and not interrupts.stop:
@@ -178,6 +184,7 @@ class PPOTrainer:
     def _advance(self, tracking: Tracking, emit: EventSink, interrupts: Interrupts) -> Metrics:
         """One step, and any validation and checkpoint due after it; returns the validation's metrics, if any."""
         self.checkpoints.wait(only_if_done=True)
+        self._budget.check()
         done, validated = self.global_step, Metrics()
         try:
             metrics = self.training_step(interrupts)
@@ -190,6 +197,7 @@ class PPOTrainer:
             if self.val_set is not None and (last or _due(self.options.test_freq, self.global_step)):
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
+            self._budget.note(metrics | validated)
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -353,7 +361,7 @@ class PPOTrainer:
 
     def save(self) -> None:
         """Writes the checkpoint of the last finished step; with `trainer.async_save`, begins to."""
-        state = self._state | {"config": self.used_config}
+        state = self._state | {"config": self.used_config, "judge_cost": self._budget.spent}
         self.checkpoints.save(self.global_step, state, self._write_roles, self._copy_roles)
         self._saved_at = self.global_step
 
@@ -377,6 +385,7 @@ class PPOTrainer:
             if self.algorithm.kl_ctrl.type == "adaptive" and state["kl_coef"] is not None:
                 self.kl_coef = float(state["kl_coef"])
             self.global_step = self._saved_at = state["step"]
+            self._budget.spent = float(state.get("judge_cost", 0.0))
             self.prompts.restore(state)
         if self.prompts.exhausted:
             self.total_steps = self.global_step

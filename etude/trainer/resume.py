@@ -144,16 +144,19 @@ class Resumption:
             logger.warning("no effect on a resumed run: %s (%s)", change, change.rule.why)
 
 
-def find_resumption(options: RunOptions, checkpoints: Checkpoints, config: DictConfig) -> Resumption | None:
-    """The checkpoint that `trainer.resume_mode` names, compared with `config`; None for a fresh start.
+def find_resumption(
+    options: RunOptions, checkpoints: Checkpoints, config: DictConfig, resume_from: Path | None = None
+) -> Resumption | None:
+    """The checkpoint `resume_from`, or else that which `trainer.resume_mode` names, compared with `config`; None for a fresh
+    start.
 
     Raises:
         CheckpointError: the folder named is no checkpoint.
         ConfigError: keys were changed that a resumed run cannot honour; names all of them.
     """
-    if options.resume_mode == "disable":
+    if resume_from is None and options.resume_mode == "disable":
         return None
-    given = options.resume_from_path if options.resume_mode == "resume_path" else None
+    given = resume_from or (options.resume_from_path if options.resume_mode == "resume_path" else None)
     folder = Path(given) if given else checkpoints.latest()
     if folder is None:
         return None

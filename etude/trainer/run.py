@@ -6,7 +6,6 @@ report is written.
 
 from __future__ import annotations
 
-from contextlib import closing
 from pathlib import Path
 
 from omegaconf import DictConfig
@@ -15,7 +14,7 @@ from etude.events import EventSink, ignore_event
 from etude.inference import check_returns_kept_ids, check_trainable
 from etude.trainer.evaluation import evaluate
 from etude.trainer.ppo import PPOTrainer
-from etude.trainer.resume import run_lock
+from etude.trainer.restarts import restart_on_loss
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 
@@ -28,18 +27,25 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
     Raises:
         ConfigError: before any model is loaded, among others for an engine that can only evaluate.
     """
-    setup = prepare(config)
-    with closing(setup.groups):
-        check_trainable(setup.roles.rollout.name)
-        check_returns_kept_ids(setup.roles.rollout)
-        trainer = PPOTrainer(setup)
-        with run_lock(trainer.run_dir):
-            trainer.init_workers()
-            return trainer.fit(emit)
+
+    def open_trainer(restarts: bool, resume_from: Path | None) -> PPOTrainer:
+        setup = prepare(config, restarts=restarts)
+        with setup.groups.closed_on_error():
+            check_trainable(setup.roles.rollout.name)
+            check_returns_kept_ids(setup.roles.rollout)
+            return PPOTrainer(setup, resume_from)
+
+    def run(trainer: PPOTrainer) -> dict[str, float]:
+        trainer.init_workers()
+        return trainer.fit(emit)
+
+    return restart_on_loss(open_trainer, run)
 
 
 def fine_tune(config: DictConfig, emit: EventSink = ignore_event) -> Path:
     """A whole supervised run; returns the model's folder."""
-    trainer = SFTTrainer(config)
-    with closing(trainer.groups), run_lock(trainer.run_dir):
-        return trainer.fit(emit)
+
+    def open_trainer(restarts: bool, resume_from: Path | None) -> SFTTrainer:
+        return SFTTrainer(config, restarts=restarts, resume_from=resume_from)
+
+    return restart_on_loss(open_trainer, lambda trainer: trainer.fit(emit))

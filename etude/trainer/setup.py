@@ -123,8 +123,9 @@ class RunSetup(PlainSetup):
             rows=given,
         )
         reward = self.roles.reward
-        own = self.roles.custom_reward
-        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not (own.path or own.rewards):
+        custom = self.roles.custom_reward
+        own = custom.path or custom.rewards or reward.model.path
+        if reward.enable and reward.reward_manager in BUILTIN_MANAGERS and not own:
             for source in sorted(rows.data_sources):
                 scorer_of(source)
         return rows
@@ -135,10 +136,10 @@ class RunSetup(PlainSetup):
         return self.dataset(files, self.data.val_max_samples) if files else None
 
 
-def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
+def prepare(config: DictConfig, *, trains: bool = True, restarts: bool = False) -> RunSetup:
     """Checks the whole configuration and opens the groups, which load plugins, tools and tokenizer, but no model.
 
-    `trains`: whether there is an actor; otherwise the model is only rolled out.
+    `trains`: whether there is an actor; otherwise the model is only rolled out. `restarts`: see `open_groups`.
 
     Raises:
         ConfigError, DataError: one line that names the key or file.
@@ -147,7 +148,7 @@ def prepare(config: DictConfig, *, trains: bool = True) -> RunSetup:
     if not trains:
         roles = replace(roles, needs_ref=False, streams=False, value_head=False)
     critic = trains and "values" in options.needs and not roles.value_head
-    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains)
+    groups = open_groups(roles, options, trains=trains, critic=critic, keeps_batches=trains, restarts=restarts)
     with groups.closed_on_error():
         catalogue, *_ = groups.rollout.load_tools()
         setup = RunSetup(

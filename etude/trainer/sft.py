@@ -62,8 +62,8 @@ class Trials:
 class SFTTrainer:
     """Trains `model.path` on `data.train_files` and writes the result to `{default_local_dir}/huggingface`."""
 
-    def __init__(self, config: DictConfig) -> None:
-        """Checks everything, reads the data, loads no model.
+    def __init__(self, config: DictConfig, *, restarts: bool = False, resume_from: Path | None = None) -> None:
+        """Checks everything, reads the data, loads no model. `restarts`, `resume_from`: see `restart_on_loss`.
 
         Raises:
             ConfigError, DataError: one line that names the key, file or row.
@@ -85,12 +85,12 @@ class SFTTrainer:
         self.checkpoints = Checkpoints(
             self.run_dir, self.options.max_actor_ckpt_to_keep, in_background=self.options.async_save
         )
-        self.resumption = find_resumption(self.options, self.checkpoints, config)
+        self.resumption = find_resumption(self.options, self.checkpoints, config, resume_from)
         self.used_config = used_values(config, self.resumption)
         self.step = 0
         self._trials = Trials()
         self._skipped = SkippedSteps(self.options.max_skipped_steps)
-        self.groups = open_groups(self.roles, options)
+        self.groups = open_groups(self.roles, options, restarts=restarts)
         with self.groups.closed_on_error():
             self._read_data()
 

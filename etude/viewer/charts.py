@@ -8,9 +8,8 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import matplotlib
 import numpy as np
@@ -19,12 +18,10 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from etude.viewer.panel import is_number, is_validation, validation_label
-
-Records = Sequence[Mapping[str, Any]]
+from etude.viewer.panel import is_number, validation_label
+from etude.viewer.subjects import SUBJECTS, Records, Subject, find_lines, series, time_parts, validation_keys
 
 MAX_POINTS = 600  # a chart is about as many pixels wide
-MAX_TIME_PARTS = 7
 # Placeholder colours that matplotlib accepts, replaced by the page's variables afterwards.
 _INK, _GRID = "#010101", "#020202"
 _SERIES = tuple(f"#0300{number:02x}" for number in range(8))
@@ -60,101 +57,14 @@ class Chart:
     legend: tuple[tuple[str, int], ...] = ()
 
 
-@dataclass(frozen=True)
-class Line:
-    """One line of a chart: the first of `keys` that a run has."""
-
-    label: str
-    keys: tuple[str, ...]
-
-
-@dataclass(frozen=True)
-class Subject:
-    """What one chart shows. `band` is a pair of keys drawn as a range, `note` the sentence under the chart; there is no
-    chart where all values are `usual`."""
-
-    title: str
-    lines: tuple[Line, ...]
-    note: str = ""
-    percent: bool = False
-    band: tuple[str, str] | None = None
-    usual: float | None = None
-
-
-SUBJECTS = (
-    Subject(
-        "Reward",
-        (
-            Line("total", ("reward/total/mean", "critic/score/mean")),
-            Line("manager's score", ("reward/score/mean",)),
-            Line("tools, each step", ("reward/step/mean",)),
-            Line("tools, at the end", ("reward/final/mean",)),
-        ),
-        "Mean of a step's trajectories, by source.",
-    ),
-    Subject(
-        "Success",
-        (Line("training", ("reward/success/mean",)),),
-        "Share of trajectories that solved their task; bars are 95 % intervals of the validation.",
-        percent=True,
-    ),
-    Subject(
-        "Tool use",
-        (Line("trajectories", ("rollout/tool_use_rate",)),),
-        "Share of trajectories with at least one successful tool call.",
-        percent=True,
-    ),
-    Subject(
-        "Response length",
-        (Line("mean", ("response_length/mean",)),),
-        "Tokens after the prompt, those of tools included; the shaded range is shortest to longest.",
-        band=("response_length/min", "response_length/max"),
-    ),
-    Subject(
-        "KL divergence",
-        (
-            Line("to the policy before the update", ("actor/ppo_kl",)),
-            Line("to the reference", ("actor/kl_loss", "actor/reward_kl_penalty")),
-        ),
-        "Nats a token.",
-    ),
-    Subject("Entropy", (Line("policy", ("actor/entropy",)),), "Nats per token of the policy's distribution."),
-    Subject("Gradient norm", (Line("actor", ("actor/grad_norm",)),), "Before clipping."),
-    Subject(
-        "Sequences",
-        (Line("mean", ("rollout/sequences/mean",)),),
-        "Sequences per rollout: more than one where an agent rewrote its history.",
-        usual=1.0,
-    ),
-)
-
-
 def draw_charts(records: Records) -> list[Chart]:
     """The charts that the records have data for, in reading order."""
     drawn = [_subject_chart(number, subject, records) for number, subject in enumerate(SUBJECTS)]
     return [chart for chart in [*drawn, _time_chart(records)] if chart is not None]
 
 
-def series(records: Records, key: str) -> tuple[list[int], list[float]]:
-    """(steps, values) of one metric where it is a finite number."""
-    points = [(record["step"], record[key]) for record in records if is_number(record.get(key))]
-    return [step for step, _ in points], [float(value) for _, value in points]
-
-
-def validation_keys(records: Records) -> list[str]:
-    """The `val-core/{source}/reward/mean@N` metrics that the records hold, sorted."""
-    return sorted({name for record in records for name in record if is_validation(name)})
-
-
 def _subject_chart(number: int, subject: Subject, records: Records) -> Chart | None:
-    found: list[tuple[str, list[int], list[float]]] = []
-    for line in subject.lines:
-        candidates = (series(records, key) for key in line.keys)
-        steps, values = next(((s, v) for s, v in candidates if s), ([], []))
-        repeats = any(values == known for _, _, known in found)  # a source that equals the total
-        unusual = any(value != subject.usual for value in values)
-        if unusual and not repeats and (any(values) or not found):
-            found.append((line.label, steps, values))
+    found = find_lines(subject, records)[: len(_SERIES)]
     checks = validation_keys(records) if subject.title == "Success" else []
     checks = checks[: len(_SERIES) - len(found)]
     if not found and not checks:
@@ -222,21 +132,13 @@ def _draw_band(axes: Axes, records: Records, keys: tuple[str, str]) -> None:
 
 
 def _time_chart(records: Records) -> Chart | None:
-    """Seconds of a step by activity, stacked, the largest at the bottom; untimed activities are `other`."""
-    timed = [record for record in records if is_number(record.get("timing_s/step"))]
-    names = {name for record in timed for name in record if name.startswith("timing_s/") and name != "timing_s/step"}
-    if not timed or not names:
+    steps, shown = time_parts(records)
+    if not shown:
         return None
-    parts = {name: [_seconds(record, name) for record in timed] for name in names}
-    largest = sorted(parts, key=lambda name: -sum(parts[name]))[:MAX_TIME_PARTS]
-    shown = {name.removeprefix("timing_s/"): parts[name] for name in largest}
-    rest = [max(_seconds(r, "timing_s/step") - sum(_seconds(r, n) for n in largest), 0.0) for r in timed]
-    total = sum(map(sum, shown.values())) + sum(rest)  # a validation may lie outside `timing_s/step`
-    if sum(rest) > 0.005 * total:
-        shown["other"] = rest
+    total = sum(map(sum, shown.values()))
 
     def draw(axes: Axes) -> None:
-        x, *stack = _thin([record["step"] for record in timed], *shown.values())
+        x, *stack = _thin(steps, *shown.values())
         axes.stackplot(x, *stack, colors=_SERIES[: len(stack)], alpha=0.85, linewidth=0)
         axes.set_ylim(bottom=0)
 
@@ -244,11 +146,6 @@ def _time_chart(records: Records) -> Chart | None:
     legend = tuple((name, colour) for colour, name in enumerate(shown))
     caption = f"Seconds a step. Over the whole run: {shares}."
     return Chart("Where the time went", caption, _svg("chart-time", "Where the time went", draw), legend)
-
-
-def _seconds(record: Mapping[str, Any], name: str) -> float:
-    value = record.get(name)
-    return max(float(value), 0.0) if is_number(value) else 0.0
 
 
 def _svg(name: str, title: str, draw: Callable[[Axes], None]) -> Markup:

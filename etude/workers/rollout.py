@@ -7,6 +7,7 @@ import functools
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from typing import Any
 
@@ -20,11 +21,13 @@ from etude.inference import evaluates_only
 from etude.metrics import Metrics
 from etude.protocol import DataProto
 from etude.rewards import TrajectoryScorer
+from etude.rewards.reward_model import RewardModel
 from etude.training import PolicyEngine
 from etude.workers.context import ToolCatalogue, load_context
 from etude.workers.engine_link import EngineLink, build_engine
+from etude.workers.generative import GenerativeRewardModel
 from etude.workers.options import RoleOptions
-from etude.workers.reward import build_scorer
+from etude.workers.reward import build_scorer, open_reward_model
 from etude.workers.role import RoleWorker
 from etude.workers.stream import RolloutStream, Submission
 
@@ -50,12 +53,20 @@ class RolloutWorker(RoleWorker):
     @cached_property
     def context(self) -> AgentContext:
         """Tools, interactions, environment, tokenizer and parser."""
-        return load_context(self.options, self.bundle)
+        return replace(load_context(self.options, self.bundle), reward_model=self.reward_model)
+
+    @cached_property
+    def reward_model(self) -> RewardModel | GenerativeRewardModel | None:
+        """What scores here, or judges for an environment; its weights are loaded with the policy's."""
+        own = self.options.rollout.mode == "async" and self.options.reward.enable
+        return open_reward_model(self.options, self.device) if own or self.options.env.chosen else None
 
     @cached_property
     def scorer(self) -> TrajectoryScorer | None:
         """Scores trajectories as they end; None where `RewardWorker` does, or nothing."""
-        return build_scorer(self.options, self.tokenizer) if self.options.rollout.mode == "async" else None
+        if self.options.rollout.mode != "async":
+            return None
+        return build_scorer(self.options, self.tokenizer, self.reward_model)
 
     @register(dispatch_mode=Dispatch.ONE_TO_ALL)
     def load_tools(self) -> ToolCatalogue:
@@ -84,6 +95,8 @@ class RolloutWorker(RoleWorker):
         """`actor` holds the weights that are sampled from; where rollouts stream, the engine copies them in
         `update_weights`. None: it has its own."""
         options, context = self.options, self.context
+        if self.reward_model is not None:
+            self.reward_model.load()
         shared = None if actor is None or options.streams else actor.model
         engine = build_engine(options, shared, self.tokenizer)
         self._manager = AgentLoopManager(context, engine, self.scorer, deterministic=options.deterministic)

@@ -44,7 +44,7 @@ REPLACEMENTS = {
     "actor_rollout_ref.model.lora.rank=32": "write model.lora_rank=N",
     "actor_rollout_ref.model.external_lib=my.module": "plugins=[MODULE]",
     "data.gen_batch_size=1536": "data.train_batch_size",
-    "reward.reward_model.enable=true": "custom_reward_function.path=FILE.py",
+    "reward_model.model.trust_remote_code=true": "actor_rollout_ref.model.trust_remote_code=true",
     "reward_model.sandbox_fusion.url=http://a/run_code": "ETUDE_SANDBOX_URL",
     "trainer.val_only=true": "etude eval",
 }
@@ -72,6 +72,21 @@ def test_what_is_said_to_write_instead_exists():
     table = KeyTable(TrainOptions)
     assert all(table.knows(ours) for ours in ALIASES.values())
     assert all(table.knows(key) for key in REFUSED_VALUES)
+
+
+@pytest.mark.parametrize(
+    ("section", "switch", "model"),
+    [
+        ("reward_rollout", "if_use_reward_rollout", "rollout.model_name"),
+        ("reward.reward_model", "enable", "model_path"),
+    ],
+)
+def test_a_section_of_theirs_that_is_switched_off_has_no_effect(section, switch, model):
+    given = [f"{section}.{model}=/models/judge", f"{section}.rollout.response_length=77"]
+    for value, expected in (("false", (None, 1024)), ("true", ("/models/judge", 77))):
+        reward = compose("ppo_trainer", [*given, f"{section}.{switch}={value}"]).reward_model
+        assert (reward.model.path, reward.response_length) == expected
+    assert compose("ppo_trainer", given).reward_model.model.path is None
 
 
 @pytest.mark.parametrize("tree", [TrainOptions, SFTOptions])

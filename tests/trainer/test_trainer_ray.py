@@ -7,6 +7,7 @@ import subprocess
 import sys
 from contextlib import closing
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from async_stage import ASYNC, plan, trained
@@ -20,6 +21,7 @@ from etude.config import nodes as config_nodes
 from etude.config.nodes import node_problems, versions
 from etude.dumps import read_rollouts
 from etude.errors import ConfigError, WorkerLost
+from etude.trainer import groups
 from etude.trainer.ppo import PPOTrainer
 from etude.trainer.run import train
 from etude.trainer.setup import check, prepare
@@ -112,7 +114,7 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
 
 
 def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
-    ranks = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1")
+    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1")
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
     assert sorted(trained(tmp_path)) == plan(6)
     assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2
@@ -123,6 +125,16 @@ def test_more_processes_than_there_are_cpus_are_refused(tiny, tmp_path, cluster)
     with pytest.raises(ConfigError, match=rf"{wish}.*the cluster has 2 nodes \(4 CPU; 4 CPU\)"):
         prepare(tiny.config(tmp_path, *cluster, "trainer.nnodes=3", "trainer.n_gpus_per_node=2"))
     assert not ray.is_initialized()
+
+
+def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluster, monkeypatch):
+    now, three = [0.0], ("trainer.nnodes=3", "ray.node_timeout=7")
+    clock = SimpleNamespace(monotonic=lambda: now[0], sleep=lambda seconds: now.append(now.pop() + seconds))
+    monkeypatch.setattr(groups, "time", clock)
+    for restarts, waited in ((False, 0), (True, 8)):
+        with pytest.raises(ConfigError, match="the cluster has 2 nodes"):
+            prepare(tiny.config(tmp_path, *cluster, *three), restarts=restarts)
+        assert now == [waited]
 
 
 def test_a_call_has_the_configured_time(tiny, tmp_path, cluster):

@@ -109,8 +109,9 @@ class CommandFailed(EtudeError):
 
 
 class CommandAgent:
-    """A program: the row as JSON on its stdin, OPENAI_BASE_URL, OPENAI_API_KEY and OPENAI_MODEL in its environment. If
-    the last line of its stdout is a number, it is the reward. Its child processes end with it.
+    """A program: the row as JSON on its stdin; OPENAI_BASE_URL, OPENAI_API_KEY, OPENAI_MODEL, ANTHROPIC_BASE_URL and
+    ANTHROPIC_API_KEY in its environment. If the last line of its stdout is a number, it is the reward. Its child processes
+    end with it.
 
     Raises:
         ConfigError: the program does not exist.
@@ -135,6 +136,10 @@ class CommandAgent:
         """
         environment = {name: os.environ[name] for name in _INHERITED if name in os.environ}
         environment |= {"OPENAI_BASE_URL": endpoint.base_url, "OPENAI_API_KEY": endpoint.api_key, "OPENAI_MODEL": MODEL}
+        environment |= {
+            "ANTHROPIC_BASE_URL": endpoint.base_url.removesuffix("/v1"),
+            "ANTHROPIC_API_KEY": endpoint.api_key,
+        }
         text = json.dumps(dict(row), default=repr).encode()
         pipe = asyncio.subprocess.PIPE
         try:

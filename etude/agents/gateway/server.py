@@ -1,8 +1,8 @@
-"""The gateway's HTTP interface: OpenAI's chat completions under `/s/<session>/v1`, one session a trajectory.
+"""The gateway's HTTP interface: a policy under `/s/<session>/v1`, one session a trajectory, asked in any of `DIALECTS`.
 
-Invariant: every error is answered in OpenAI's error format, in one line. A client that disconnects ends its request. The
-size and read time of a body and the number of sessions and choices are bounded. A stream is sent once the turn is complete,
-since engines return whole turns: its deltas joined are the message that is sent otherwise.
+Invariant: every error is answered in the error format of the dialect, in one line. A client that disconnects ends its
+request. The size and read time of a body and the number of sessions and choices are bounded. A stream is sent once the turn
+is complete, since engines return whole turns: its deltas joined are the message that is sent otherwise.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import json
 import logging
 import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 from uuid import uuid4
@@ -22,7 +22,10 @@ from uuid import uuid4
 from fastapi import FastAPI, HTTPException, Request
 from fastapi.responses import JSONResponse, Response
 
-from etude.agents.gateway.recording import Turn
+from etude.agents.gateway.chat_api import CHAT
+from etude.agents.gateway.dialect import Dialect
+from etude.agents.gateway.messages_api import MESSAGES
+from etude.agents.gateway.responses_api import RESPONSES, conversation, response_id
 from etude.agents.gateway.session import Completion, GatewaySession
 from etude.agents.gateway.wire import TOO_LONG, ChatRequest, GatewayError, decode_body, error_body
 from etude.bounded import settle
@@ -34,6 +37,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+DIALECTS = (CHAT, RESPONSES, MESSAGES)
 _ABANDONED = 499
 Export = Callable[[GatewaySession], Iterable[bytes]]
 
@@ -61,38 +65,41 @@ def create_app(
 
     app = FastAPI(
         title="Étude gateway",
-        description="OpenAI's chat completions over a policy, recorded token by token.",
+        description="A policy behind the interfaces of OpenAI and Anthropic, recorded token by token.",
         lifespan=lifespan,
     )
     app.add_middleware(BodyLimit, max_bytes=max_request_mb << 20, error_body=error_body)
     if token is not None:
         app.add_middleware(BearerToken, token=token, error_body=error_body)
-    _add_chat(app, store, tokenizer)
+    for dialect in DIALECTS:
+        _add_turns(app, dialect, store, tokenizer)
     _add_models(app, model)
     _add_sessions(app, store, export)
     _add_errors(app)
     return app
 
 
-def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
+def _add_turns(app: FastAPI, dialect: Dialect, store: SessionStore, tokenizer: Any) -> None:
     async def answered(session: GatewaySession, chat: ChatRequest, request: Request) -> Response:
         completion = await unless_gone(request, session.complete(chat))
         if completion is None:
             return Response(status_code=_ABANDONED)
+        if dialect is RESPONSES and chat.store is not False:
+            session.replies[response_id(completion)] = conversation(completion)
         if chat.stream:
-            return Response(as_events(completion, tokenizer), media_type="text/event-stream")
-        return Response(json.dumps(as_object(completion, tokenizer)), media_type="application/json")
+            return Response(_stream(dialect, completion, tokenizer), media_type="text/event-stream")
+        return Response(json.dumps(dialect.answer(completion, tokenizer)), media_type="application/json")
 
     def read(session: GatewaySession, body: bytes, *, is_new: bool) -> ChatRequest:
         try:
-            return session.read(body)
+            return session.read(body, dialect)
         except GatewayError as error:
             session.declined = error
             if is_new and error.code != TOO_LONG:
                 store.remove(session.name)
             raise
 
-    @app.post("/s/{session}/v1/chat/completions")
+    @app.post(f"/s/{{session}}/v1/{dialect.path}")
     async def complete(session: str, request: Request) -> Response:
         """One turn of a session, which begins with its first valid request."""
         key = _key(request)
@@ -107,7 +114,7 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
             found.declined = error
             raise
 
-    @app.post("/v1/chat/completions")
+    @app.post(f"/v1/{dialect.path}")
     async def complete_alone(request: Request) -> Response:
         """One turn, in its own session."""
         name = f"single-{uuid4().hex}"
@@ -119,6 +126,15 @@ def _add_chat(app: FastAPI, store: SessionStore, tokenizer: Any) -> None:
             return await answered(session, read(session, body, is_new=True), request)
         finally:
             store.end(session)
+
+
+def _stream(dialect: Dialect, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> bytes:
+    """The body of a streamed response: server-sent events."""
+    events = [
+        (f"event: {name}\n" if name else "") + f"data: {json.dumps(data)}\n\n"
+        for name, data in dialect.events(completion, tokenizer)
+    ]
+    return "".join([*events, dialect.last]).encode()
 
 
 def _add_models(app: FastAPI, name: str) -> None:
@@ -171,8 +187,8 @@ def _add_sessions(app: FastAPI, store: SessionStore, export: Export | None) -> N
 
 def _add_errors(app: FastAPI) -> None:
     @app.exception_handler(GatewayError)
-    async def refused(_: Request, error: GatewayError) -> Response:
-        return JSONResponse(error.body(), status_code=error.status, headers=error.headers)
+    async def refused(request: Request, error: GatewayError) -> Response:
+        return JSONResponse(_dialect_of(request).error(error), status_code=error.status, headers=error.headers)
 
     @app.exception_handler(HTTPException)
     @app.exception_handler(404)
@@ -182,91 +198,17 @@ def _add_errors(app: FastAPI) -> None:
         return JSONResponse(error_body(error.status_code, message), status_code=error.status_code)
 
     @app.exception_handler(Exception)
-    async def failed(_: Request, error: Exception) -> Response:
+    async def failed(request: Request, error: Exception) -> Response:
         logger.error("a request of the gateway failed", exc_info=error)
-        failure = GatewayError(500, f"{type(error).__name__}: {one_line(error)}")
-        return JSONResponse(failure.body(), status_code=500, headers=failure.headers)
+        return await refused(request, GatewayError(500, f"{type(error).__name__}: {one_line(error)}"))
+
+
+def _dialect_of(request: Request) -> Dialect:
+    return next((each for each in DIALECTS if request.url.path.endswith(f"/v1/{each.path}")), CHAT)
 
 
 def _key(request: Request) -> str:
-    return request.headers.get("authorization", "").removeprefix("Bearer ")
-
-
-Json = dict[str, Any]
-_PIECES = re.compile(r"\s*\S+\s*|\s+")
-
-
-def as_object(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """The body of a response that is not streamed."""
-    request = completion.request
-    choices = []
-    for index, turn in enumerate(completion.turns):
-        message = {"refusal": None, **turn.message, "content": turn.message["content"] or None}
-        choices.append({"index": index, "message": message, **_ending(completion, turn, tokenizer)})
-    prompt_ids = {"prompt_token_ids": completion.prompt_ids} if request.return_token_ids else {}
-    return {**_head(completion, "chat.completion"), "choices": choices, "usage": _usage(completion), **prompt_ids}
-
-
-def as_events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> bytes:
-    """The body of a streamed response: server-sent events."""
-    with_usage = completion.request.stream_options is not None and completion.request.stream_options.include_usage
-    head = _head(completion, "chat.completion.chunk")
-    last = {"usage": None} if with_usage else {}
-    events: list[Json] = []
-    for index, turn in enumerate(completion.turns):
-        for delta in _deltas(turn):
-            events.append({**head, "choices": [{"index": index, "delta": delta, "finish_reason": None}], **last})
-        ending = {"index": index, "delta": {}, **_ending(completion, turn, tokenizer)}
-        events.append({**head, "choices": [ending], **last})
-    if with_usage:
-        events.append({**head, "choices": [], "usage": _usage(completion)})
-    lines = [f"data: {json.dumps(event)}\n\n" for event in events]
-    return "".join([*lines, "data: [DONE]\n\n"]).encode()
-
-
-def _head(completion: Completion, kind: str) -> Json:
-    versions = {v for turn in completion.turns for v in turn.read.output.weight_versions}
-    return {
-        "id": f"chatcmpl-{completion.name}",
-        "object": kind,
-        "created": int(time.time()),
-        "model": completion.request.model,
-        "system_fingerprint": f"weights-{'-'.join(map(str, sorted(versions)))}",
-    }
-
-
-def _usage(completion: Completion) -> Json:
-    prompt, sampled = len(completion.prompt_ids), sum(len(t.read.output.token_ids) for t in completion.turns)
-    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
-
-
-def _ending(completion: Completion, turn: Turn, tokenizer: PreTrainedTokenizerBase) -> Json:
-    """A choice's finish reason, log-probs and ids; every sampled token counts, including the end of the turn."""
-    request, output = completion.request, turn.read.output
-    ending: Json = {"finish_reason": turn.read.finish_reason, "logprobs": None}
-    if request.logprobs:
-        content = []
-        for token, log_prob in zip(output.token_ids, output.log_probs):
-            text = tokenizer.decode([token])
-            content.append({"token": text, "logprob": log_prob, "bytes": list(text.encode()), "top_logprobs": []})
-        ending["logprobs"] = {"content": content, "refusal": None}
-    if request.return_token_ids:
-        ending["token_ids"] = output.token_ids
-    return ending
-
-
-def _deltas(turn: Turn) -> Iterator[Json]:
-    message = turn.message
-    yield {"role": "assistant", "content": ""}
-    for name in ("reasoning_content", "content"):
-        for piece in _PIECES.findall(message.get(name, "")):
-            yield {name: piece}
-    for index, call in enumerate(message.get("tool_calls", ())):
-        function = call["function"]
-        opening = {**call, "index": index, "function": {"name": function["name"], "arguments": ""}}
-        yield {"tool_calls": [opening]}
-        for piece in _PIECES.findall(function["arguments"]):
-            yield {"tool_calls": [{"index": index, "function": {"arguments": piece}}]}
+    return request.headers.get("x-api-key") or request.headers.get("authorization", "").removeprefix("Bearer ")
 
 
 _NAME = re.compile(r"[A-Za-z0-9._~-]{1,128}")

@@ -1,4 +1,4 @@
-"""`GatewaySession`: one trajectory behind `/v1/chat/completions`.
+"""`GatewaySession`: one trajectory behind a base URL.
 
 Here requests are limited, sampled, and recorded when they are answered; several may be in flight at once. `placing` decides
 where in the recording one belongs, `reading` what its response reports.
@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from etude.agents.base import AgentContext
 from etude.agents.client import TrajectoryClient
+from etude.agents.gateway.dialect import Dialect
 from etude.agents.gateway.images import KeptImages, Picture, looked_at, read_pictures
 from etude.agents.gateway.messages import History, Message, plain_messages
 from etude.agents.gateway.placing import Place, longest_sequence, placed
@@ -85,6 +86,8 @@ class GatewaySession:
         self.name, self.rules = name, rules or SessionRules()
         self._client, self._context, self._sampling = client, context, sampling
         self.recording = Recording()
+        self.replies: dict[str, list[Message]] = {}
+        """The conversation up to each answer that `previous_response_id` may name."""
         self.refused: StopReason | None = None
         """The limit that rejected the last request, if one did."""
         self.broken: asyncio.Future[Exception] = asyncio.get_running_loop().create_future()
@@ -118,15 +121,15 @@ class GatewaySession:
         self.end()
         await settle(set(self._at_work))
 
-    def read(self, body: bytes) -> ChatRequest:
-        """Parses a body as a request.
+    def read(self, body: bytes, dialect: Dialect) -> ChatRequest:
+        """Parses a body as a request in `dialect`.
 
         Raises:
             GatewayError: it is malformed, asks for something unsupported, or is too long (`refused` is then set).
         """
         longest = longest_sequence(self._context.options)
         try:
-            return read_request(body, longest)
+            return read_request(body, longest, lambda request: dialect.read(request, self.replies))
         except TooLong as error:
             raise self._too_long(error.length, longest) from error
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -54,7 +54,7 @@ def error_body(status: int, message: str, *, code: str | None = None, param: str
 CHARACTERS_PER_TOKEN = 32
 """Requests with more than this per token of the context are rejected unread: real text has three or four."""
 _BYTES_PER_CHARACTER = 6  # maximum in JSON, with every character escaped
-_IMAGE = re.compile(rb'"url"\s*:\s*"data:image/[^"\\]*"')
+_IMAGE = re.compile(rb'"(?:image_)?url"\s*:\s*"data:image/[^"\\]*"|"data"\s*:\s*"[A-Za-z0-9+/=]*"')
 _HALF = re.compile(r"\\u[dD][89a-fA-F]")  # one surrogate of a pair
 MOST_STOPS = 16
 MOST_NESTED = 64
@@ -213,8 +213,10 @@ class TooLong(Exception):
         self.length = length
 
 
-def read_request(body: bytes, longest: int) -> ChatRequest:
-    """Parses a JSON body as a request, for a context of `longest` tokens.
+def read_request(
+    body: bytes, longest: int, translate: Callable[[dict[str, Any]], dict[str, Any]] | None = None
+) -> ChatRequest:
+    """Parses a JSON body as a request, for a context of `longest` tokens; `translate` makes that of a chat completion of it.
 
     Everything that a template would render counts towards one budget (messages, calls' arguments, tools' schemas) and is
     counted before it is parsed, so that no request keeps the event loop busy for longer than a full context does.
@@ -231,6 +233,8 @@ def read_request(body: bytes, longest: int) -> ChatRequest:
     request = decode_body(body)
     if not isinstance(request, dict):
         raise GatewayError(400, "the request's body must be a JSON object")
+    if translate is not None:
+        request = translate(request)
     messages = request.get("messages")
     if isinstance(messages, list) and len(messages) > longest:
         raise TooLong(f"{len(messages)} messages")

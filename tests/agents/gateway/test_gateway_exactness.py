@@ -14,7 +14,7 @@ from gateway_stage import ECHO, SPEC, request_of, session
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from etude.agents.gateway.server import as_object
+from etude.agents.gateway.chat_api import CHAT
 from etude.agents.gateway.wire import GatewayError
 from etude.agents.validation import check_sampled
 from etude.chat import ChatTemplate, ParsedResponse, ToolParser
@@ -102,7 +102,7 @@ async def play(made, steps, stop):
     async def ask(messages, n=1):
         body = {"messages": messages, "tools": [ECHO], "n": n, "max_tokens": 12, **stop}
         completion = await made.complete(request_of(body))
-        return [choice["message"] for choice in as_object(completion, made._context.tokenizer)["choices"]]
+        return [choice["message"] for choice in CHAT.answer(completion, made._context.tokenizer)["choices"]]
 
     for kind, text, number in steps:
         user = {"role": "user", "content": text}

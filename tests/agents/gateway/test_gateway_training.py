@@ -106,3 +106,126 @@ def test_the_same_seed_gives_the_same_bits(runs):
     one, two = ([record["response_ids"] for record in records(run)] for run in runs)
     assert one == two
     assert same(weights(runs[0], 3), weights(runs[1], 3))
+
+
+CALLER = '''
+"""A model that knows no tools, read as if most of its turns were calls."""
+
+import json
+
+from etude.chat import ParsedResponse, ToolParser
+from etude.schemas import FunctionCall
+
+
+@ToolParser.register("caller")
+class Caller(ToolParser):
+    stop_token_ids = tuple(range(10, 4000, 7))  # a turn is a few tokens
+
+    def parse(self, text, tools=None):
+        call = FunctionCall(name="calculator", arguments=json.dumps({"expression": "2 + 5"}))
+        return ParsedResponse(text, [call] if len(text) % 4 else [])
+'''
+SDK_AGENT = '''
+import agents
+
+agents.set_tracing_disabled(True)
+
+
+@agents.function_tool
+def calculator(expression: str) -> str:
+    """Computes."""
+    a, _, b = expression.split()
+    return str(int(a) + int(b))
+
+
+async def run(client, row):
+    model = agents.OpenAIResponsesModel(model="any", openai_client=client)
+    agent = agents.Agent(name="sums", instructions="Use the calculator.", tools=[calculator], model=model)
+    try:
+        await agents.Runner.run(agent, row["raw_prompt"][-1]["content"], max_turns=4)
+    except agents.MaxTurnsExceeded:
+        pass
+'''
+GRAPH_AGENT = '''
+from langchain_core.tools import tool
+from langchain_openai import ChatOpenAI
+from langgraph.graph import MessagesState, StateGraph
+from langgraph.prebuilt import ToolNode, tools_condition
+
+
+@tool
+def calculator(expression: str) -> str:
+    """Computes."""
+    a, _, b = expression.split()
+    return str(int(a) + int(b))
+
+
+async def run(base_url, api_key, row):
+    model = ChatOpenAI(model="any", base_url=base_url, api_key=api_key, max_retries=0).bind_tools([calculator])
+
+    async def ask(state):
+        return {"messages": [await model.ainvoke(state["messages"])]}
+
+    graph = StateGraph(MessagesState)
+    graph.add_node("model", ask)
+    graph.add_node("tools", ToolNode([calculator]))
+    graph.add_edge("__start__", "model")
+    graph.add_conditional_edges("model", tools_condition)
+    graph.add_edge("tools", "model")
+    await graph.compile().ainvoke({"messages": row["raw_prompt"]})
+'''
+MESSAGES_AGENT = """
+import anthropic
+
+SCHEMA = {"type": "object", "properties": {"expression": {"type": "string"}}}
+TOOL = {"name": "calculator", "description": "Computes.", "input_schema": SCHEMA}
+
+
+async def run(base_url, api_key, row):
+    messages = [message for message in row["raw_prompt"] if message["role"] != "system"]
+    async with anthropic.AsyncAnthropic(base_url=base_url.removesuffix("/v1"), api_key=api_key) as client:
+        for _ in range(2):
+            async with client.messages.stream(model="any", max_tokens=24, messages=messages, tools=[TOOL]) as stream:
+                made = await stream.get_final_message()
+            calls = [block for block in made.content if block.type == "tool_use"]
+            messages.append({"role": "assistant", "content": made.content})
+            if not calls:
+                break
+            results = [{"type": "tool_result", "tool_use_id": call.id, "content": "7"} for call in calls]
+            messages.append({"role": "user", "content": results})
+"""
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory):
+    file = tmp_path_factory.mktemp("caller") / "caller.py"
+    file.write_text(CALLER)
+    return file
+
+
+@pytest.mark.parametrize(
+    ("needed", "code"),
+    [("agents", SDK_AGENT), ("langgraph", GRAPH_AGENT), ("anthropic", MESSAGES_AGENT)],
+    ids=["openai-agents", "langgraph", "anthropic"],
+)
+def test_an_agent_of_a_framework_is_trained_as_it_stands(tiny, tmp_path, caller, needed, code):
+    pytest.importorskip(needed)
+    (tmp_path / "framework_agent.py").write_text(code)
+    train(
+        tiny.config(
+            tmp_path / "run",
+            f"{ROLLOUT}.agent.default_agent_loop=openai_agent",
+            f"{ROLLOUT}.agent.openai_agent.function={tmp_path}/framework_agent.py:run",
+            f"plugins=[{tiny.folder}/agent.py,{caller}]",
+            f"{ROLLOUT}.multi_turn.format=caller",
+            "trainer.total_training_steps=1",
+            "data.max_prompt_length=512",
+            "data.max_response_length=512",
+        )
+    )
+    found = records(tmp_path / "run")
+    assert len(found) == 8
+    assert max(len(trajectory_from_record(each).tool_calls) for each in found) >= 1
+    for sequence in (each for record in found for each in sequences_of(record)):
+        assert {check.verdict.value for check in check_sequence(sequence, tiny.model)} == {"holds"}
+    assert not same(weights(tmp_path / "run", 1), load_file(tiny.model / "model.safetensors"))

@@ -1,0 +1,235 @@
+"""`/v1/responses` of OpenAI: its items as messages, a turn as items.
+
+A reasoning item, an assistant's message and the calls after it are one turn. `previous_response_id` continues a response of
+the same session, unless it was asked for with `store=false`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING
+
+from etude.agents.gateway.chat_api import log_probs
+from etude.agents.gateway.dialect import (
+    Dialect,
+    Json,
+    Replies,
+    each_object,
+    function_tool,
+    image_part,
+    refuse_unknown,
+    split_text,
+    text_of,
+    text_part,
+)
+from etude.agents.gateway.session import Completion
+from etude.agents.gateway.wire import GatewayError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+_SAME = (
+    "model",
+    "temperature",
+    "top_p",
+    "top_k",
+    "top_logprobs",
+    "tool_choice",
+    "parallel_tool_calls",
+    "stream",
+    "store",
+)
+_HINTS = ("user", "metadata", "service_tier", "reasoning", "prompt_cache_key", "prompt_cache_retention")
+_MORE_HINTS = ("safety_identifier", "stream_options", "max_tool_calls")
+_READ = ("input", "instructions", "previous_response_id", "tools", "text", "include", "max_output_tokens")
+_NOTHING = {"truncation": "disabled", "background": False}  # the only values that can be kept to
+_LOG_PROBS = "message.output_text.logprobs"
+INSTRUCTIONS = "of_instructions"
+"""Marks the message of `instructions`, which do not go on to the next response."""
+
+
+def _read(request: Json, replies: Replies) -> Json:
+    refuse_unknown(request, (*_SAME, *_HINTS, *_MORE_HINTS, *_READ, *_NOTHING))
+    for name, value in _NOTHING.items():
+        if request.get(name) not in (None, value):
+            raise GatewayError(400, f"{name}: only {value!r} can be kept to", param=name)
+    include = request.get("include") or []
+    if not isinstance(include, list) or set(map(str, include)) - {_LOG_PROBS, "reasoning.encrypted_content"}:
+        raise GatewayError(400, f"include: only '{_LOG_PROBS}' can be kept to", param="include")
+    chat = {name: request[name] for name in _SAME if name in request}
+    text = request.get("text") or {}
+    chat["response_format"] = text.get("format") if isinstance(text, dict) else text
+    chat["max_tokens"], chat["logprobs"] = request.get("max_output_tokens"), _LOG_PROBS in include
+    if request.get("tools"):
+        chat["tools"] = [_tool(tool, where) for where, tool in each_object(request["tools"], "tools")]
+    messages: list[Json] = []
+    if request.get("instructions"):
+        said = text_of(request["instructions"], "instructions")
+        messages.append({"role": "system", "content": said, INSTRUCTIONS: True})
+    if (previous := request.get("previous_response_id")) is not None:
+        if previous not in replies:
+            reason = f"previous_response_id: this session has (or keeps) no response '{str(previous)[:100]}'"
+            raise GatewayError(404, reason, param="previous_response_id")
+        messages += replies[previous]
+    return {**chat, "messages": messages + _messages(request.get("input"))}
+
+
+def _tool(tool: Json, where: str) -> Json:
+    if tool.get("type") != "function":
+        raise GatewayError(400, f"{where}.type: only 'function' is there to be called", param=where)
+    return function_tool(tool, "parameters")
+
+
+def _messages(given: object) -> list[Json]:
+    if isinstance(given, str):
+        return [{"role": "user", "content": given}]
+    messages: list[Json] = []
+    turn: Json | None = None  # the assistant's, which further items may belong to
+    for where, item in each_object(given, "input"):
+        kind = item.get("type", "message")
+        if kind == "reasoning":
+            turn = {"role": "assistant", "content": "", "reasoning_content": _thoughts(item, where)}
+            messages.append(turn)
+        elif kind == "function_call":
+            if turn is None:
+                turn = {"role": "assistant", "content": ""}
+                messages.append(turn)
+            function = {"name": item.get("name"), "arguments": item.get("arguments")}
+            turn.setdefault("tool_calls", []).append(
+                {"id": item.get("call_id"), "type": "function", "function": function}
+            )
+        elif kind == "function_call_output":
+            answer = {"tool_call_id": item.get("call_id"), "content": _content(item.get("output"), f"{where}.output")}
+            messages.append({"role": "tool", **answer})
+            turn = None
+        elif kind == "message":
+            content = _content(item.get("content"), f"{where}.content")
+            if (
+                item.get("role") == "assistant"
+                and turn is not None
+                and not turn["content"]
+                and "tool_calls" not in turn
+            ):
+                turn["content"] = content  # after its reasoning
+            else:
+                messages.append({"role": item.get("role"), "content": content})
+                turn = messages[-1] if item.get("role") == "assistant" else None
+        else:
+            raise GatewayError(400, f"{where}.type: an item of type '{str(kind)[:100]}' cannot be read", param=where)
+    return messages
+
+
+def _thoughts(item: Json, where: str) -> str:
+    parts = each_object(item.get("content") or item.get("summary") or [], f"{where}.content")
+    return "".join(text_of(part.get("text"), f"{place}.text") for place, part in parts)
+
+
+def _content(content: object, where: str) -> str | list[Json]:
+    if isinstance(content, str):
+        return content
+    return [_part(part, place) for place, part in each_object(content, where)]
+
+
+def _part(part: Json, where: str) -> Json:
+    kind = part.get("type")
+    if kind in ("input_text", "output_text", "text", "refusal"):
+        return text_part(text_of(part.get("refusal" if kind == "refusal" else "text"), f"{where}.text"))
+    if kind == "input_image":
+        return image_part(text_of(part.get("image_url"), f"{where}.image_url"))
+    raise GatewayError(400, f"{where}.type: a part of type '{str(kind)[:100]}' cannot be read", param=where)
+
+
+def response_id(completion: Completion) -> str:
+    """The id by which the answer can be continued."""
+    return f"resp_{completion.name}"
+
+
+def conversation(completion: Completion) -> list[Json]:
+    """The messages up to the answer, which `previous_response_id` stands for."""
+    asked = [message for message in completion.request.messages if INSTRUCTIONS not in message]
+    return [*asked, completion.turns[0].message]
+
+
+def _items(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[Json]:
+    turn, name = completion.turns[0], completion.name
+    message, items = turn.message, []
+    if thoughts := message.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thoughts}]
+        items.append({"id": f"rs_{name}", "type": "reasoning", "summary": [], "content": content})
+    if message["content"] or "tool_calls" not in message:
+        listed = log_probs(turn, tokenizer) if completion.request.logprobs else []
+        part = {"type": "output_text", "text": message["content"], "annotations": [], "logprobs": listed}
+        items.append({"id": f"msg_{name}", "type": "message", "role": "assistant", "content": [part]})
+    for place, call in enumerate(message.get("tool_calls", ())):
+        items.append({"id": f"fc_{name}_{place}", "type": "function_call", "call_id": call["id"], **call["function"]})
+    return [{**item, "status": "completed"} for item in items]
+
+
+def _response(completion: Completion, status: str, output: list[Json]) -> Json:
+    request = completion.request
+    tools = [{"type": "function", "strict": False, **tool["function"]} for tool in request.tools or ()]
+    return {
+        "id": response_id(completion),
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": status,
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+        "instructions": None,
+        "metadata": {},
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": request.parallel_tool_calls is not False,
+        "temperature": request.temperature,
+        "tool_choice": request.tool_choice or "auto",
+        "tools": tools,
+        "top_p": request.top_p,
+    }
+
+
+def _answer(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Json:
+    prompt, sampled = len(completion.prompt_ids), len(completion.turns[0].read.output.token_ids)
+    usage = {
+        "input_tokens": prompt,
+        "input_tokens_details": {"cached_tokens": 0},
+        "output_tokens": sampled,
+        "output_tokens_details": {"reasoning_tokens": 0},
+        "total_tokens": prompt + sampled,
+    }
+    status = "incomplete" if completion.turns[0].read.finish_reason == "length" else "completed"
+    return _response(completion, status, _items(completion, tokenizer)) | {"usage": usage}
+
+
+def _events(completion: Completion, tokenizer: PreTrainedTokenizerBase) -> Iterator[tuple[str, Json]]:
+    whole = _answer(completion, tokenizer)
+    opening = {"response": _response(completion, "in_progress", [])}
+    events: list[tuple[str, Json]] = [("created", opening), ("in_progress", opening)]
+    for index, item in enumerate(whole["output"]):
+        events += _events_of(item, {"output_index": index, "item_id": item["id"]})
+    events.append((whole["status"], {"response": whole}))
+    for number, (name, data) in enumerate(events):
+        kind = f"response.{name}"
+        yield kind, {"type": kind, "sequence_number": number, **data}
+
+
+def _events_of(item: Json, where: Json) -> Iterator[tuple[str, Json]]:
+    index = where["output_index"]
+    empty: Json = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    yield "output_item.added", {"output_index": index, "item": {**item, "status": "in_progress", **empty}}
+    if item["type"] == "function_call":
+        for piece in split_text(item["arguments"]):
+            yield "function_call_arguments.delta", {**where, "delta": piece}
+        yield "function_call_arguments.done", {**where, "name": item["name"], "arguments": item["arguments"]}
+    for place, part in enumerate(item.get("content", ())):
+        at, kind = {**where, "content_index": place}, part["type"]
+        yield "content_part.added", {**at, "part": {**part, "text": ""}}
+        listed: Json = {} if kind == "reasoning_text" else {"logprobs": []}
+        for piece in split_text(part["text"]):
+            yield f"{kind}.delta", {**at, "delta": piece, **listed}
+        yield f"{kind}.done", {**at, "text": part["text"], **listed}
+        yield "content_part.done", {**at, "part": part}
+    yield "output_item.done", {"output_index": index, "item": item}
+
+
+RESPONSES = Dialect("responses", _read, _answer, _events, GatewayError.body)

@@ -1,0 +1,112 @@
+"""`restart_on_loss`: a run on Ray goes on after it has lost a process, a node, or an answer past its deadline.
+
+All groups are closed and opened again, and the run resumes from its own newest checkpoint as a new process would, with the
+prompts that the checkpoint names as untrained (see `feed`): its accounts are those of a run that was killed and resumed.
+
+Invariant: at most `trainer.max_restarts` in a row without a new checkpoint, each after a longer pause; what fails in the
+first start, and what is no loss, ends the run.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import Protocol, TypeVar
+
+from etude.distributed.plane import LostSamplesError
+from etude.errors import EtudeError, InfrastructureError, WorkerLost, one_line
+from etude.options import RunOptions
+from etude.trainer.checkpoints import Checkpoints
+from etude.trainer.groups import Groups
+from etude.trainer.resume import run_lock
+
+logger = logging.getLogger(__name__)
+
+LOSSES = (WorkerLost, LostSamplesError)
+_MAX_PAUSE_SECONDS = 60.0
+_LOG_CHARACTERS = 1500  # of a loss, which has the last log lines of its process
+
+
+class Trainer(Protocol):
+    """What is opened, run and closed."""
+
+    run_dir: Path
+    checkpoints: Checkpoints
+    groups: Groups
+
+    @property
+    def options(self) -> RunOptions:
+        """Of the run."""
+
+
+Opened = TypeVar("Opened", bound=Trainer)
+Result = TypeVar("Result")
+
+
+def restart_on_loss(open_trainer: Callable[[bool, Path | None], Opened], run: Callable[[Opened], Result]) -> Result:
+    """`run` of a trainer, and of a new one after each loss. `open_trainer` is told whether it is a restart, and the
+    checkpoint to resume from; None: the one that the configuration names.
+
+    Raises:
+        WorkerLost, LostSamplesError: the last loss, where there were too many.
+        Exception: whatever else ends a run.
+    """
+    trainer = open_trainer(False, None)
+    restarts = Restarts(trainer.options.max_restarts)
+    with ExitStack() as lock:
+        with trainer.groups.closed_on_error():
+            lock.enter_context(run_lock(trainer.run_dir))
+        while True:
+            try:
+                with closing(trainer.groups):
+                    return run(trainer)
+            except LOSSES as error:
+                restarts.note(error, trainer.checkpoints.newest)
+            del trainer  # its rows and groups
+            while True:
+                try:
+                    trainer = open_trainer(True, restarts.newest)
+                    break
+                except InfrastructureError as error:
+                    restarts.note(error)
+                except EtudeError as error:
+                    raise restarts.end(error) from error
+
+
+class Restarts:
+    """Counts restarts, at most `most` of them in a row without a new checkpoint. `newest`: the run's own last checkpoint."""
+
+    def __init__(self, most: int) -> None:
+        self._most, self._done = most, 0
+        self.newest: Path | None = None
+        self._last: Exception | None = None
+
+    def end(self, error: Exception) -> WorkerLost:
+        """The last loss, after which the workers could not start again because of `error`."""
+        return WorkerLost(f"{self._last}; the workers cannot start again: {error}; the same command resumes the run")
+
+    def note(self, error: Exception, newest: Path | None = None) -> None:
+        """Logs a loss, and waits a while, longer each time in a row.
+
+        Raises:
+            Exception: `error`, after too many.
+        """
+        if newest is not None and newest != self.newest:
+            self.newest, self._done = newest, 0
+        self._last = error
+        if self._done >= self._most:
+            raise error
+        pause = min(_MAX_PAUSE_SECONDS, 2.0**self._done)
+        self._done += 1
+        logger.warning(
+            "%s; the workers start again in %g s from %s (trainer.max_restarts: %d of %d)",
+            one_line(error, _LOG_CHARACTERS),
+            pause,
+            self.newest or "where the run began",
+            self._done,
+            self._most,
+        )
+        time.sleep(pause)

@@ -1,0 +1,416 @@
+"""`RolloutIndex`: the trajectories of a run folder, a folder of dumps or one dump, without their texts.
+
+Invariant: memory holds one `Row` per trajectory and no text; a trajectory is read from its file by offset when asked for.
+A line that is no trajectory is named in `bad` and never ends the reading. `refresh` reads only what was written since:
+dumps that appeared, lines that were appended, files that were replaced. Reads Étude's dumps and verl's. Searches and reads
+are bounded in time and bytes. `refresh` takes a lock; all else may run beside it.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import yaml
+
+from etude.dumps import list_dump_steps
+from etude.errors import ConfigError, DataError, one_line
+from etude.run_folder import CONFIG_FILE, METRICS_FILE
+from etude.viewer.rows import FLAGS, Row, parse_light, parse_line, parse_row, texts_of
+
+MAX_LINE_BYTES = 64 * 2**20
+MAX_PATTERN = 500  # characters
+MAX_BAD = 1000  # named per file; the rest are counted
+_MAX_CONFIG_BYTES = 2**20
+_PATTERN_SECONDS = 0.5  # per text: a pattern that needs more is refused
+_TAIL = 64  # bytes before the end of what was read: tell an appended file from a rewritten one
+_SPLITS = {"rollouts": "train", "validation": "validation"}
+_NOT_DUMPS = (METRICS_FILE, "traces.jsonl")
+
+_PLAIN_RUN = re.compile(r"[A-Za-z0-9 ]+")
+
+
+__all__ = ["FLAGS", "SORTS", "BadLine", "Filter", "RolloutIndex", "Row", "Selection", "count_values", "group_rows"]
+
+SORTS: dict[str, Callable[[Row], Any]] = {
+    "step": lambda row: row.step,
+    "score": lambda row: row.score,
+    "turns": lambda row: row.turns,
+    "calls": lambda row: row.calls,
+    "tokens": lambda row: row.response_tokens,
+    "seconds": lambda row: row.seconds,
+    "stop_reason": lambda row: row.stop_reason or None,
+    "data_source": lambda row: row.data_source or None,
+}
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is no trajectory, or a file that cannot be read (line 0)."""
+
+    place: str
+    reason: str
+
+
+@dataclass(frozen=True)
+class Filter:
+    """What rows must satisfy; None and "" do not restrict. Ranges include their ends; a row without score fails them.
+
+    `text` is searched for in prompts and responses, ignoring case; with `regex` it is a pattern, as written.
+    """
+
+    min_score: float | None = None
+    max_score: float | None = None
+    min_step: int | None = None
+    max_step: int | None = None
+    split: str | None = None
+    stop_reason: str | None = None
+    tool: str | None = None
+    data_source: str | None = None
+    flag: str | None = None
+    text: str = ""
+    regex: bool = False
+
+    def accepts(self, row: Row) -> bool:
+        """Whether `row` satisfies everything but `text`."""
+        return (
+            _within(row.score, self.min_score, self.max_score)
+            and _within(row.step, self.min_step, self.max_step)
+            and self.split in (None, row.split)
+            and self.stop_reason in (None, row.stop_reason)
+            and (self.tool is None or self.tool in row.tools)
+            and self.data_source in (None, row.data_source)
+            and (self.flag is None or self.flag in row.flags)
+        )
+
+
+@dataclass(frozen=True)
+class Selection:
+    """Rows in the order asked for; of `total` candidates `searched` were searched for the text before time was up."""
+
+    rows: list[Row]
+    searched: int
+    total: int
+
+    @property
+    def complete(self) -> bool:
+        """Whether every candidate was searched."""
+        return self.searched == self.total
+
+
+@dataclass
+class _File:
+    """What is known of one dump. `end` is the offset of the first byte not yet read."""
+
+    name: str
+    split: str
+    path: Path
+    rows: list[Row] = field(default_factory=list)
+    bad: list[BadLine] = field(default_factory=list)
+    bad_lines: int = 0
+    end: int = 0
+    lines: int = 0
+    tail: bytes = b""
+    cut: bool = False  # the last line has no end yet
+    seen: tuple[int, int, int] | None = None  # inode, size, mtime; None until read to the end
+
+    def add_bad(self, line: int, reason: str) -> None:
+        self.bad_lines += 1
+        if len(self.bad) < MAX_BAD:
+            self.bad.append(BadLine(f"{self.name}:{line}", reason))
+
+
+class RolloutIndex:
+    """The rows of `path`, ascending by step; empty until the first `refresh`.
+
+    Raises:
+        DataError: there is no such file or folder.
+    """
+
+    def __init__(self, path: Path | str) -> None:
+        path = Path(path).expanduser()
+        if not path.exists():
+            raise DataError(f"{path}: no such file or folder; name a run's folder, a folder of rollout dumps or a dump")
+        self.path = path
+        self.root = path if path.is_dir() else path.parent
+        self.rows: list[Row] = []
+        self.version = 0  # changes with the rows
+        self.complete = False  # whether the last refresh read all there was
+        self._files: dict[str, _File] = {}
+        self._lock = threading.Lock()
+
+    # -- reading -------------------------------------------------------------------------------------------------
+
+    def refresh(self, seconds: float | None = None) -> bool:
+        """Reads what was written since the last call, for at most about `seconds`; True if rows changed.
+
+        If time was up first, `complete` is False and the next call goes on.
+        """
+        with self._lock:
+            deadline = math.inf if seconds is None else time.monotonic() + seconds
+            found = {name: (split, path) for split, name, path in _list_dumps(self.path)}
+            changed = read = False
+            for name in [name for name in self._files if name not in found]:
+                changed |= bool(self._files.pop(name).rows)
+            self.complete = True
+            for name, (split, path) in found.items():
+                if read and time.monotonic() > deadline:
+                    self.complete = False
+                    break
+                file = self._files.setdefault(name, _File(name, split, path))
+                end = file.end
+                changed |= self._read_file(file, deadline)
+                read |= self._files[name].end != end  # each call reads something
+            if changed:
+                rows = [row for file in self._files.values() for row in file.rows]
+                self.rows = sorted(rows, key=lambda row: (row.step, row.split))
+                self.version += 1
+            return changed
+
+    @property
+    def bad(self) -> list[BadLine]:
+        """Lines that are no trajectories: of each file the first `MAX_BAD`."""
+        return [line for file in list(self._files.values()) for line in file.bad]
+
+    @property
+    def bad_lines(self) -> int:
+        """Their number."""
+        return sum(file.bad_lines for file in list(self._files.values()))
+
+    def _read_file(self, file: _File, deadline: float) -> bool:
+        before = len(file.rows), file.bad_lines
+        replaced = False
+        try:
+            with _open_regular(file.path) as stream:
+                status = os.fstat(stream.fileno())
+                now = (status.st_ino, status.st_size, status.st_mtime_ns)
+                if file.seen == now:
+                    return False
+                if not _continues(file, stream, now):
+                    replaced = bool(file.rows)
+                    self._files[file.name] = file = _File(file.name, file.split, file.path)
+                elif file.cut:
+                    file.cut, file.bad_lines = False, file.bad_lines - 1
+                    file.bad = [line for line in file.bad if line.place != f"{file.name}:{file.lines + 1}"]
+                stream.seek(file.end)
+                if _read_lines(file, stream, deadline):
+                    file.seen = now
+                else:
+                    self.complete = False
+        except OSError as error:
+            if not file.bad:
+                file.bad_lines, file.bad = 1, [BadLine(f"{file.name}:0", f"cannot be read: {one_line(error)}")]
+        return replaced or before != (len(file.rows), file.bad_lines)
+
+    def read(self, row: Row) -> dict[str, Any]:
+        """The whole record of `row`.
+
+        Raises:
+            DataError: its file was replaced or cannot be read; names it.
+        """
+        return parse_line(self._read_bytes(row), row.place)
+
+    def texts(self, row: Row) -> tuple[str, str]:
+        """Its decoded prompt and response, without parsing token ids; errors as `read`."""
+        record, _ = parse_light(self._read_bytes(row), row.place)
+        return str(record.get("input") or ""), str(record.get("output") or "")
+
+    def _read_bytes(self, row: Row) -> bytes:
+        try:
+            with _open_regular(self.root / row.name) as stream:
+                stream.seek(row.offset)
+                return stream.read(row.length)
+        except OSError as error:
+            raise DataError(f"{row.place}: cannot be read: {one_line(error)}") from error
+
+    # -- choosing ------------------------------------------------------------------------------------------------
+
+    def find(self, place: str) -> Row | None:
+        """The row at `place`, such as `rollouts/12.jsonl:3`."""
+        name, _, line = place.rpartition(":")
+        file = self._files.get(name)
+        return next((row for row in file.rows if str(row.line) == line), None) if file else None
+
+    def siblings(self, row: Row) -> list[Row]:
+        """The rollouts of the same prompt in the same step, `row` included."""
+        return [each for each in self.rows if each.group == row.group]
+
+    def select(
+        self,
+        wanted: Filter = Filter(),
+        sort: str = "step",
+        descending: bool = False,
+        *,
+        seconds: float = 10.0,
+        stop: Callable[[], bool] = lambda: False,
+    ) -> Selection:
+        """The rows that `wanted` accepts, by one of `SORTS`; rows without the value come last either way.
+
+        A search for text ends after `seconds`, or once `stop()` says so; `Selection.complete` tells.
+
+        Raises:
+            ConfigError: the sort is unknown, or the pattern malformed, too long or too slow.
+        """
+        if sort not in SORTS:
+            raise ConfigError(f"no sort '{sort}'; known: {', '.join(SORTS)}")
+        rows = [row for row in self.rows if wanted.accepts(row)]
+        searched, total = len(rows), len(rows)
+        if wanted.text:
+            rows, searched = self._search(rows, wanted, time.monotonic() + seconds, stop)
+        value = SORTS[sort]
+        known = sorted((row for row in rows if value(row) is not None), key=value, reverse=descending)
+        return Selection(known + [row for row in rows if value(row) is None], searched, total)
+
+    def _search(
+        self, rows: Sequence[Row], wanted: Filter, deadline: float, stop: Callable[[], bool]
+    ) -> tuple[list[Row], int]:
+        matches = _matcher(wanted.text, wanted.regex)
+        found: list[Row] = []
+        hint = b"" if wanted.regex else max(_PLAIN_RUN.findall(wanted.text), key=len, default="").lower().encode()
+        for searched, row in enumerate(rows):
+            if time.monotonic() > deadline or stop():
+                return found, searched
+            try:
+                line = self._read_bytes(row)
+                if hint in line.lower() and any(map(matches, texts_of(parse_light(line, row.place)[0]))):
+                    found.append(row)
+            except DataError:  # replaced since; the next refresh finds it
+                continue
+        return found, len(rows)
+
+
+def group_rows(rows: Iterable[Row]) -> dict[tuple[str, int, str], list[Row]]:
+    """The rows by prompt and step, in order of first appearance."""
+    groups: dict[tuple[str, int, str], list[Row]] = {}
+    for row in rows:
+        groups.setdefault(row.group, []).append(row)
+    return groups
+
+
+def count_values(rows: Iterable[Row]) -> dict[str, Counter[str]]:
+    """How often each stop reason, data source, tool, flag and split occurs: what filters can offer."""
+    counts: dict[str, Counter[str]] = {
+        name: Counter() for name in ("stop_reason", "data_source", "tool", "flag", "split")
+    }
+    for row in rows:
+        counts["stop_reason"][row.stop_reason] += 1
+        counts["data_source"][row.data_source] += 1
+        counts["split"][row.split] += 1
+        counts["tool"].update(row.tools)
+        counts["flag"].update(row.flags)
+    return counts
+
+
+def _list_dumps(path: Path) -> Iterator[tuple[str, str, Path]]:
+    """(split, name, file) of the dumps of `path`, ascending by step in each folder."""
+    if not path.is_dir():
+        yield "", path.name, path
+        return
+    numbered = list_dump_steps(path)
+    for step in numbered:
+        yield _SPLITS.get(path.name, ""), f"{step}.jsonl", path / f"{step}.jsonl"
+    folders = {folder: split for folder, split in _run_folders(path).items() if folder.is_dir()}
+    for folder, split in folders.items():
+        name = folder.relative_to(path) if folder.is_relative_to(path) else folder
+        for step in list_dump_steps(folder):
+            yield split, f"{name}/{step}.jsonl", folder / f"{step}.jsonl"
+    if not numbered and not folders and not (path / CONFIG_FILE).exists():
+        for file in sorted(path.glob("*.jsonl")):
+            if file.name not in _NOT_DUMPS:
+                yield "", file.name, file
+
+
+def _run_folders(path: Path) -> dict[Path, str]:
+    """The folders of a run's dumps: those in it, else where its configuration says they are."""
+    folders, config = {path / name: split for name, split in _SPLITS.items()}, path / CONFIG_FILE
+    try:
+        if not config.is_file() or config.stat().st_size > _MAX_CONFIG_BYTES:
+            raise OSError(f"{config} is no configuration")
+        trainer = (yaml.safe_load(config.read_text(encoding="utf-8")) or {}).get("trainer") or {}
+    except (OSError, ValueError, AttributeError, RecursionError, yaml.YAMLError):
+        trainer = {}
+    for (default, split), key in zip(list(folders.items()), ("rollout_data_dir", "validation_data_dir")):
+        if not default.is_dir() and isinstance(trainer, dict) and isinstance(named := trainer.get(key), str):
+            folders[Path(named)] = split
+    folders |= {each: str(each.relative_to(path)) for each in sorted(path.glob("evaluation/*"))}
+    return folders | {path / "evaluation": "evaluation"}
+
+
+def _open_regular(path: Path) -> BinaryIO:
+    """Opens a regular file without waiting: a pipe of that name would block."""
+    if not path.is_file():
+        raise OSError(f"{path} is no regular file")
+    return path.open("rb")
+
+
+def _continues(file: _File, stream: BinaryIO, now: tuple[int, int, int]) -> bool:
+    """Whether what was read of `file` still stands before `end`: lines can only have been added."""
+    if file.seen is not None and (file.seen[0] != now[0] or now[1] <= file.seen[1]):
+        return False
+    stream.seek(file.end - len(file.tail))
+    return now[1] >= file.end and stream.read(len(file.tail)) == file.tail
+
+
+def _read_lines(file: _File, stream: BinaryIO, deadline: float) -> bool:
+    """Adds the rows of the lines from `end` on; False if time was up first."""
+    while line := stream.readline(MAX_LINE_BYTES + 1):
+        offset, ended, fault = file.end, line.endswith(b"\n"), ""
+        if not ended and len(line) > MAX_LINE_BYTES:
+            fault = f"longer than {MAX_LINE_BYTES // 2**20} MiB"
+            while line and not line.endswith(b"\n"):
+                line = stream.readline(2**20)
+        elif line.strip():
+            where: dict[str, Any] = {"name": file.name, "number": file.lines + 1, "offset": offset, "split": file.split}
+            try:
+                file.rows.append(parse_row(line, **where))
+            except DataError as error:
+                fault = one_line(error, 200) if ended else "cut off, or still being written"
+                file.cut = not ended
+        if fault:
+            file.add_bad(file.lines + 1, fault)
+        if file.cut:  # read again once it has grown
+            return True
+        file.lines += 1
+        file.end = stream.tell()
+        file.tail = line[-_TAIL:]
+        if time.monotonic() > deadline:
+            return False
+    return True
+
+
+def _matcher(text: str, is_regex: bool) -> Callable[[str], bool]:
+    if len(text) > MAX_PATTERN:
+        raise ConfigError(f"search text is {len(text)} characters long; at most {MAX_PATTERN}")
+    if not is_regex:
+        folded = text.casefold()
+        return lambda other: folded in other.casefold()
+    import regex  # a requirement of transformers; unlike `re`, it can be timed out
+
+    try:
+        pattern = regex.compile(text)
+    except (regex.error, RecursionError, OverflowError) as error:
+        raise ConfigError(f"search pattern {text!r}: {one_line(error)}") from error
+
+    def matches(other: str) -> bool:
+        try:
+            return pattern.search(other, timeout=_PATTERN_SECONDS) is not None
+        except TimeoutError as error:
+            raise ConfigError(
+                f"search pattern {text!r} is too slow; make it simpler, or search for plain text"
+            ) from error
+
+    return matches
+
+
+def _within(value: float | None, low: float | None, high: float | None) -> bool:
+    if low is None and high is None:
+        return True
+    return value is not None and (low is None or value >= low) and (high is None or value <= high)

@@ -1,0 +1,202 @@
+"""`Row`: what the index holds of a trajectory, parsed from its line in a dump.
+
+Invariant: whatever a line holds, it gives a row of bounded size or a `DataError`. Étude's dumps and verl's (`input, output,
+gts, score, step`) are read; what a dump does not tell is 0 or empty.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import re
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from etude.errors import DataError, one_line
+from etude.trajectory import StopReason
+
+_MAX_NAME = 120  # characters of a tool, source or id
+_MAX_NAMES = 32
+_TRUNCATED = (StopReason.RESPONSE_LENGTH.value, StopReason.TOOL_RESPONSE_OVERFLOW.value)
+_ARRAY = re.compile(
+    rb'"(response_ids|response_mask|response_log_probs|prompt_ids|token_ids|log_probs|weight_versions)":\s?\[([^\[\]{}"]*)\]'
+)
+"""A key in unescaped quotes is never inside a JSON string, so these arrays, nine tenths of a dump, need not be parsed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """Where a trajectory is, and what lists and filters need of it. Unknown numbers are 0, unknown names empty.
+
+    `name` is its file, relative to the index's root; `line` counts from 1. `uid` is shared by the rollouts of one prompt in
+    one step, and `prompt`, a digest of the input, by those of all steps and runs. Tokens are summed over a rollout's
+    sequences. `rewards` are by source, unweighted: "score" is the manager's, the others are tools'. `flags` are of `FLAGS`.
+    """
+
+    name: str
+    line: int
+    offset: int
+    length: int  # bytes
+    split: str  # "train", "validation", "evaluation/…", or "" for dumps outside a run's folder
+    step: int
+    uid: str
+    prompt: str
+    request_id: str
+    score: float | None
+    rewards: Mapping[str, float]
+    stop_reason: str
+    data_source: str
+    tools: tuple[str, ...]
+    calls: int
+    call_errors: int
+    turns: int
+    prompt_tokens: int
+    response_tokens: int
+    sampled_tokens: int
+    sequences: int
+    seconds: float
+    flags: tuple[str, ...]
+
+    @property
+    def place(self) -> str:
+        """`rollouts/12.jsonl:3`: names the row in messages and addresses."""
+        return f"{self.name}:{self.line}"
+
+    @property
+    def group(self) -> tuple[str, int, str]:
+        """Equal for the rollouts of one prompt in one step."""
+        return self.split, self.step, self.uid
+
+
+FLAGS = {
+    "truncated": "cut for length",
+    "tool_error": "a tool call failed",
+    "malformed": "a tool call could not be parsed",
+    "no_answer": "the scorer found no answer",
+    "retried": "retried after an infrastructure failure",
+}
+
+
+def parse_line(line: bytes, place: str = "") -> dict[str, Any]:
+    """The record of a line; raises DataError if it is no JSON object, naming `place`."""
+    where = f"{place}: " if place else ""
+    try:
+        record = json.loads(line)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{where}not JSON ({one_line(error, 120)}); was it cut, edited or replaced?") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{where}expected a JSON object, found {type(record).__name__}")
+    return record
+
+
+def parse_light(line: bytes, place: str = "") -> tuple[dict[str, Any], dict[str, list[tuple[int, int]]]]:
+    """The record without its arrays of tokens, and of each of these (length, ones) by key."""
+    arrays: dict[str, list[tuple[int, int]]] = {}
+
+    def count(found: re.Match[bytes]) -> bytes:
+        key, body = found[1].decode(), found[2]
+        if key in ("response_mask", "prompt_ids"):
+            arrays.setdefault(key, []).append((body.count(b",") + 1 if body.strip() else 0, body.count(b"1")))
+        return b'"":0'
+
+    return parse_line(_ARRAY.sub(count, line), place), arrays
+
+
+def parse_row(line: bytes, *, name: str, number: int, offset: int, split: str) -> Row:
+    """The row of line `number` of the dump `name`, which begins at `offset`.
+
+    Raises:
+        DataError: the line is no rollout; says why.
+    """
+    record, arrays = parse_light(line)
+    if "input" not in record and "output" not in record and "segments" not in record:
+        raise DataError(f"no rollout: neither 'input' nor 'output' (keys: {', '.join(list(record)[:6])[:_MAX_NAME]})")
+    prompt = hashlib.blake2b(str(record.get("input")).encode("utf-8", "replace"), digest_size=8).hexdigest()
+    masks, prompts = arrays.get("response_mask", []), arrays.get("prompt_ids", [])
+    calls = [call for call in _list(record.get("tool_calls")) if isinstance(call, dict)]
+    errors = {str(call["error"]) for call in calls if call.get("error")}
+    rewards = _dict(record.get("rewards"))
+    stem = Path(name).stem
+    return Row(
+        name=name,
+        line=number,
+        offset=offset,
+        length=len(line),
+        split=split,
+        step=_whole(record.get("step"), int(stem) if stem.isdecimal() and len(stem) < 16 else 0),
+        uid=_name(record.get("uid")) or prompt,
+        prompt=prompt,
+        request_id=_name(record.get("request_id")),
+        score=_finite(record.get("score")),
+        rewards=_rewards_by_source(rewards),
+        stop_reason=_name(stop_reason := record.get("stop_reason")),
+        data_source=_name(record.get("data_source")),
+        tools=tuple(sorted({_name(call.get("name")) for call in calls}))[:_MAX_NAMES],
+        calls=len(calls),
+        call_errors=sum(bool(call.get("error")) for call in calls),
+        turns=_whole(record.get("num_turns"), 0),
+        prompt_tokens=prompts[-1][0] if prompts else 0,
+        response_tokens=sum(length for length, _ in masks),
+        sampled_tokens=sum(ones for _, ones in masks),
+        sequences=1 + len(_list(record.get("earlier"))),
+        seconds=sum(max(_finite(value) or 0.0, 0.0) for value in _dict(record.get("timings")).values()),
+        flags=_flags(stop_reason, errors, _dict(rewards.get("score_info")), record.get("attempt")),
+    )
+
+
+def _flags(stop_reason: object, errors: set[str], score_info: Mapping[str, Any], attempt: object) -> tuple[str, ...]:
+    signs = {
+        "truncated": stop_reason in _TRUNCATED,
+        "tool_error": bool(errors),
+        "malformed": "malformed" in errors or stop_reason == StopReason.MALFORMED_CALL.value,
+        "no_answer": "pred" in score_info and score_info["pred"] is None,
+        "retried": _whole(attempt, 0) > 0,
+    }
+    return tuple(name for name, is_set in signs.items() if is_set)
+
+
+def _rewards_by_source(rewards: Mapping[str, Any]) -> dict[str, float]:
+    sums: dict[str, float] = {}
+    steps = [entry[1:3] for entry in _list(rewards.get("steps")) if isinstance(entry, list) and len(entry) == 3]
+    for source, value in [*steps, *_dict(rewards.get("final")).items(), ("score", rewards.get("score"))]:
+        name, number = _name(source), _finite(value)
+        if number is not None and (name in sums or len(sums) < _MAX_NAMES):
+            sums[name] = sums.get(name, 0.0) + number
+    return sums
+
+
+def texts_of(record: Mapping[str, Any]) -> Iterator[str]:
+    """The prompts and responses of all its sequences."""
+    for each in [record, *_list(record.get("earlier"))]:
+        if isinstance(each, dict):
+            yield from (text for key in ("input", "output") if isinstance(text := each.get(key), str))
+
+
+def _dict(value: object) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
+def _list(value: object) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
+def _finite(value: object) -> float | None:
+    if (
+        not isinstance(value, int | float)
+        or (isinstance(value, int) and abs(value) > 2**53)
+        or not math.isfinite(value)
+    ):
+        return None
+    return float(value)
+
+
+def _whole(value: object, default: int) -> int:
+    return default if (number := _finite(value)) is None else int(number)
+
+
+def _name(value: object) -> str:
+    return "" if value is None else sys.intern(str(value)[:_MAX_NAME])
