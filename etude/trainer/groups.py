@@ -150,7 +150,7 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
-            beside, rank = _beside_driver(rollout, options, stack)
+            beside, rank = _beside_driver(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = RankStore()
