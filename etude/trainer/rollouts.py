@@ -43,7 +43,7 @@ class Rollouts:
     def __init__(self, setup: RunSetup, policy: WorkerGroup, reward: WorkerGroup | None) -> None:
         """`reward`: None where `policy` scores each trajectory as it ends, or where nothing is scored."""
         self._setup, self._policy, self._reward = setup, policy, reward
-        self.run: Callable[..., Any] = setup.groups.batches.run
+        self.run = setup.groups.run
 
     def training_prompts(self, rows: Sequence[dict[str, Any]], step: int, attempt: int, *, first: int = 0) -> DataProto:
         """Each row `rollout.n` times; `attempt` counts the batches of one step, `first` the rollouts before these."""

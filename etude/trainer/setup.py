@@ -197,6 +197,7 @@ def check(config: DictConfig) -> tuple[TrainOptions, RoleOptions, TokenizerBundl
         actor_first_step=run.critic_warmup if "values" in options.needs else 0,
         value_head="values" in options.needs and options.critic.share_trunk,
         needs_ref="ref_log_prob" in options.needs,
+        standalone=options.has_rollout_group,
         streams=run.max_staleness > 0,
         adapter_versions=run.max_staleness + 1,
         stall_timeout=run.stall_timeout,

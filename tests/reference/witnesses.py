@@ -72,6 +72,9 @@ WITNESSES = {
         "data.filter_overlong_prompts": "test_a_prompt_that_is_too_long_names_its_row",
     },
     "trainer/test_trainer_ray.py": {
+        "actor_rollout_ref.hybrid_engine": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.nnodes": "test_two_nodes_learn_what_one_process_learns",
+        f"{ROLLOUT}.n_gpus_per_node": "test_two_nodes_learn_what_one_process_learns",
         "trainer.backend": "test_two_nodes_learn_what_one_process_learns",
         "trainer.nnodes": "test_two_nodes_learn_what_one_process_learns",
         "trainer.n_gpus_per_node": "test_more_processes_than_there_are_cpus_are_refused",

@@ -228,7 +228,7 @@ def test_a_critic_on_the_policys_trunk_learns_where_batches_are_in_another_proce
 
     def run(self, function, *args):
         sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
-        return self.groups.batches.run(function, *sent)
+        return self.groups.run(function, *sent)
 
     monkeypatch.setattr(PPOTrainer, "_run", run)
     train(tiny.config(tmp_path / "there", *keys))
