@@ -6,6 +6,7 @@ report is written.
 
 from __future__ import annotations
 
+import logging
 from collections import defaultdict
 from collections.abc import Sequence
 from contextlib import closing
@@ -22,11 +23,14 @@ from etude.options import RewardOptions
 from etude.protocol import DataProto
 from etude.trainer.metrics import is_success, prompt_mean
 from etude.trainer.ppo import PPOTrainer
+from etude.trainer.resources import find_shortages
 from etude.trainer.restarts import restart_on_loss
 from etude.trainer.rollouts import Rollouts, dump, first_cause, rollouts_of, survivors
 from etude.trainer.setup import prepare
 from etude.trainer.sft import SFTTrainer
 from etude.trajectory import Trajectory
+
+logger = logging.getLogger(__name__)
 
 Pair = tuple[str, Trajectory | None]  # (uid of the prompt, value of one sample)
 
@@ -43,7 +47,10 @@ def train(config: DictConfig, emit: EventSink = ignore_event) -> dict[str, float
         with setup.groups.closed_on_error():
             check_trainable(setup.roles.rollout.name)
             check_returns_kept_ids(setup.roles.rollout)
-            return PPOTrainer(setup, resume_from)
+            trainer = PPOTrainer(setup, resume_from)
+            for found in find_shortages(setup):  # a service may yet come up, and an estimate be wrong: none is refused
+                logger.warning("%s: %s; %s", found.subject, found.message, found.fix)
+            return trainer
 
     def run(trainer: PPOTrainer) -> dict[str, float]:
         trainer.init_workers()
