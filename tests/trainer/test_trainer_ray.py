@@ -152,6 +152,19 @@ def test_after_a_loss_nodes_may_take_a_while_to_come_back(tiny, tmp_path, cluste
         assert now == [waited]
 
 
+def test_rollouts_may_have_fewer_nodes_than_asked_for(tiny, tmp_path, cluster, monkeypatch, caplog):
+    """Those that are left, where they are a group of their own."""
+
+    def placed(*given):
+        raise InterruptedError
+
+    monkeypatch.setattr(groups, "check_nodes", placed)
+    own = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=3", f"{ROLLOUT}.min_nnodes=1")
+    with pytest.raises(InterruptedError):
+        prepare(tiny.config(tmp_path, *cluster, *own))
+    assert f"{ROLLOUT}.min_nnodes lets the run go on with 2" in caplog.text
+
+
 def test_a_call_has_the_configured_time(tiny, tmp_path, cluster):
     with pytest.raises(WorkerLost, match=r"did not end within 0\.001 s"):
         prepare(tiny.config(tmp_path, *cluster, "ray.call_timeout=0.001"))
