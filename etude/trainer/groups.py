@@ -18,7 +18,7 @@ from typing import Any
 from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
-from etude.distributed.ray_store import RayStore
+from etude.distributed.ray_store import RankStore
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
 from etude.metrics import Metrics
@@ -26,10 +26,10 @@ from etude.options import SFTOptions, TrainOptions
 from etude.options.distillation import SELF
 from etude.workers import (
     ActorRolloutRefWorker,
-    BatchWorker,
     CriticWorker,
     RewardWorker,
     RoleOptions,
+    RoleWorker,
     RolloutWorker,
     TeacherWorker,
     TrainWorker,
@@ -46,15 +46,16 @@ _LOOK_SECONDS = 2.0  # between two looks for nodes that come back
 class Groups:
     """The groups of one run. `actor` is the same group as `rollout` where they are colocated, and where nothing is trained;
     `reward` scores whole batches, unless `rollout` scores each trajectory as it ends; `teachers` are by folder or server
-    address; `batches` runs the trainer's functions on batches.
+    address; `run` calls the trainer's functions on batches (`RoleWorker.run`).
 
-    Where a policy is trained on Ray, batches stay in the object stores of the nodes that made them: the driver has a
-    `BatchRef` of each, and `batches` is a process of its own on the driver's node.
+    Where a policy is trained on Ray, batches stay in the processes that made them: the driver has a `BatchRef` of each, and
+    `run` calls a function in a rank of the actor on the driver's node, whose files it writes, or, where none is there, in a
+    process of its own.
     """
 
     rollout: WorkerGroup
     actor: WorkerGroup
-    batches: WorkerGroup
+    run: Callable[..., Any]
     critic: WorkerGroup | None = None
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
@@ -147,27 +148,36 @@ def open_groups(
             "reward": opened(RewardWorker) if scores_batches else None,
             "teachers": {teacher: opened(TeacherWorker, replace(options, teacher=teacher)) for teacher in teachers},
         }
-        batches = _batch_process(options, stack) if keeps_batches else _in_process(BatchWorker, options)
-        stack.callback(batches.close)
+        beside, rank = rollout, 0
         if keeps_batches:
-            for group in (rollout, actor, batches, found["critic"], found["reward"], *found["teachers"].values()):
+            beside, rank = _beside_driver(rollout, options, stack)
+            for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
-                    group.store = RayStore()
-        return Groups(rollout, actor=actor or rollout, batches=batches, **found, resources=stack.pop_all())
+                    group.store = RankStore()
+        elif isinstance(rollout, RayWorkerGroup):  # batches come to the driver
+            beside = _in_process(RoleWorker, options)
+        run_beside = beside.direct("run", rank)
+        return Groups(rollout, actor=actor or rollout, run=run_beside, **found, resources=stack.pop_all())
 
 
 def _in_process(worker: type[Worker], options: RoleOptions) -> WorkerGroup:
     return InProcessWorkerGroup(worker, 1, options)
 
 
-def _batch_process(options: RoleOptions, stack: ExitStack) -> WorkerGroup:
-    """On the driver's node, whose files it writes; it takes none of its CPUs."""
+def _beside_driver(actor: WorkerGroup, options: RoleOptions, stack: ExitStack) -> tuple[WorkerGroup, int]:
+    """A rank on the driver's node: of `actor`, if it has one there, or of a group of its own, which takes no CPU."""
     import ray
 
-    here = {f"node:{ray.util.get_node_ip_address()}": 0.001}  # Ray has one such resource per node
-    pool = ResourcePool([1], each=here)
+    assert isinstance(actor, RayWorkerGroup)
+    node, address = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+    here = [rank for rank, place in enumerate(actor.places) if place.node_id == node]
+    if here:
+        return actor, here[0]
+    pool = ResourcePool([1], each={f"node:{address}": 0.001})  # Ray has one such resource per node
     stack.callback(pool.close)
-    return RayWorkerGroup(BatchWorker, pool, replace(options, device="cpu"))
+    alone = RayWorkerGroup(RoleWorker, pool, replace(options, device="cpu"))
+    stack.callback(alone.close)
+    return alone, 0
 
 
 def _on_ray(
@@ -182,13 +192,12 @@ def _on_ray(
     stack.callback(connect(cluster.address, cluster.init_kwargs, sum(nodes * each for nodes, each in sizes.values())))
     if trainer.device == "auto" and has_gpus():
         options = replace(options, device="cuda")  # the driver's node need not have one
-    pools: list[ResourcePool] = []
+    use_gpu, pools = options.device.startswith("cuda"), list[ResourcePool]()
     for key, (nodes, each) in sizes.items():
-        least, roles_there = (nodes, 1) if pools else (trainer.min_nnodes or nodes, roles)
-        pool = _place(key, (nodes, least, each), options.device.startswith("cuda"), roles_there, wait)
-        stack.callback(pool.close)
-        pools.append(pool)
-    check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), pools[0].use_gpu)
+        least = nodes if pools else trainer.min_nnodes or nodes
+        pools.append(_place(key, each, (nodes, least), use_gpu, 1 if pools else roles, wait))
+        stack.callback(pools[-1].close)
+    check_nodes(run, sorted({node for pool in pools for node in pool.node_ids}), use_gpu)
 
     def start(worker: type[Worker], its_options: RoleOptions) -> WorkerGroup:
         pool = pools[-1] if worker is RolloutWorker else pools[0]
@@ -197,22 +206,22 @@ def _on_ray(
     return options, start
 
 
-def _place(key: str, size: tuple[int, int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:
-    """A pool of the `size` (most nodes, fewest, processes on each) in the section `key`, on nodes that may take `wait`
-    seconds to appear, or else on as many as there are."""
-    end, (most, least, each) = time.monotonic() + wait, size
+def _place(key: str, each: int, nodes: tuple[int, int], use_gpu: bool, roles: int, wait: float) -> ResourcePool:
+    """A pool of `each` slots on as many nodes as there are, `nodes` at most and at least; it waits `wait` seconds for all to
+    appear."""
+    end, (most, least) = time.monotonic() + wait, nodes
     while True:
         waits = time.monotonic() < end
         refused: ConfigError | None = None
-        for nodes in range(most, (most if waits else least) - 1, -1):
-            pool = ResourcePool([each] * nodes, use_gpu=use_gpu, max_colocate_count=roles)
+        for count in range(most, (most if waits else least) - 1, -1):
+            pool = ResourcePool([each] * count, use_gpu=use_gpu, max_colocate_count=roles)
             try:
                 pool.place()
             except ConfigError as error:
                 refused = refused or error
                 continue
-            if nodes < most:
-                logger.warning("%s; trainer.min_nnodes lets the run go on with %d", refused, nodes)
+            if count < most:
+                logger.warning("%s; %s.min_nnodes lets the run go on with %d", refused, key, count)
             return pool
         if not waits:
             raise ConfigError(f"{key}.nnodes={most}, {key}.n_gpus_per_node={each}: {refused}") from refused

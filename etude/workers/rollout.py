@@ -6,7 +6,7 @@ import asyncio
 import functools
 import threading
 from collections.abc import Callable, Coroutine
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import cached_property
 from typing import Any
@@ -135,8 +135,9 @@ class RolloutWorker(RoleWorker):
 
     async def _push(self, version: int) -> Metrics:
         await self._drain()
-        try:
-            return await self._link.push(version)
+        try:  # trajectories in flight stand still meanwhile
+            with nullcontext() if self._watch is None else self._watch.suspended():
+                return await self._link.push(version)
         finally:
             if self._thread is not None:
                 self._stream.resume()
