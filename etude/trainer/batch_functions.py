@@ -1,5 +1,5 @@
 """What a training step computes on its batch between rollouts and updates, besides models: functions of a module, of batches
-and plain options, which run where the batch is (`Groups.batches`): in this process, or on Ray beside the objects.
+and plain options, which run where the batch is (`Groups.run`): in this process, or on Ray in one that has them.
 
 Invariant: the driver needs of a batch what these return: uids, numbers, metrics. Columns stay with the batch, so that what
 crosses to the driver in a step grows with rows, not with tokens.

@@ -96,6 +96,8 @@ class PPOTrainer:
         """Loads the models, from the checkpoint if resuming, and hands the weights to the engine."""
         groups = self.groups
         groups.actor.init_model(self.total_steps)
+        if groups.rollout is not groups.actor:
+            groups.rollout.init_model()
         if groups.critic is not None:
             groups.critic.init_model(self.total_steps)
         for teacher in groups.teachers.values():
@@ -110,7 +112,7 @@ class PPOTrainer:
             self._restore_weights(self.resumption)
         self._version = self.global_step  # of the engine's weights
         if self.global_step < self.total_steps:
-            groups.rollout.update_weights(self._version)
+            groups.sync_weights(self._version)
 
     @property
     def _computes_log_probs(self) -> bool:
@@ -272,15 +274,15 @@ class PPOTrainer:
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
         """`function(*args)` where the batches among `args` are: in this process, or on Ray in one that can read them."""
-        return self.groups.batches.run(function, *args)
+        return self.groups.run(function, *args)
 
     def _expand(self, rollouts: Batch) -> Batch:
         expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
         return rollouts if expanded is None else expanded
 
     def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
-        given = folder, self.global_step, rollouts, self.setup.roles.reward, list(values)
-        self.groups.batches.run_with_chat(dump, *given)
+        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        self.groups.run(dump, *given, with_chat=True)
 
     def _token_values(self, batch: Batch) -> list[Batch]:
         """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
@@ -357,7 +359,7 @@ class PPOTrainer:
     def _update_weights(self) -> Metrics:
         """Hands the new weights to the engine; their version is the number of the step that made them."""
         self._version = self.global_step + 1
-        return finish_metrics(add_metrics(self.groups.rollout.update_weights(self._version)))
+        return finish_metrics(add_metrics(self.groups.sync_weights(self._version)))
 
     def _validate(self, validation: RLDataset, interrupts: Interrupts) -> Metrics:
         with interrupts.abandonable():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -36,8 +37,10 @@ from etude.training import LossScale, MicroLoss, OptimizerSet, PolicyEngine, Val
 from etude.trajectory import KEPT_IDS
 from etude.workers.checkpoint import STATE, TrainedWorker, read_state, write_state
 from etude.workers.critic import CRITIC_COLUMNS, CriticWorker, value_options
+from etude.workers.engine_link import score_rows
 from etude.workers.role import TOKENS
 from etude.workers.teacher import TOPK_COLUMNS, teacher_columns
+from etude.workers.weights import WeightSender
 
 
 class TrainWorker(TrainedWorker):
@@ -75,6 +78,7 @@ class TrainWorker(TrainedWorker):
                 network = self.load_policy(options.model.dtype, device).requires_grad_(False)
                 self.shard(network, actor)
             self._ref = PolicyEngine(network, max_tokens=options.ref.log_prob_max_token_len_per_gpu)
+        self._sender = WeightSender(self.model, options, self.rank)
         self.prepare_saves()
 
     @register(dispatch_mode=Dispatch.DP_COMPUTE_PROTO, columns=TOKENS, optional=OF_SEQUENCES)
@@ -150,6 +154,17 @@ class TrainWorker(TrainedWorker):
         metrics = self._actor.update(data, loss, meta["temperature"], actor.entropy_coeff != 0, actor.aggregation)
         self.weights_changed()
         return {name if "/" in name else f"actor/{name}": metric for name, metric in metrics.items()}
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def next_weights(self, first: bool) -> DataProto:
+        """A chunk of the weights for a rollout group of its own; see `WeightSender.next`."""
+        return self._sender.next(first)
+
+    @register(dispatch_mode=Dispatch.ONE_TO_ALL)
+    def score_draws(self, rows: Sequence[tuple[Sequence[int], Sequence[int]]]) -> list[float]:
+        """Log-probs of all responses of (prompt, response) pairs in a row, at the temperature of the rollouts."""
+        found = score_rows(self._actor, rows, self.options.rollout.temperature or 1.0)
+        return [value for row in found for value in row]
 
     def _recorded(self, loss: MicroLoss) -> MicroLoss:
         """`loss`, which also keeps what `take_token_values` returns."""

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from async_stage import ASYNC, plan, trained
-from house_stage import ACTOR, TOOLS, Launched, metrics, steps, weights
+from house_stage import ACTOR, ROLLOUT, TOOLS, Launched, metrics, steps, weights
 from ray_stage import rank_processes, ray_cluster, until
 from trainer_tools import Moody
 
@@ -58,8 +58,12 @@ def sampled(folder, step):
 
 TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2")  # and a sharded critic
 
+OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3")
 
-@pytest.mark.parametrize("held", [(), TEAM], ids=["replicated", "in parts"])
+
+@pytest.mark.parametrize(
+    "held", [(), TEAM, (*TEAM, *OWN)], ids=["replicated", "in parts", "a rollout group of its own"]
+)
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
@@ -67,6 +71,7 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
         assert (groups.actor.dp_size, groups.critic.dp_size) == ((1 if held else 2), 2)
+        assert groups.rollout.world_size == (3 if OWN[0] in held else 2)
         assert len({rank.place.node_id for rank in groups.actor._ranks}) == 2
         assert ray.get_runtime_context().namespace == "stage"
         trainer.init_workers()
@@ -119,8 +124,12 @@ def test_a_critic_on_the_policys_trunk_learns_on_two_nodes(tiny, tmp_path, clust
     assert all(weights(tmp_path, step) for step in (1, 2, 3))
 
 
-def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster):
-    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1")
+SHARDED = (f"{ACTOR}.strategy=fsdp2",)
+
+
+@pytest.mark.parametrize("held", [SHARDED, (*SHARDED, *OWN[:2])], ids=["in parts", "a rollout group of its own"])
+def test_rollouts_stream_on_two_nodes_while_the_policy_learns(tiny, tmp_path, cluster, held):
+    ranks = ("trainer.nnodes=3", "trainer.min_nnodes=2", "trainer.n_gpus_per_node=1", *held)
     train(tiny.config(tmp_path, *ASYNC, *cluster, *ranks, "trainer.max_staleness=2"))
     assert sorted(trained(tmp_path)) == plan(6)
     assert 0 < max(record["staleness/max"] for record in metrics(tmp_path)) <= 2

@@ -260,7 +260,7 @@ def test_a_critic_on_the_policys_trunk_learns_where_batches_are_in_another_proce
 
     def run(self, function, *args):
         sent = [each.select(deepcopy=True) if isinstance(each, DataProto) else each for each in args]
-        return self.groups.batches.run(function, *sent)
+        return self.groups.run(function, *sent)
 
     monkeypatch.setattr(PPOTrainer, "_run", run)
     train(tiny.config(tmp_path / "there", *keys))
@@ -386,7 +386,6 @@ def test_validation_dumps_and_repeated_answers(tiny, tmp_path):
             "data.val_max_samples=3",
             f"{ROLLOUT}.val_kwargs.n=2",
             f"{ROLLOUT}.val_kwargs.do_sample=true",
-            f"trainer.validation_data_dir={tmp_path}/validation",
         )
     )
     records = list(read_rollouts(tmp_path / "validation" / "1.jsonl"))
