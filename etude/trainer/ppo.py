@@ -11,7 +11,7 @@ Invariant: failed infrastructure is never trained on, and what is trained on is 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
 from typing import Any, Literal
@@ -32,6 +32,7 @@ from etude.trainer.batch_functions import (
     cut_updates,
     engine_log_probs,
     judge_batch,
+    token_columns,
     uids_of,
     without_log_probs,
     without_objects,
@@ -268,7 +269,7 @@ class PPOTrainer:
         metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
-            self._dump(self.options.rollout_data_dir, rollouts)
+            self._dump(self.options.rollout_data_dir, rollouts, self._token_values(batch))
         return metrics
 
     def _run(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -279,8 +280,16 @@ class PPOTrainer:
         expanded: Batch | None = self._run(added_sequences, rollouts, self.setup.tokenizer.pad_token_id or 0)
         return rollouts if expanded is None else expanded
 
-    def _dump(self, folder: str, rollouts: Batch) -> None:
-        self.groups.run(dump, str(folder), self.global_step, rollouts, self.setup.roles.reward, with_chat=True)
+    def _dump(self, folder: str, rollouts: Batch, values: Sequence[Batch] = ()) -> None:
+        given = str(folder), self.global_step, rollouts, self.setup.roles.reward, list(values)
+        self.groups.run(dump, *given, with_chat=True)
+
+    def _token_values(self, batch: Batch) -> list[Batch]:
+        """What the step had of each token, for its dump: columns of the batch, then those of the updates."""
+        if not self.options.rollout_token_values or not len(batch):
+            return []
+        updates = self.groups.actor.take_token_values()
+        return [token_columns(batch), *(part for part in updates if part is not None)]
 
     def _end_with_the_passes(self) -> None:
         """Steps that refilled used several batches, so that `total_epochs` passes yield fewer steps."""

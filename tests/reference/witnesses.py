@@ -110,6 +110,7 @@ WITNESSES = {
     "trainer/test_trainer_training.py": {
         f"{ROLLOUT}.mode": "test_a_step_goes_in_the_documented_order_through_groups_alone",
         f"{ROLLOUT}.val_kwargs.do_sample": "test_validation_dumps_and_repeated_answers",
+        "trainer.rollout_token_values": "test_a_dump_says_what_the_trainer_had_of_each_token",
         "trainer.rollout_data_dir": "test_a_dump_is_enough_to_score_again",
     },
     "workers/test_workers_lora.py": {

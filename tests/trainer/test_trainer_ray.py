@@ -29,6 +29,7 @@ from etude.trainer.sft import SFTTrainer
 
 ray = pytest.importorskip("ray")
 CRITIC = ("algorithm.adv_estimator=gae", f"{ACTOR}.ppo_mini_batch_size=1", "trainer.total_training_steps=3")
+VALUES = "trainer.rollout_token_values=true"
 
 
 @pytest.fixture(scope="module")
@@ -46,7 +47,7 @@ def cluster(nodes):
 def alone(tiny, tmp_path_factory):
     """A run in this process."""
     folder = tmp_path_factory.mktemp("alone")
-    train(tiny.config(folder, *CRITIC))
+    train(tiny.config(folder, *CRITIC, VALUES))
     return folder
 
 
@@ -65,7 +66,7 @@ OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOU
 )
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
-    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, *cluster, *two)))
+    trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
     groups = trainer.groups
     try:
         assert (groups.actor.world_size, groups.critic.world_size) == (2, 2)
@@ -85,6 +86,11 @@ def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster,
         assert first[1][name] == pytest.approx(first[0][name], abs=1e-5, rel=1e-5)
         assert all(there[name] == pytest.approx(here[name], abs=1e-3, rel=1e-3) for here, there in mine)
     assert sampled(tmp_path, 1) == sampled(alone, 1)
+    for here, there in zip(*(read_rollouts(folder / "rollouts" / "1.jsonl") for folder in (alone, tmp_path))):
+        assert set(here["token_values"]) == {"advantages", "old_log_probs", "log_probs", "entropys", "values"}
+        for name, column in here["token_values"].items():
+            other = [value or 0.0 for value in there["token_values"][name]]
+            assert other == pytest.approx([value or 0.0 for value in column], abs=1e-3)
     for role in ("actor", "critic"):
         here, there = weights(alone, 3, role), weights(tmp_path, 3, role)
         assert all((here[name] - there[name]).abs().max() < 1e-3 for name in here)

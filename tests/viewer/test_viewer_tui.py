@@ -5,7 +5,7 @@ With ETUDE_SCREENSHOTS=docs/screens the test of each page also writes its screen
 
 import json
 import os
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -15,6 +15,7 @@ from index_stage import make_record, make_records, verl_line, write_run
 pytest.importorskip("textual", reason="etude view needs the extra 'viewer'")
 
 from rich.text import Text
+from textual.worker import WorkerCancelled
 
 from etude.cli.view import view
 from etude.dumps import write_rollouts
@@ -35,10 +36,12 @@ class Seat:
         self.app, self.pilot = app, pilot
 
     async def settle(self):
-        for _ in range(2):  # a thread's result may begin another one
-            await self.pilot.pause()
-            await self.app.workers.wait_for_complete()
+        """Waits until no thread reads or searches, and the screen shows what they found."""
         await self.pilot.pause()
+        while busy := [worker for worker in self.app.workers if not worker.is_finished]:
+            with suppress(WorkerCancelled):  # another one took its place
+                await self.app.workers.wait_for_complete(busy)
+            await self.pilot.pause()
 
     async def press(self, *keys):
         for key in keys:
