@@ -3,6 +3,9 @@
 import json
 import os
 import re
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -279,7 +282,6 @@ def test_the_overview_draws_every_curve_of_the_run(tab):
     tab.until("document.querySelector('figure[data-chart=Reward] .reading').textContent.startsWith('step 2')")
     assert len(tab.page.query_selector_all('figure[data-chart="Where the time went"] rect')) == 150  # gen, actor, other
     tab.page.mouse.move(0, 0)
-    tab.shoot("overview")
 
 
 def test_thousands_of_trajectories_are_listed_filtered_and_sorted(tab):
@@ -287,7 +289,6 @@ def test_thousands_of_trajectories_are_listed_filtered_and_sorted(tab):
     tab.until("document.querySelector('#list').dataset.total == 5000")
     assert len(tab.texts("#list tbody tr")) == 100
     assert tab.texts("#list tbody tr:first-child td")[0] == "50"  # the newest step first
-    tab.shoot("list")
     tab.page.select_option('label:has-text("step") select', "7")
     tab.until("document.querySelector('#list').dataset.total == 100")
     tab.page.fill("#search", "number 42")
@@ -337,7 +338,6 @@ def test_tokens_are_coloured_by_what_the_trainer_made_of_them(tab):
     tab.until("document.querySelector('.numbers').textContent.includes('id 5')")
     tab.page.keyboard.press("c")
     tab.until("document.querySelector('.tokens').dataset.by == 'mismatch'")
-    tab.shoot("tokens")
     assert tab.texts(".call summary") == ["turn 0: calculator 0.01 s · reward 0.5"]
     tab.page.keyboard.press("p")
     tab.until("document.querySelector('h1').textContent == 'rollouts/49.jsonl:100'")
@@ -363,7 +363,6 @@ def test_a_timeline_has_a_row_a_trajectory_and_lanes_of_training(tab):
     assert len(tab.texts("a.lane")) == 100
     assert len(tab.page.query_selector_all("a.lane >> nth=0 >> rect")) == 3
     assert tab.texts("div.lane .who") == ["gen 3 s", "update_actor 0.8 s"]
-    tab.shoot("timeline")
 
 
 def test_two_runs_are_compared(tab):
@@ -495,3 +494,55 @@ def test_what_is_not_there_is_said(tab):
         tab.page.wait_for_selector('[role="alert"]')
     assert "no such run" in tab.text("main")
     tab.wrong = [text for text in tab.wrong if "404" not in text and "422" not in text]
+
+
+@pytest.mark.soak
+@pytest.mark.timeout(1800)
+def test_a_job_is_followed_while_it_trains(browser, tmp_path):
+    """The quickstart itself, for twelve steps."""
+    (tmp_path / "run").mkdir()
+    command = [sys.executable, "-m", "etude.cli.main", "quickstart", "--output-dir", str(tmp_path / "run")]
+    with subprocess.Popen([*command, "trainer.total_training_steps=12"], stdout=subprocess.DEVNULL) as job:
+        try:
+            until(lambda: (tmp_path / "run" / "rollouts" / "1.jsonl").exists(), job)
+            with serving(tmp_path / "run") as url:
+                follow(Tab(browser, url), job)
+        finally:
+            job.terminate()
+            job.wait()
+
+
+def until(condition, job):
+    while not condition():
+        assert job.poll() is None, "the job ended"
+        time.sleep(0.5)
+
+
+def follow(tab, job):
+    tab.page.set_default_timeout(600_000)
+    tab.open("overview")
+    seen = set()
+    while len(seen) < 4:  # steps that came while the page was open
+        seen.add(tab.page.get_attribute(".charts", "data-step"))
+        tab.page.wait_for_timeout(200)
+    assert job.poll() is None
+    tab.open("trajectories")
+    first = int(tab.page.get_attribute("#list", "data-total"))
+    tab.until(f"document.querySelector('#list').dataset.total > {first}")
+    job.wait()
+    tab.open("overview")
+    assert "complete" in tab.text("main")
+    tab.shoot("overview")
+    tab.open("timeline")
+    assert len(tab.texts("a.lane")) == 128
+    assert "not when" not in tab.text("main")
+    tab.shoot("timeline")
+    tab.open("trajectories?tool=calculator")
+    tab.shoot("list")
+    tab.page.click("#list tbody tr >> nth=0")
+    tab.page.click('.modes button:has-text("entropy")')
+    tab.page.hover(".tok >> nth=5")
+    assert "advantage" in tab.text(".numbers")
+    tab.shoot("tokens")
+    assert tab.wrong == []
+    tab.context.close()
