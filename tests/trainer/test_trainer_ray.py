@@ -61,9 +61,7 @@ TEAM = (f"{ACTOR}.strategy=fsdp2", f"{ACTOR}.fsdp_config.tensor_parallel_size=2"
 OWN = ("actor_rollout_ref.hybrid_engine=false", f"{ROLLOUT}.nnodes=1", f"{ROLLOUT}.n_gpus_per_node=3")
 
 
-@pytest.mark.parametrize(
-    "held", [(), (*TEAM, *OWN)], ids=["replicated", "a rollout group of its own"]
-)
+@pytest.mark.parametrize("held", [(), (*TEAM, *OWN)], ids=["replicated", "a rollout group of its own"])
 def test_two_nodes_learn_what_one_process_learns(tiny, tmp_path, alone, cluster, held):
     two = ("trainer.nnodes=2", "trainer.n_gpus_per_node=1", *held)
     trainer = PPOTrainer(prepare(tiny.config(tmp_path, *CRITIC, VALUES, *cluster, *two)))
