@@ -31,7 +31,7 @@ from etude.trainer.correction import MismatchAlarm
 from etude.trainer.distillation import add_teacher_columns, check_teachers
 from etude.trainer.feed import DirectFeed, PromptQueue, StepRollouts, StreamingFeed
 from etude.trainer.interrupts import Interrupted, Interrupts
-from etude.trainer.metrics import Metrics, SkippedSteps, Timings, timing_metrics
+from etude.trainer.metrics import CostMeter, Metrics, SkippedSteps, Timings, timing_metrics
 from etude.trainer.provenance import describe_run
 from etude.trainer.resume import Resumption, find_resumption, used_values, write_config
 from etude.trainer.rollouts import Batch, Rollouts, dump
@@ -138,6 +138,7 @@ class PPOTrainer:
                 emit(RunStarted(experiment, self.total_steps, self.options, validation))
                 if self.resumption is not None:
                     emit(Notice(self._resumed_from(self.resumption)))
+                self._cost = CostMeter(self.groups.usage)
                 facts = describe_run("train", self.used_config, self.total_steps)
                 self._accounts = PromptAccounts(self.run_dir, self.global_step)
                 with closing(self._accounts), run_record(self.run_dir, facts), self.groups.report_progress(emit):
@@ -191,6 +192,7 @@ class PPOTrainer:
                 validated = self._validate(self.val_set, interrupts)
         finally:  # the step counts even if its validation failed
             self._budget.note(metrics | validated)
+            metrics |= self._cost.measure()
             tracking.log(metrics | validated, self.global_step)
             emit(StepFinished(self.global_step, self.total_steps, metrics | validated))
         self._alarm.note(metrics, emit)
@@ -251,7 +253,7 @@ class PPOTrainer:
         self._end_with_the_passes()
         self.feed.end_step(self.global_step, self.total_steps)
         metrics |= accounting_metrics(self._prompts_of_step)
-        metrics |= timing_metrics(timings.of_work(), *tokens) | {"perf/cpu_seconds": timings.cpu()}
+        metrics |= timing_metrics(timings.of_work(), *tokens)
         metrics |= {"training/global_step": self.global_step}
         if self.options.rollout_data_dir:
             self._dump(self.options.rollout_data_dir, rollouts, self._token_values(values))
