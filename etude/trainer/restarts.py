@@ -99,7 +99,7 @@ class Restarts:
     def __init__(self, most: int) -> None:
         self._most, self._done = most, 0
         self.newest: Path | None = None
-        self._last: Exception | None = None
+        self._last = ""
 
     def end(self, error: Exception) -> WorkerLost:
         """The last loss, after which the workers could not start again because of `error`."""
@@ -113,7 +113,7 @@ class Restarts:
         """
         if newest is not None and newest != self.newest:
             self.newest, self._done = newest, 0
-        self._last = error
+        self._last = str(error)  # the error itself would keep the old trainer
         if self._done >= self._most:
             raise error
         pause = min(_MAX_PAUSE_SECONDS, 2.0**self._done)
