@@ -19,6 +19,7 @@ from etude.config.nodes import check_nodes
 from etude.distributed import InProcessWorkerGroup, RayWorkerGroup, ResourcePool, Worker, WorkerGroup
 from etude.distributed.cluster import connect, has_gpus
 from etude.distributed.ray_store import RankStore
+from etude.distributed.usage import Usage, join_usage, measure_usage
 from etude.errors import ConfigError, WorkerLost
 from etude.events import EventSink, RolloutProgress
 from etude.metrics import Metrics
@@ -60,6 +61,15 @@ class Groups:
     reward: WorkerGroup | None = None
     teachers: Mapping[str, WorkerGroup] = field(default_factory=dict)
     resources: ExitStack = field(default_factory=ExitStack, repr=False)
+
+    def usage(self) -> Usage:
+        """What the processes of the run take, the driver's included; without those of a group that was lost."""
+        groups = {id(each): each for each in (self.rollout, self.actor, self.batches, self.critic, self.reward) if each}
+        found = [measure_usage()]
+        for group in (*groups.values(), *self.teachers.values()):
+            with suppress(WorkerLost):
+                found += group.usage()
+        return join_usage(found)
 
     def progress(self) -> tuple[int, int]:
         """(finished, total) trajectories of the current rollout; thread-safe."""
@@ -150,7 +160,7 @@ def open_groups(
         }
         beside, rank = rollout, 0
         if keeps_batches:
-            beside, rank = _beside_driver(rollout, options, stack)
+            beside, rank = _beside_driver(actor or rollout, options, stack)
             for group in (rollout, actor, beside, found["critic"], found["reward"], *found["teachers"].values()):
                 if group is not None:
                     group.store = RankStore()
