@@ -64,7 +64,7 @@ class Groups:
 
     def usage(self) -> Usage:
         """What the processes of the run take, the driver's included; without those of a group that was lost."""
-        groups = {id(each): each for each in (self.rollout, self.actor, self.batches, self.critic, self.reward) if each}
+        groups = {id(each): each for each in (self.rollout, self.actor, self.critic, self.reward) if each}
         found = [measure_usage()]
         for group in (*groups.values(), *self.teachers.values()):
             with suppress(WorkerLost):
